@@ -1,0 +1,1 @@
+"""Generic parallel training: ranks, tensors, modules and stages. It never imports `moe`."""

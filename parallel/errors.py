@@ -1,0 +1,23 @@
+"""Bad input, said in one line: what, got, needed, fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BadInput(ValueError):
+    """Something the user wrote cannot work; the message is one line that says what to write instead.
+
+    The command line prints it and exits with 2; a library caller catches it as a ValueError.
+    """
+
+    def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
+        self.what, self.got, self.needed, self.fix = what, got, needed, fix
+        super().__init__(" ".join(f"{what}: got {got}, needed {needed}; fix: {fix}".split()))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """The known word nearest to `word`, or None where nothing is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return near[0] if near else None
