@@ -1,0 +1,211 @@
+"""Differentiable collectives over one mesh axis, forward and backward side by side, every call counted.
+
+    forward          backward
+    all_reduce       identity          (g in Megatron-LM, arXiv 1909.08053)
+    identity         all_reduce        (f: `reduce_backward`)
+    all_gather       reduce_scatter
+    reduce_scatter   all_gather
+    all_to_all       all_to_all with the splits exchanged
+    shift            shift the other way
+
+On an axis of size 1 each is the identity and costs nothing. Bytes are counted logically (what this rank hands
+to the collective), never from time: `counts()` returns calls and bytes per axis and collective.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Count:
+    calls: int
+    bytes: int
+
+
+_calls: Counter[tuple[str, str]] = Counter()
+_bytes: Counter[tuple[str, str]] = Counter()
+
+
+def counts() -> dict[tuple[str, str], Count]:
+    """Calls and bytes since the last `reset_counts`, by (axis, collective)."""
+    return {key: Count(_calls[key], _bytes[key]) for key in _calls}
+
+
+def reset_counts() -> None:
+    _calls.clear()
+    _bytes.clear()
+
+
+def count(axis: Axis, name: str, tensor: Tensor) -> None:
+    """Note one collective: for those that an engine makes on its own."""
+    _calls[axis.name, name] += 1
+    _bytes[axis.name, name] += tensor.numel() * tensor.element_size()
+
+
+# --- plain, in place or returning a new tensor; no autograd ---------------------------------------------------------
+
+
+def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum in place over the axis; returns the tensor."""
+    if axis.size > 1:
+        count(axis, "all_reduce", tensor)
+        dist.all_reduce(tensor, group=axis.group)
+    return tensor
+
+
+def max_over(tensor: Tensor, axis: Axis) -> Tensor:
+    """Maximum in place over the axis; returns the tensor."""
+    if axis.size > 1:
+        count(axis, "all_reduce", tensor)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+    return tensor
+
+
+def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    count(axis, "all_gather", tensor)
+    first = tensor.movedim(dim, 0).contiguous()
+    out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
+    dist.all_gather_into_tensor(out, first, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+    count(axis, "reduce_scatter", tensor)
+    first = tensor.movedim(dim, 0).contiguous()
+    out = first.new_empty((first.shape[0] // axis.size, *first.shape[1:]))
+    dist.reduce_scatter_tensor(out, first, group=axis.group)
+    return out.movedim(0, dim)
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    count(axis, "all_to_all", rows)
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group)
+    return out
+
+
+def _shift(tensor: Tensor, axis: Axis, steps: int) -> Tensor:
+    count(axis, "shift", tensor)
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    to, source = axis.ranks[(axis.index + steps) % axis.size], axis.ranks[(axis.index - steps) % axis.size]
+    ops = [dist.P2POp(dist.isend, tensor.contiguous(), to, axis.group), dist.P2POp(dist.irecv, out, source, axis.group)]
+    for request in dist.batch_isend_irecv(ops):
+        request.wait()
+    return out
+
+
+# --- with autograd ----------------------------------------------------------------------------------------------------
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        return sum_over(tensor.clone(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _ReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over(grad.clone(), ctx.axis), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_sum(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _scatter_sum(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+        ctx.send, ctx.receive, ctx.axis = send, receive, axis
+        return _exchange(rows, send, receive, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.axis), None, None, None
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, steps: int) -> Tensor:
+        ctx.axis, ctx.steps = axis, steps
+        return _shift(tensor, axis, steps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _shift(grad, ctx.axis, -ctx.steps), None, None
+
+
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis forward, identity backward: every rank goes on with the same sum and the same gradient."""
+    out: Tensor = tensor if axis.size == 1 else _AllReduce.apply(tensor, axis)
+    return out
+
+
+def reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
+    """Identity forward, sum over the axis backward."""
+    out: Tensor = tensor if axis.size == 1 else _ReduceBackward.apply(tensor, axis)
+    return out
+
+
+def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Concatenate the ranks' tensors along dim forward, reduce_scatter backward."""
+    out: Tensor = tensor if axis.size == 1 else _AllGather.apply(tensor, axis, dim)
+    return out
+
+
+def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Sum over the axis and keep this rank's part of dim forward, all_gather backward. The dim must divide by the axis."""
+    out: Tensor = tensor if axis.size == 1 else _ReduceScatter.apply(tensor, axis, dim)
+    return out
+
+
+def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
+    """Rows [sum(send), ...] to the ranks of the axis in order, rows [sum(receive), ...] back; backward exchanges the splits.
+
+    `send[i]` rows go to the axis's i-th rank, `receive[i]` come from it; zero is fine. Both sides must agree: the counts
+    are exchanged before (see `exchange.py`).
+    """
+    out: Tensor = rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)
+    return out
+
+
+def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
+    """Each rank's tensor to the rank `steps` further round the axis forward, the other way backward. Equal shapes on all ranks."""
+    out: Tensor = tensor if axis.size == 1 else _Shift.apply(tensor, axis, steps)
+    return out

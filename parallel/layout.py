@@ -1,0 +1,65 @@
+"""One record says how a parameter is laid out: which tensor dim is split over which mesh axis, and who holds copies.
+
+Initialisation, gradient reduction, gradient norm, checkpoints and the memory model all read this one record,
+so that "which ranks hold this element" is answered in one place.
+
+    dense parameter    view (pp, dp, sp, tp)    split {}         copies on every dp, sp, tp rank
+    expert weights     view (pp, edp, ep, etp)  split {0: "ep"}  copies on edp (and etp) only
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallel.errors import BadInput
+from parallel.mesh import DENSE, EXPERT, Mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one parameter of full shape `shape` lies on the mesh.
+
+    `split` maps a tensor dim to the axis that cuts it; `view` names the axes that see the parameter; `family` is a free
+    label by which norms are broken down; `unstack` is a name with `{}` where dim 0 is stored as separate tensors
+    (`layers.3.experts.{}.w1`), so that a checkpoint names each by its global number.
+    """
+
+    shape: tuple[int, ...]
+    split: dict[int, str] = field(default_factory=dict)
+    view: tuple[str, ...] = DENSE
+    family: str = "dense"
+    unstack: str | None = None
+
+    def copies(self) -> tuple[str, ...]:
+        """The axes whose ranks hold the same elements: gradients are summed over them."""
+        return tuple(a for a in self.view if a != "pp" and a not in self.split.values())
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """What this rank holds. Raises BadInput where a dim does not divide."""
+        shape = list(self.shape)
+        for dim, axis in self.split.items():
+            size = mesh.axis(axis).size
+            if shape[dim] % size:
+                raise BadInput(f"dim {dim} of a parameter", got=shape[dim], needed=f"a multiple of {axis}={size}", fix=f"change degrees.{axis}")
+            shape[dim] //= size
+        return tuple(shape)
+
+    def region(self, mesh: Mesh) -> tuple[slice, ...]:
+        """This rank's part as slices of the full tensor."""
+        local = self.local_shape(mesh)
+        starts = [mesh.axis(self.split[d]).index * n if d in self.split else 0 for d, n in enumerate(local)]
+        return tuple(slice(start, start + n) for start, n in zip(starts, local, strict=True))
+
+    def is_owner(self, mesh: Mesh) -> bool:
+        """True on exactly one rank per element: the first of its copies, the one that counts it in a norm and saves it."""
+        return all(mesh.axis(a).index == 0 for a in self.copies())
+
+
+def dense(shape: tuple[int, ...], family: str = "dense") -> Layout:
+    """A parameter that every rank of a stage holds whole."""
+    return Layout(shape, {}, DENSE, family)
+
+
+def stacked_over(axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert") -> Layout:
+    """A stack of tensors cut along dim 0, in the expert view."""
+    return Layout(shape, {0: axis}, EXPERT, family, unstack)

@@ -1,0 +1,79 @@
+"""One precision policy for dense and sparse, whatever engine carries it out.
+
+    parameters, gradients, Adam moments    master dtype (fp32; bf16 saves memory and loses updates below 2^-9)
+    matrix products                        compute dtype: a weight is cast where it is used, so its gradient
+                                           comes back cast to master dtype and accumulates there
+    router, softmax, norm statistics,
+    losses, reductions                     fp32, named where they happen
+
+fp16 has 5 exponent bits: gradients below 6e-8 vanish, so the loss is multiplied by a scale that grows while all is
+finite and halves when a gradient is not (Micikevicius et al., arXiv 1710.03740). Whether a gradient is finite is agreed
+by all ranks before anything steps: a skipped step changes no weight, no moment and not the learning-rate schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel.errors import BadInput
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    compute: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(compute: str, master: str = "fp32") -> Precision:
+        for what, name in (("compute", compute), ("master", master)):
+            if name not in DTYPES:
+                raise BadInput(f"precision.{what}", got=name, needed=f"one of {', '.join(DTYPES)}", fix="set it to bf16")
+        return Precision(DTYPES[compute], DTYPES[master])
+
+
+@dataclass
+class LossScale:
+    """The number the loss is multiplied by before backward; dynamic where `growth_interval` is above 0.
+
+    `update(finite)` after each step: halve on overflow, double after `growth_interval` good steps in a row, never below
+    `floor`. `at_floor` turns True when an overflow comes while the scale already stands at the floor: scaling cannot help then.
+    """
+
+    value: float = 1.0
+    growth_interval: int = 0
+    growth: float = 2.0
+    backoff: float = 0.5
+    floor: float = 1.0
+    good_steps: int = 0
+    at_floor: bool = False
+
+    @staticmethod
+    def of(kind: str | float) -> LossScale:
+        """'none', 'dynamic' (from 2^16, doubling every 1,000 good steps) or a fixed number."""
+        if kind == "dynamic":
+            return LossScale(2.0**16, growth_interval=1000)
+        return LossScale(1.0 if kind == "none" else float(kind))
+
+    def update(self, finite: bool) -> None:
+        if not self.growth_interval:
+            return
+        if not finite:
+            self.at_floor = self.value <= self.floor
+            self.value = max(self.floor, self.value * self.backoff)
+            self.good_steps = 0
+            return
+        self.at_floor = False
+        self.good_steps += 1
+        if self.good_steps >= self.growth_interval:
+            self.value *= self.growth
+            self.good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
