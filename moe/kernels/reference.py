@@ -1,0 +1,79 @@
+"""The definition of right: every step of dispatch as a plain loop or one indexing line, in the order of the papers.
+
+Autograd does the backward. Slow on purpose: read this to know what the fast kernels must equal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.kernels.activation import activate
+from moe.kernels.plan import Plan
+
+# T tokens, K choices, R rows, E experts, D model, F hidden
+
+
+def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
+    """Position [T, K] of each active choice in its expert's queue of its group, 0 for the first; inactive ones get -1.
+
+    First choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
+    """
+    tokens, choices = expert_TK.shape
+    slot_TK = torch.full_like(expert_TK, -1)
+    per_group = tokens // num_groups
+    for group in range(num_groups):
+        taken = [0] * num_experts
+        for k in range(choices):
+            for t in range(group * per_group, (group + 1) * per_group):
+                if active_TK[t, k]:
+                    expert = int(expert_TK[t, k])
+                    slot_TK[t, k] = taken[expert]
+                    taken[expert] += 1
+    return slot_TK
+
+
+def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
+    """Rows sorted by expert, then by token."""
+    choices = expert_TK.shape[1]
+    order: list[list[int]] = [[] for _ in range(num_experts)]
+    for t, k in kept_TK.nonzero().tolist():
+        order[int(expert_TK[t, k])].append(t * choices + k)
+    choice_R = torch.tensor([c for row in order for c in row], dtype=torch.int64, device=expert_TK.device)
+    row_TK = torch.full_like(expert_TK, -1)
+    for row, choice in enumerate(choice_R.tolist()):
+        row_TK[choice // choices, choice % choices] = row
+    return Plan(choice_R, row_TK, torch.tensor([len(row) for row in order], device=expert_TK.device))
+
+
+def permute(x_TD: Tensor, plan: Plan) -> Tensor:
+    """Tokens [T, D] to rows [R, D]."""
+    return x_TD[plan.token_R]
+
+
+def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
+    """Row i of the result is row index_R[i]; index_R is a permutation."""
+    return rows_RD[index_R]
+
+
+def grouped_ffn(
+    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+) -> Tensor:
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    outs, start = [], 0
+    for expert, count in enumerate(counts):
+        rows = rows_RD[start : start + count]
+        gate = rows @ w3[expert].to(rows.dtype) if w3 is not None else None
+        hidden = activate(rows @ w1[expert].to(rows.dtype), gate, ffn)
+        if dropped_RF is not None:
+            hidden = hidden * dropped_RF[start : start + count]
+        outs.append(hidden @ w2[expert].to(rows.dtype))
+        start += count
+    return torch.cat(outs)
+
+
+def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
+    """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
+    y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=torch.float32)
+    weighted_RD = rows_RD.float() * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
+    return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)

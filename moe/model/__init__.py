@@ -1,0 +1,1 @@
+"""The decoder-only Transformer, dense or with experts; it runs alone, without a process group."""

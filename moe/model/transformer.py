@@ -1,0 +1,146 @@
+"""A decoder-only Transformer with pre-norm residual blocks; every n-th block's feed-forward network may be a MoE layer.
+
+    tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
+
+`Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. A weight's first
+value is a function of (seed, its global name) alone: truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
+(Switch, arXiv 2101.03961, section 2.4, init_scale 0.1), so every topology starts from the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe import config
+from moe.context import Context
+from moe.experts import Experts
+from moe.layer import LayerReport, MoELayer
+from moe.model.attention import Attention, RelativeBias
+from moe.model.linear import FeedForward, Linear, Norm, drop
+from parallel.random import key_of
+
+# B batch, L length, D model, V vocabulary
+
+
+@dataclass(frozen=True)
+class Output:
+    """`logits_BLV` fp32, and one report for each MoE layer in order."""
+
+    logits_BLV: Tensor
+    layers: tuple[LayerReport, ...]
+
+
+class Block(nn.Module):
+    def __init__(self, model: config.Model, experts: config.Experts, router: config.Router, layer: int) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, model.dropout
+        self.attention_norm = Norm(model.d_model, model.norm)
+        self.attention = Attention(model)
+        self.ffn_norm = Norm(model.d_model, model.norm)
+        self.ffn: FeedForward | None = None
+        self.moe: MoELayer | None = None
+        if layer in model.layers_with_experts():
+            ffn, d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
+            shared = FeedForward(model.d_model, d_ff * experts.shared, ffn) if experts.shared else None
+            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, shared=shared)
+        else:
+            self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
+
+    def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
+        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD)), "attention", context)
+        normed_BLD = self.ffn_norm(x_BLD)
+        if self.moe is not None:
+            y_BLD, report = self.moe(normed_BLD, context)
+        else:
+            assert self.ffn is not None
+            y_BLD, report = self.ffn(normed_BLD), None
+        return x_BLD + self._drop(y_BLD, "ffn", context), report
+
+    def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
+        if not (self.training and self.dropout):
+            return x_BLD
+        return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context)
+
+
+class Transformer(nn.Module):
+    """`model(tokens_BL)`, tokens int64, gives an Output. Made under `torch.device("meta")` it has no weights yet."""
+
+    def __init__(
+        self,
+        model: config.Model | None = None,
+        experts: config.Experts | None = None,
+        router: config.Router | None = None,
+        *,
+        vocab_size: int = 256,
+        compute: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config, self.compute, self.vocab_size = model or config.Model(), compute, vocab_size
+        experts, router = experts or config.Experts(), router or config.Router()
+        self.embedding = nn.Parameter(torch.empty(vocab_size, self.config.d_model))
+        self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
+        self.norm = Norm(self.config.d_model, self.config.norm)
+        self.head = None if self.config.tied_embeddings else Linear(self.config.d_model, vocab_size)
+        if not self.embedding.is_meta:
+            initialise(self, seed=seed)
+
+    def forward(self, tokens_BL: Tensor, context: Context | None = None) -> Output:
+        context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
+        x_BLD = F.embedding(tokens_BL, self.embedding).to(self.compute)
+        reports = []
+        for block in self.layers:
+            x_BLD, report = block(x_BLD, context)
+            if report is not None:
+                reports.append(report)
+        x_BLD = self.norm(x_BLD)
+        logits_BLV = F.linear(x_BLD, self.embedding.to(x_BLD.dtype)) if self.head is None else self.head(x_BLD)
+        return Output(logits_BLV.float(), tuple(reports))
+
+
+def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
+    """The MoE layers, in order."""
+    return (m for m in model.modules() if isinstance(m, MoELayer))
+
+
+def global_name(name: str) -> str:
+    """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`."""
+    return name.replace(".moe.", ".")
+
+
+def initialise(model: Transformer, *, seed: int, device: torch.device | str | None = None) -> None:
+    """Give every weight its first value, on `device` if the model was made on the meta device."""
+    scale = model.config.init_scale
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full = global_name(f"{path}.{name}" if path else name)
+            value = torch.empty(parameter.shape)
+            if isinstance(module, Experts):
+                for i, expert in enumerate(module.held):
+                    stem, matrix = full.rsplit(".", 1)
+                    _draw(value[i], f"{stem}.{expert}.{matrix}", fan_in=value.shape[1], scale=scale, seed=seed)
+            elif isinstance(module, Norm):
+                value.fill_(1.0)
+            elif isinstance(module, RelativeBias):
+                value.zero_()
+            else:
+                table = full == "embedding"  # tied, its rows are also the head's; alone, an embedding has unit size
+                fan_in = 1 if table and not model.config.tied_embeddings else value.shape[1]
+                _draw(value, full, fan_in=fan_in, scale=1.0 if table else scale, seed=seed)
+            value = value.to(parameter.dtype)
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(value.to(device or "cpu")))
+            else:
+                parameter.data.copy_(value)
+
+
+def _draw(value: Tensor, name: str, *, fan_in: int, scale: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(key_of(seed, name))
+    sigma = math.sqrt(scale / fan_in)
+    nn.init.trunc_normal_(value, std=sigma, a=-2 * sigma, b=2 * sigma, generator=generator)

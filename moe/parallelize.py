@@ -1,0 +1,78 @@
+"""Where the model meets the mesh: one line per step, in the order of application.
+
+    model on the meta device -> experts of this rank -> exchange over ep -> weights born here -> data-parallel engine
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe import config
+from moe.config import Run
+from moe.dispatch import AllToAll
+from moe.experts import Experts
+from moe.model.transformer import Transformer, global_name, initialise, moe_layers
+from moe.router import Router
+from parallel.data.engine import AdamW, Engine
+from parallel.data.replicate import DDP
+from parallel.layout import Layout, dense, stacked_over
+from parallel.mesh import Mesh
+from parallel.precision import DTYPES
+
+FAMILIES = ("dense", "router", "expert")
+
+
+def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, dict[str, Layout]]:
+    """The model as this rank holds it, and every parameter's layout by module name."""
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=DTYPES[run.precision.compute])
+        model.to(DTYPES[run.precision.master])
+    layouts = lay_out(model)
+    spread_experts(model, mesh, kernels=run.experts.kernels)
+    initialise(model, seed=run.train.seed, device=device)
+    return model, layouts
+
+
+def lay_out(model: Transformer) -> dict[str, Layout]:
+    """Layouts of the whole model, before anything is split: experts by ep, the rest copied."""
+    layouts: dict[str, Layout] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
+            if isinstance(module, Experts):
+                stem, matrix = global_name(full).rsplit(".", 1)
+                layouts[full] = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}")
+            else:
+                layouts[full] = dense(shape, "router" if isinstance(module, Router) else "dense")
+    return layouts
+
+
+def spread_experts(model: nn.Module, mesh: Mesh, *, kernels: str) -> None:
+    """Each rank of the ep axis holds an equal run of every layer's experts."""
+    axis = mesh.axis("ep")
+    if axis.size == 1:
+        return
+    for layer in moe_layers(model):
+        each = layer.experts.num_experts // axis.size
+        layer.experts.hold(range(axis.index * each, (axis.index + 1) * each))
+        layer.dispatcher = AllToAll(axis, kernels)
+
+
+def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    """The data-parallel kind the recipe names, around the model."""
+    optimizer = optimizer_of(run.optimizer)
+    if run.sharding.kind == "ddp":
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    from parallel.data.zero import Zero1  # here, because deepspeed takes seconds to import
+
+    return Zero1(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+
+
+def optimizer_of(settings: config.Optimizer) -> AdamW:
+    return AdamW((settings.beta1, settings.beta2), settings.eps, settings.weight_decay, decays)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay on matrices only: not on norms, biases, or the router."""
+    return parameter.ndim > 1 and ".router." not in name and ".bias." not in name

@@ -1,0 +1,67 @@
+"""Continue a text with a trained model, token by token.
+
+Every rank of an expert-parallel model must call `sample` with the same arguments: the experts are exchanged as in training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from moe.config import build as build_run
+from moe.model.transformer import Transformer, global_name
+from moe.parallelize import build
+from moe.train.data import Tokenizer
+from moe.train.data import load as load_tokenizer
+from parallel import checkpoint
+from parallel.checkpoint import Reader, check_same_parameters
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
+
+
+@torch.no_grad()
+def sample(
+    model: nn.Module, tokenizer: Tokenizer, *, prompt: str, num_tokens: int, max_length: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """The prompt and `num_tokens` more; temperature 0 takes the likeliest token each time. The context is the last max_length tokens."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
+    for _ in range(num_tokens):
+        context_1L = torch.tensor([ids[-max_length:]], device=device)
+        logits_V = model(context_1L).logits_BLV[0, -1, : tokenizer.vocab_size].float().cpu()
+        ids.append(_choose(logits_V, temperature, generator))
+    return tokenizer.decode(ids)
+
+
+def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
+
+
+def load_model(run_dir: Path) -> tuple[Transformer, Tokenizer, int]:
+    """A run's newest whole checkpoint as one model on this device: (model, tokenizer, step). Raises BadInput."""
+    mesh = Mesh.of(Degrees())
+    path = checkpoint.newest(run_dir / "checkpoints", world=mesh.axis("world"), log=print)
+    if path is None:
+        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+    reader = Reader(path)
+    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, layouts = build(run, mesh, device=device)
+    check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
+    return model.eval(), load_tokenizer(reader.state["tokenizer"]), int(reader.state["counters"]["step"])
+
+
+def main(run_dir: str, *, prompt: str = "def ", tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:
+    """`moe generate`: print a continuation of the prompt."""
+    for what, value, low in (("--tokens", tokens, 1), ("--temperature", temperature, 0)):
+        if value < low:
+            raise BadInput(what, got=value, needed=f"at least {low}", fix=f"try {what} {200 if low else 0.8}")
+    model, tokenizer, _ = load_model(Path(run_dir))
+    print(sample(model, tokenizer, prompt=prompt, num_tokens=tokens, max_length=model.config.max_length, temperature=temperature, seed=seed))

@@ -1,0 +1,50 @@
+"""What this machine is and how fast it multiplies matrices, so that a run's speed can be given as a share of that."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from moe.config import Run
+from parallel.precision import DTYPES
+
+
+def matmul_flops(run: Run, device: torch.device, *, seconds: float = 0.3) -> float:
+    """FLOP/s of one rank on large square products in the compute dtype, with the threads the run has; the best of several."""
+    n = 4096 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device).to(DTYPES[run.precision.compute])
+    out = torch.empty_like(a)
+    best, until = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * n**3 / best
+
+
+def hardware(device: torch.device) -> str:
+    """A short name of the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank"
+
+
+def source_commit() -> str | None:
+    """The commit of the checkout this code runs from, with + where files are changed; None outside one."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")

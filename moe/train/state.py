@@ -1,0 +1,69 @@
+"""A training run's state on disk and back: weights, moments, counters, loss scale, through the project's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe.model.transformer import global_name
+from parallel import checkpoint
+from parallel.checkpoint import Piece, Reader, check_same_parameters
+from parallel.data.engine import MOMENTS, Engine
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+
+
+@dataclass
+class Counters:
+    """`step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the last update."""
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    in_a_row: int = 0
+
+
+def save(
+    folder: Path, engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, recipe: dict[str, Any], tokenizer: dict[str, Any], keep: int
+) -> Path:
+    """Commit a checkpoint of this step. Collective."""
+    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer}
+    return checkpoint.save(folder, counters.step, _held(engine, mesh), state=state, world=mesh.axis("world"), keep=keep)
+
+
+def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
+    for name, layout in engine.layouts.items():
+        parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
+        if layout.is_owner(mesh):
+            for kind, tensor in parts.items():
+                for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
+                    yield kind, piece
+
+
+def resume(folder: Path, engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, log: Callable[[str], None]) -> bool:
+    """Load the newest checkpoint that verifies, whatever layout wrote it. False if there is none. Collective.
+
+    Raises BadInput, naming the parameter, for a checkpoint of another model.
+    """
+    path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
+    if path is None:
+        return False
+    reader = Reader(path)
+    layouts = global_layouts(engine.layouts)
+    check_same_parameters(reader, layouts)
+    states = {
+        name: {kind: reader.load(global_name(name), kind, layout, mesh) for kind in ("weight", *MOMENTS)}
+        for name, layout in engine.layouts.items()
+    }
+    vars(counters).update(reader.state["counters"])
+    engine.load_state(states, steps=counters.updates)
+    scale.load(reader.state["loss_scale"])
+    return True
+
+
+def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """The same records by the names that checkpoints use."""
+    return {global_name(name): layout for name, layout in layouts.items()}

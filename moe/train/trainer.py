@@ -1,0 +1,366 @@
+"""Train a recipe: the loop around one step, with evaluation, checkpoints, records, and an orderly way out.
+
+    data(step) -> step.accumulate -> step.finish -> records -> every n-th step: evaluate, save -> flag agreed? save and leave
+
+`train(run)` is the library's entry and never reads argv. It resumes from the newest checkpoint in `out` by default. A
+signal only sets a flag; the flag is summed with the step's numbers, so that all ranks leave at the same step.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.config import Run, resolved_yaml
+from moe.model.flops import size
+from moe.parallelize import build, start_engine
+from moe.train import state
+from moe.train.data import Dataset, open_data
+from moe.train.generate import sample
+from moe.train.metrics import Records, write_summary
+from moe.train.progress import Progress, open_progress
+from moe.train.schedule import learning_rate
+from moe.train.speed import matmul_flops, hardware, source_commit
+from moe.train.state import Counters
+from moe.train.step import Numbers, accumulate, finish, validation_loss
+from parallel import process
+from parallel.clip import GradientNorm
+from parallel.collectives import max_over, sum_over
+from parallel.data.engine import Engine
+from parallel.errors import BadInput
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+STOPPED = 75  # exit code of a run that a signal stopped after it had saved: start it again and it goes on
+
+
+class Stopped(Exception):
+    """A signal came and the checkpoint is saved."""
+
+
+@dataclass
+class Job:
+    """Everything one rank needs to train."""
+
+    run: Run
+    name: str
+    out: Path
+    world: World
+    mesh: Mesh
+    engine: Engine
+    data: Dataset
+    records: Records
+    progress: Progress
+    scale: LossScale
+    counters: Counters = field(default_factory=Counters)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    tokens_done: int = 0
+    choices: list[int] = field(default_factory=lambda: [0, 0])
+    seconds: float = 0.0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+
+def train(
+    run: Run,
+    *,
+    name: str = "run",
+    out: Path | None = None,
+    origins: dict[str, str] | None = None,
+    fresh: bool = False,
+    world: World | None = None,
+    display: bool = True,
+) -> dict[str, Any]:
+    """Train a checked or unchecked Run and return its summary (the fields of summary.json).
+
+    In a process group that is already up, or in one process; every rank calls it. `fresh` sets earlier checkpoints aside
+    instead of resuming. Raises BadInput before anything is written, and Stopped after a signal once the state is saved.
+    """
+    world = world or process.read_environment()
+    run = run.check(world.size)
+    out = out or Path("runs") / name
+    job = _open(run, name, out, origins or {}, fresh, world, display)
+    with _signals() as asked:
+        try:
+            _loop(job, asked)
+            return _finish(job)
+        finally:
+            job.progress.close()
+            job.records.close()
+
+
+def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, world: World, display: bool) -> Job:
+    first = world.rank == 0
+    _writable(out, world)
+    say: Callable[[str], None] = print if first and display else _silent
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=say)
+    mesh = process.connect(run.mesh_degrees(), world)
+    model, layouts = build(run, mesh, device=world.device)
+    engine = start_engine(run, model, layouts, mesh)
+    scale, counters = LossScale.of(run.precision.loss_scale), Counters()
+    found = False
+    if fresh:
+        _set_aside(out / "checkpoints", world)
+    else:
+        found = state.resume(out / "checkpoints", engine, mesh, counters=counters, scale=scale, log=say)
+    if first:
+        (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
+    records = Records(out if first else None, resume_step=counters.step if found else None, say=say)
+    kind = "auto" if first and display else "none"
+    progress = open_progress(run.train.steps, recipe=name, world=world.size, lines=_title(run, world), out=out, kind=kind)
+    if found:
+        progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
+        records.write({"kind": "event", "event": "resumed", "step": counters.step})
+    return Job(run, name, out, world, mesh, engine, data, records, progress, scale, counters)
+
+
+def _loop(job: Job, asked: Callable[[], bool]) -> None:
+    run, counters = job.run, job.counters
+    due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
+    while counters.step < run.train.steps:
+        started = time.perf_counter()
+        sequences = _tensor(job, job.data.train.batch(counters.step, run.train.global_batch, job.world.rank, job.mesh.axis("dp").size))
+        rate = learning_rate(counters.updates, run.optimizer, total=run.train.steps)
+        numbers = accumulate(
+            job.engine,
+            sequences,
+            mesh=job.mesh,
+            microbatches=run.pipeline.microbatches,
+            global_batch=run.train.global_batch,
+            seed=run.train.seed,
+            step=counters.step,
+            loss_scale=job.scale.value,
+            flag=int(asked()),
+        )
+        used_scale = job.scale.value
+        norm = finish(
+            job.engine, world=job.mesh.axis("world"), scale=job.scale, lr=rate, clip_norm=run.optimizer.clip_norm, device=job.world.device
+        )
+        _count(job, norm)
+        _record(job, numbers, norm, rate, used_scale, time.perf_counter() - started)
+        _refuse_endless_skips(job, norm)
+        last = counters.step == run.train.steps
+        if last or due(run.train.eval_every):
+            _evaluate(job)
+        if last or due(run.train.save_every) or numbers.flags:
+            _save(job)
+        if numbers.flags and not last:
+            job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
+            job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
+            raise Stopped
+
+
+def _count(job: Job, norm: GradientNorm) -> None:
+    c = job.counters
+    c.step += 1
+    if norm.finite:
+        c.updates, c.in_a_row = c.updates + 1, 0
+    else:
+        c.skipped, c.in_a_row = c.skipped + 1, c.in_a_row + 1
+
+
+def _record(job: Job, numbers: Numbers, norm: GradientNorm, rate: float, scale: float, seconds: float) -> None:
+    run, c = job.run, job.counters
+    tokens = run.train.global_batch * run.model.max_length
+    job.tokens_done += tokens
+    job.seconds += seconds
+    for layer in numbers.layers:
+        job.choices[0] += layer.kept
+        job.choices[1] += layer.dropped
+    line = {
+        "kind": "train",
+        "step": c.step,
+        "loss": numbers.loss,
+        "balance_loss": numbers.balance_loss,
+        "z_loss": numbers.z_loss,
+        "grad_norm": norm.total,
+        "grad_norm_parts": norm.families,
+        "lr": rate,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "memory_bytes": peak_memory_bytes(job.mesh),
+        "loss_scale": scale,
+        "skipped": not norm.finite,
+        "skipped_total": c.skipped,
+        "dropped_share": numbers.dropped_share,
+        "moe": [vars(layer) for layer in numbers.layers],
+        "time": time.time(),
+    }
+    job.records.write(line)
+    job.progress.step(line)
+
+
+def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
+    """Stop, on all ranks alike, where skipping cannot help."""
+    run, c = job.run, job.counters
+    if norm.finite:
+        return
+    families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
+    job.records.write({"kind": "event", "event": "skipped", "step": c.step, "families": families})
+    scaled = job.scale.growth_interval > 0
+    if scaled and job.scale.at_floor:
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {job.scale.floor:g}",
+            needed="finite gradients",
+            fix="lower optimizer.lr, or set precision.compute to bf16 and precision.loss_scale to none",
+        )
+    if (run.train.on_nan == "stop" and not scaled) or c.in_a_row >= run.train.max_skips:
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that are not finite, {c.in_a_row} steps in a row",
+            needed="finite gradients",
+            fix="lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint",
+        )
+
+
+def _evaluate(job: Job) -> None:
+    run, dp = job.run, job.mesh.axis("dp")
+    held = job.data.validation.held(run.train.eval_sequences, dp.index, dp.size)
+    at_once = max(1, run.train.global_batch // (dp.size * run.pipeline.microbatches))
+    loss = validation_loss(job.engine, _tensor(job, held.sequences), mesh=job.mesh, at_once=at_once)
+    job.evaluated = {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
+    line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
+    job.records.write(line)
+    job.progress.evaluation(line)
+
+
+def _save(job: Job) -> None:
+    path = state.save(
+        job.checkpoints,
+        job.engine,
+        job.mesh,
+        counters=job.counters,
+        scale=job.scale,
+        recipe=job.run.model_dump(mode="json"),
+        tokenizer=job.data.tokenizer.describe(),
+        keep=job.run.train.keep,
+    )
+    job.records.write({"kind": "event", "event": "saved", "step": job.counters.step, "path": str(path)})
+
+
+def _finish(job: Job) -> dict[str, Any]:
+    run, world = job.run, job.mesh.axis("world")
+    if not job.evaluated:
+        _evaluate(job)
+    job.engine.module.eval()
+    text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length, seed=run.train.seed)
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    speed = sum_over(torch.tensor(matmul_flops(run, job.world.device), dtype=torch.float64, device=job.world.device), world).item()
+    tokens_per_second = job.tokens_done / job.seconds if job.seconds else 0.0
+    summary = {
+        "recipe": job.name,
+        "steps": job.counters.step,
+        **job.evaluated,
+        "tokens_per_second": tokens_per_second,
+        "train_seconds": job.seconds,
+        "dropped_share": job.choices[1] / max(1, sum(job.choices)),
+        "peak_memory_bytes": peak_memory_bytes(job.mesh),
+        "parameters_total": counted.total,
+        "parameters_active": counted.active,
+        "flops_per_token": counted.training,
+        "matmul_share": counted.training * tokens_per_second / speed,
+        "skipped": job.counters.skipped,
+        "sample": text,
+        "world": job.world.size,
+        "degrees": run.degrees.model_dump(),
+        "commit": source_commit(),
+        "hardware": hardware(job.world.device),
+    }
+    if job.world.rank == 0:
+        write_summary(job.out, summary)
+        _report(job)
+    job.progress.close(summary)
+    return summary
+
+
+def _report(job: Job) -> None:
+    from moe.report import write_report  # matplotlib, and only now
+
+    job.records.close()
+    write_report(job.out)
+
+
+# --- small things -----------------------------------------------------------------------------------------------------
+
+
+def peak_memory_bytes(mesh: Mesh) -> float:
+    """The largest rank's peak: allocated on a GPU, resident on a CPU."""
+    if torch.cuda.is_available():
+        peak, device = float(torch.cuda.max_memory_allocated()), "cuda"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, device = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "cpu"
+    return float(max_over(torch.tensor(peak, dtype=torch.float64, device=device), mesh.axis("world")).item())
+
+
+def _tensor(job: Job, array: Any) -> Tensor:
+    return torch.from_numpy(array).to(job.world.device)
+
+
+def _title(run: Run, world: World) -> list[str]:
+    d, counted = run.degrees, size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    return [
+        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {run.precision.compute} compute, {run.precision.master} master",
+        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {run.train.global_batch * run.model.max_length:,} tokens a step",
+    ]
+
+
+def _writable(out: Path, world: World) -> None:
+    """Refuse a run folder that cannot be written before anything is computed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            probe = out / ".writable"
+            probe.write_bytes(b"")
+            probe.unlink()
+    except OSError as error:
+        raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space") from None
+
+
+def _set_aside(checkpoints: Path, world: World) -> None:
+    """--fresh: earlier checkpoints are renamed, not deleted."""
+    process.barrier()
+    if world.rank == 0 and checkpoints.exists():
+        number = 1
+        while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
+            number += 1
+        checkpoints.rename(aside)
+    process.barrier()
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], bool]]:
+    """SIGTERM, SIGINT and SIGUSR1 set a flag; whether it is set."""
+    seen: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        seen.append(number)
+
+    try:
+        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    except ValueError:  # not the main thread: a library caller keeps its own handlers
+        before = {}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _silent(_: str) -> None:
+    return None

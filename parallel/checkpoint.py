@@ -1,0 +1,259 @@
+"""Checkpoints by global names, readable on any other mesh; safetensors and JSON only, so loading runs no code.
+
+    checkpoints/step-120/
+        rank-00000.safetensors     the tensors this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
+        manifest.json              every file's size and SHA-256; every tensor's full shape and where its pieces lie; the trainer's state
+
+A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync
+the parent; only then may older ones go. Whatever the instant a process dies, a folder with the final name is whole.
+Reading checks every hash first and falls back to the newest one that verifies, saying what was passed over and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel.collectives import max_over
+from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh
+from parallel.process import barrier
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one logical tensor: its global name, full shape, where the part starts, and the part itself."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Tensor
+
+
+def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Piece]:
+    """What this rank holds of a parameter, by global names: a stack becomes one tensor per element."""
+    region = layout.region(mesh)
+    if layout.unstack is None:
+        yield Piece(name, layout.shape, tuple(s.start for s in region), local)
+        return
+    for i, number in enumerate(range(region[0].start, region[0].stop)):
+        yield Piece(layout.unstack.format(number), layout.shape[1:], tuple(s.start for s in region[1:]), local[i])
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int) -> Path:
+    """Write `held` ((kind, piece), the ones this rank owns) and rank 0's `state`; returns the committed folder.
+
+    Collective. Raises BadInput on every rank when any of them cannot write.
+    """
+    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
+    problem = _agreed(world, lambda: _make(folder, temporary) if world.index == 0 else None)
+    if not problem:
+        problem = _agreed(world, lambda: _write_shard(temporary, world.index, held))
+    if not problem:
+        problem = _agreed(world, lambda: _commit(folder, temporary, final, state, world, keep) if world.index == 0 else None)
+    if problem:
+        raise BadInput("checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out")
+    return final
+
+
+def _agreed(world: Axis, work: Callable[[], None]) -> str | None:
+    """Do one rank's work; every rank learns whether any failed."""
+    problem = None
+    try:
+        work()
+    except OSError as error:
+        problem = f"{error.strerror or error} on rank {world.index}"
+    return problem or ("a failure on another rank" if _any(problem is not None, world) else None)
+
+
+def _any(flag: bool, axis: Axis) -> bool:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return bool(max_over(torch.tensor(int(flag), device=device), axis))
+
+
+def _make(folder: Path, temporary: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+
+def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+    tensors: dict[str, Tensor] = {}
+    entries: list[dict[str, Any]] = []
+    for kind, piece in held:
+        whole = list(piece.tensor.shape) == list(piece.shape)
+        key = f"{piece.name}/{kind}" + ("" if whole else "@" + ",".join(map(str, piece.start)))
+        tensors[key] = piece.tensor.detach().cpu().contiguous()
+        entries.append({"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key, "rank": rank})
+    path = temporary / f"rank-{rank:05d}.safetensors"
+    save_file(tensors, path)
+    _fsync(path)
+    record = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": entries}
+    _write_json(temporary / f"rank-{rank:05d}.json", record)
+
+
+def _commit(folder: Path, temporary: Path, final: Path, state: dict[str, Any], world: Axis, keep: int) -> None:
+    files, tensors = {}, []
+    for rank in range(world.size):
+        part = temporary / f"rank-{rank:05d}.json"
+        record = json.loads(part.read_text())
+        files[record["file"]] = {"bytes": record["bytes"], "sha256": record["sha256"]}
+        tensors += [entry | {"file": record["file"]} for entry in record["tensors"]]
+        part.unlink()
+    _write_json(temporary / "manifest.json", {"format": FORMAT, "files": files, "tensors": tensors, "state": state})
+    _fsync(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _fsync(folder)
+    for _, old in sorted(numbered(folder))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every committed checkpoint, in any order."""
+    found = []
+    for path in folder.glob("step-*") if folder.is_dir() else ():
+        number = path.name.removeprefix("step-")
+        if number.isdigit() and path.is_dir():
+            found.append((int(number), path))
+    return found
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose every file has its size and hash. Raises BadInput naming the file that has not."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        files = manifest["files"]
+        if manifest["format"] != FORMAT:
+            raise BadInput(f"checkpoint {path.name}", got=f"format {manifest['format']}", needed=f"format {FORMAT}", fix="use the version that wrote it")
+        for name, record in files.items():
+            file = path / Path(name).name
+            if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
+                raise BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, BadInput):
+            raise
+        raise BadInput(f"checkpoint {path.name}", got=f"an unreadable manifest ({type(error).__name__})", needed="the one it was saved with", fix=f"remove {path}") from None
+    return manifest
+
+
+def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies, the same on every rank; rank 0 looks. None if there is none."""
+    step = -1
+    if world.index == 0:
+        for number, path in sorted(numbered(folder), reverse=True):
+            try:
+                verify(path)
+            except BadInput as damaged:
+                log(f"passed over: {damaged}")
+                continue
+            step = number
+            break
+    device = "cuda" if world.size > 1 and torch.cuda.is_available() else "cpu"
+    step = int(max_over(torch.tensor(step, device=device), world))
+    return None if step < 0 else folder / f"step-{step}"
+
+
+class Reader:
+    """The tensors of one verified checkpoint, by global name and kind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        self.state: dict[str, Any] = self.manifest["state"]
+        self.entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for entry in self.manifest["tensors"]:
+            self.entries.setdefault((entry["name"], entry["kind"]), []).append(entry)
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of every logical parameter."""
+        return {name: tuple(found[0]["shape"]) for (name, kind), found in self.entries.items() if kind == "weight"}
+
+    def region(self, name: str, kind: str, region: tuple[slice, ...]) -> Tensor:
+        """Any part of one logical tensor, put together from whatever pieces it was saved in."""
+        out: Tensor | None = None
+        for entry in self.entries[name, kind]:
+            stored = self._file(entry["file"]).get_slice(entry["key"])
+            cut, place = [], []
+            for want, start, size in zip(region, entry["start"], stored.get_shape(), strict=True):
+                low, high = max(want.start, start), min(want.stop, start + size)
+                cut.append(slice(low - start, max(low, high) - start))
+                place.append(slice(low - want.start, max(low, high) - want.start))
+            part = stored[tuple(cut)] if cut else self._file(entry["file"]).get_tensor(entry["key"])
+            if out is None:
+                out = part.new_zeros([want.stop - want.start for want in region])
+            out[tuple(place)] = part
+        assert out is not None
+        return out
+
+    def load(self, name: str, kind: str, layout: Layout, mesh: Mesh) -> Tensor:
+        """This rank's part of one parameter, as its layout says."""
+        region = layout.region(mesh)
+        if layout.unstack is None:
+            return self.region(name, kind, region)
+        return torch.stack([self.region(layout.unstack.format(i), kind, region[1:]) for i in range(region[0].start, region[0].stop)])
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.path / Path(name).name, framework="pt")
+        return self._open[name]
+
+
+def check_same_parameters(reader: Reader, layouts: dict[str, Layout]) -> None:
+    """Refuse a checkpoint of another model, naming the first parameter that differs: nothing is loaded in part."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, layout in layouts.items():
+        if layout.unstack is None:
+            wanted[name] = layout.shape
+        else:
+            wanted |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
+    stored = reader.names()
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            raise BadInput(
+                f"parameter {name}",
+                got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
+                needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
+                fix="resume with the recipe the run was started with, choose another --out, or start over with --fresh",
+            )

@@ -1,0 +1,1 @@
+"""Data parallelism: one engine a kind, all with the surface of `engine.Engine`."""

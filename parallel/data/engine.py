@@ -1,0 +1,79 @@
+"""What the trainer asks of every kind of data parallelism.
+
+    loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
+    owned_gradients()      --clip----->   scale_gradients(factor)  -->  step(lr)      or      drop_gradients()
+
+The loss a rank hands in is its share of the global mean, so gradients are summed, never averaged: an expert that has
+seen the tokens of its whole ep group needs no correction, and ep never changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel.layout import Layout
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Decoupled weight decay (arXiv 1711.05101); `decays(name, parameter)` says which parameters have it."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+
+    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        """torch's parameter groups, with and without decay; an empty one is left out."""
+        parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in parameters:
+            parts[self.decays(name, parameter)].append(parameter)
+        return [
+            {"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held
+        ]
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
+
+
+class Engine(Protocol):
+    module: nn.Module
+    layouts: dict[str, Layout]
+    loss_factor: float  # what the loss must be multiplied by, where the engine cannot help dividing
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None: ...
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(family, summed gradient) of every element this rank owns, once over the whole world."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None: ...
+
+    def step(self, lr: float) -> None:
+        """One optimizer step; the gradients are gone after it."""
+        ...
+
+    def drop_gradients(self) -> None: ...
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of one parameter's summed gradient, by module name; every rank must call it."""
+        ...
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        """This rank's part of one parameter's master weight and moments: {"weight", "exp_avg", "exp_avg_sq"}; every rank must call it."""
+        ...
+
+    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+        """Replace every parameter's state by what `state` gave, and the optimizer's step counter."""
+        ...

@@ -1,0 +1,114 @@
+"""DDP: every rank holds the whole dense model; gradients are summed over dp while the backward pass still runs.
+
+torch's DistributedDataParallel buckets and overlaps the dense gradients; its usual average is replaced by a sum in fp32.
+Expert parameters have copies on edp only, so DDP leaves them alone and one flat sum over edp follows the last backward
+pass. Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
+Source: PyTorch Distributed (arXiv 2006.15704).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel.collectives import count, sum_over
+from parallel.data.engine import MOMENTS, AdamW
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh
+
+
+class DDP:
+    """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank."""
+
+    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
+        self.layouts, self.mesh, self.loss_factor = layouts, mesh, 1.0
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
+        self.module = self.model = model
+        dp = mesh.axis("dp")
+        self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
+        if dp.size > 1:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self.apart)
+            self.model = DistributedDataParallel(
+                model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False
+            )
+            self.model.register_comm_hook(dp, _sum_bucket)
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = last
+        return self.model(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last:
+            self._sum_apart()
+
+    def _sum_apart(self) -> None:
+        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        for name in self.apart:
+            grad = self.parameters[name].grad
+            if grad is not None:
+                by_axes.setdefault(self.layouts[name].copies(), []).append(grad)
+        for axes, grads in by_axes.items():
+            long = [self.mesh.axis(a) for a in axes if self.mesh.axis(a).size > 1]
+            if not long:
+                continue
+            flat = torch.cat([g.reshape(-1) for g in grads]).float()
+            for axis in long:
+                sum_over(flat, axis)
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and self.layouts[name].is_owner(self.mesh):
+                yield self.layouts[name].family, parameter.grad
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        # zeroed, not freed: DDP's buckets are the gradients' memory
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def gradient(self, name: str) -> Tensor:
+        grad = self.parameters[name].grad
+        assert grad is not None
+        return grad
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        parameter = self.parameters[name]
+        moments = self.optimizer.state.get(parameter, {})
+        return {"weight": parameter.detach()} | {m: moments.get(m, torch.zeros_like(parameter)) for m in MOMENTS}
+
+    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(states[name]["weight"])
+            self.optimizer.state[parameter] = {m: states[name][m].to(parameter.device, parameter.dtype).clone() for m in MOMENTS} | {
+                "step": torch.tensor(float(steps), device=parameter.device)
+            }
+
+
+_DENSE = Layout(()).copies()
+
+
+def _sum_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum one bucket in fp32; DDP would average."""
+    buffer = bucket.buffer()
+    wide = buffer.float()
+    count(axis, "all_reduce", wide)
+    future = dist.all_reduce(wide, group=axis.group, async_op=True).get_future()
+    done: torch.futures.Future[Tensor] = future.then(lambda f: buffer.copy_(f.value()[0]) if buffer is not wide else f.value()[0])
+    return done

@@ -1,0 +1,103 @@
+"""Start and end the process group, whoever started the processes.
+
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are read (DeepSpeed's launcher and torchrun set them); where RANK
+is missing, SLURM's or Open MPI's names; where nothing is set, one process without a group. This is the one file of
+`parallel` that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
+
+_NAMES = {
+    "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+    "size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"),
+    "local": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "local_size": ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `size`, `local_size` of them on this machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def read_environment(environment: Mapping[str, str] = os.environ) -> World:
+    """This process's place. A SLURM job step counts only if it has several tasks: an interactive shell is one process."""
+    values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
+    if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
+        return World()
+    try:
+        size = int(values["size"] or 1)
+        return World(int(values["rank"] or 0), size, int(values["local"] or 0), int(values["local_size"] or size))
+    except ValueError:
+        raise BadInput("RANK, WORLD_SIZE, LOCAL_RANK", got=values, needed="whole numbers", fix="start with moe train --nproc N") from None
+
+
+def start(world: World, *, timeout_s: float = 600.0) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPUs. Nothing to do for one process."""
+    if world.size == 1 or dist.is_initialized():
+        return
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    dist.init_process_group(
+        "nccl" if world.device.type == "cuda" else "gloo", rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def share_cores(world: World) -> None:
+    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise: more threads than cores only wait."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+
+
+def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh:
+    """The mesh of this process with its process groups. Every rank must call it."""
+    mesh = Mesh.of(degrees, world.rank)
+    return mesh.connect(lambda ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)))
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _slurm_master() -> str | None:
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None:
+        return None
+    try:
+        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return nodes.split(",")[0]
+    return listed.stdout.split()[0]
