@@ -2,6 +2,9 @@
 
 Positions come from one stable sort (cumulative position, never top-k on ties); moving rows is gathering in both
 directions; each expert is one matrix product on its own contiguous rows, written straight into the shared output.
+
+Row counts differ at every step, and for bf16 and fp16 the CPU's library generates code for every new shape: 3 to 5 ms,
+against 0.2 ms for the product itself. So those products run on multiples of 64 rows, and the rest as one more block.
 """
 
 from __future__ import annotations
@@ -103,6 +106,38 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_gate.view_as(gate_TK), None
 
 
+_BLOCK = 64
+
+
+def _any_shape(rows: Tensor) -> bool:
+    return rows.dtype == torch.float32 or not rows.is_cpu or len(rows) % _BLOCK == 0
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return torch.cat((rows, rows.new_zeros(_BLOCK - len(rows), rows.shape[1])))
+
+
+def _product(rows_NI: Tensor, weight_IO: Tensor, out_NO: Tensor) -> None:
+    """out = rows weight; the last block may overlap the one before, whose rows it computes again."""
+    if _any_shape(rows_NI):
+        torch.mm(rows_NI, weight_IO, out=out_NO)
+    elif len(rows_NI) < _BLOCK:
+        out_NO.copy_(torch.mm(_padded(rows_NI), weight_IO)[: len(rows_NI)])
+    else:
+        whole = len(rows_NI) // _BLOCK * _BLOCK
+        torch.mm(rows_NI[:whole], weight_IO, out=out_NO[:whole])
+        torch.mm(rows_NI[-_BLOCK:], weight_IO, out=out_NO[-_BLOCK:])
+
+
+def _weight_gradient(rows_NI: Tensor, grad_NO: Tensor) -> Tensor:
+    """rows^T grad; zero rows fill the last block, and parts are added in fp32."""
+    if _any_shape(rows_NI):
+        return torch.mm(rows_NI.t(), grad_NO)
+    whole = len(rows_NI) // _BLOCK * _BLOCK
+    rest_IO = torch.mm(_padded(rows_NI[whole:]).t(), _padded(grad_NO[whole:]))
+    return rest_IO if whole == 0 else torch.mm(rows_NI[:whole].t(), grad_NO[:whole]).float().add_(rest_IO)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
@@ -111,7 +146,7 @@ class _GroupedLinear(torch.autograd.Function):
         out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EIO.shape[2])
         for rows, out, weight in zip(rows_RI.split(counts), out_RO.split(counts), weight_EIO, strict=True):
             if len(rows):
-                torch.mm(rows, weight.to(rows.dtype), out=out)
+                _product(rows, weight.to(rows.dtype), out)
         return out_RO
 
     @staticmethod
@@ -123,8 +158,8 @@ class _GroupedLinear(torch.autograd.Function):
         parts = zip(rows_RI.split(ctx.counts), grad_RO.split(ctx.counts), grad_RI.split(ctx.counts), strict=True)
         for expert, (rows, grad, grad_in) in enumerate(parts):
             if len(rows):
-                torch.mm(grad, weight_EIO[expert].to(rows.dtype).t(), out=grad_in)
-                grad_weight[expert] = torch.mm(rows.t(), grad)
+                _product(grad, weight_EIO[expert].to(rows.dtype).t(), grad_in)
+                grad_weight[expert] = _weight_gradient(rows, grad)
         return grad_RI, grad_weight, None
 
 

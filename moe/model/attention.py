@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +33,33 @@ def softmax_core(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, bias_HLL: Tenso
     return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask_HLL)
 
 
+class _Rotate(torch.autograd.Function):
+    """Turn channel pairs (i, i + C/2); backward turns the gradient the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
+        ctx.turn = cos_LC, sin_LC
+        a, b = x_BHLC.chunk(2, dim=-1)
+        out = torch.empty_like(x_BHLC)
+        first, second = out.chunk(2, dim=-1)
+        torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
+        torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None]:
+        cos_LC, sin_LC = ctx.turn
+        out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC)
+        return out, None, None
+
+
 def rotate(x_BHLC: Tensor, position_L: Tensor) -> Tensor:
-    """Rotary positions: channel pairs (i, i + C/2) turn by position / 10000^(2i/C); fp32 inside."""
+    """Rotary positions: channel pairs (i, i + C/2) turn by position / 10000^(2i/C); angles in fp32."""
     half = x_BHLC.shape[-1] // 2
     rate_C = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x_BHLC.device) / half)
     angle_LC = position_L.float().unsqueeze(1) * rate_C
-    cos, sin = angle_LC.cos().to(x_BHLC.dtype), angle_LC.sin().to(x_BHLC.dtype)
-    a, b = x_BHLC[..., :half], x_BHLC[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    out: Tensor = _Rotate.apply(x_BHLC, angle_LC.cos().to(x_BHLC.dtype), angle_LC.sin().to(x_BHLC.dtype))
+    return out
 
 
 class RelativeBias(nn.Module):

@@ -30,8 +30,10 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
     for _ in range(num_tokens):
-        context_1L = torch.tensor([ids[-max_length:]], device=device)
-        logits_V = model(context_1L).logits_BLV[0, -1, : tokenizer.vocab_size].float().cpu()
+        seen = ids[-max_length:]
+        # filled up to one length, because every new length costs new code; a causal model does not see what comes after
+        context_1L = torch.tensor([seen + [0] * (max_length - len(seen))], device=device)
+        logits_V = model(context_1L).logits_BLV[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
         ids.append(_choose(logits_V, temperature, generator))
     return tokenizer.decode(ids)
 

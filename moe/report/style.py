@@ -1,0 +1,158 @@
+"""How every picture looks: sizes, two themes, colours that all kinds of colour vision tell apart (Okabe and Ito, 2008).
+
+Figures are made without pyplot: no global state, no window system, no change to the caller's matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NARROW, WIDE = 6.4, 12.8  # inches; the page shows two narrow pictures or a wide one side by side
+DPI = 150
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one picture: `lines` in order of use, `heat` from too little load over a fair one to too much, `dead` for none."""
+
+    name: str
+    background: str
+    text: str
+    muted: str
+    grid: str
+    lines: tuple[str, ...]
+    heat: tuple[str, ...]
+    dead: str
+
+
+LIGHT = Theme(
+    name="light",
+    background="#ffffff",
+    text="#1f2328",
+    muted="#656d76",
+    grid="#e4e7eb",
+    lines=("#0072b2", "#d55e00", "#009e73", "#b0528b", "#c98500", "#4a9fd8", "#6b6b6b"),
+    heat=("#08407e", "#2f7fc1", "#a9cde8", "#f4f4f2", "#f9c48d", "#dd7412", "#7f3200"),
+    dead="#000000",
+)
+DARK = Theme(
+    name="dark",
+    background="#161b22",
+    text="#e6edf3",
+    muted="#9198a1",
+    grid="#2b323b",
+    lines=("#58b4f0", "#ff8c42", "#2fc79c", "#e08fc0", "#f0c24b", "#9cd3ff", "#a8a8a8"),
+    heat=("#9fd4ff", "#3f97de", "#1f4a72", "#22272e", "#6b4216", "#e07f22", "#ffcf9e"),
+    dead="#ffffff",
+)
+
+
+def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
+    return {
+        "font.size": 10,
+        "font.family": "DejaVu Sans",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": theme.text,
+        "axes.labelsize": 10,
+        "axes.labelcolor": theme.text,
+        "axes.edgecolor": theme.muted,
+        "axes.facecolor": theme.background,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.labelcolor": theme.text,
+        "ytick.labelcolor": theme.text,
+        "text.color": theme.text,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "figure.facecolor": theme.background,
+        "savefig.facecolor": theme.background,
+        "lines.linewidth": 1.8,
+        "lines.solid_capstyle": "round",
+        "path.simplify": True,
+        "agg.path.chunksize": 10000,
+    }
+
+
+def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
+    """Inside it, figures take the theme; afterwards the caller's settings are back."""
+    import matplotlib
+
+    return matplotlib.rc_context(settings(theme))
+
+
+def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    fig.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr,call-arg]
+    return fig
+
+
+def png(fig: Figure) -> bytes:
+    """The picture as a PNG file. Call inside `drawn_in`, where it was made."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    FigureCanvasAgg(fig).print_png(buffer, metadata={"Software": ""})  # type: ignore[no-untyped-call]
+    return buffer.getvalue()
+
+
+def save(draw: Callable[[Theme], Figure], path: Path, *, theme: Theme = LIGHT) -> Path:
+    with drawn_in(theme):
+        path.write_bytes(png(draw(theme)))
+    return path
+
+
+def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
+    """Steps along x: whole numbers, no empty margin, a sensible range even for one step."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)
+    ax.set_xlim(*((low, high) if high > low else (low - 1, low + 1)))
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 2.5, 5, 10], min_n_ticks=1))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    if label:
+        ax.set_xlabel("step")
+
+
+def log_axis(ax: Axes) -> None:
+    """Decades along y as plain numbers; twos and fives join where few decades are seen. Call after plotting."""
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    near = high < 50 * low
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if near and f"{value:e}"[0] in "25" else "")
+
+
+def colours(theme: Theme, number: int) -> list[Any]:
+    """So many line colours: the theme's own while they last, then a dark-to-bright scale by order (layer depth)."""
+    if number <= len(theme.lines):
+        return list(theme.lines[:number])
+    import matplotlib
+
+    scale = matplotlib.colormaps["viridis"]
+    return [scale(0.1 + 0.8 * i / (number - 1)) for i in range(number)]
+
+
+def marker(values: Any) -> str:
+    """Dots where a line alone could not be seen."""
+    return "o" if int(np.isfinite(values).sum()) < 3 else ""

@@ -1,0 +1,108 @@
+"""A run's summary in words: the same rows for the terminal's last table and the report's first one; numbers to read, with units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+MISSING = "–"
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(label, value) of what the summary knows; a missing or null value has no row."""
+    share = ("share of measured matrix product", "matmul_share")
+    if summary.get("mfu") is not None:
+        share = ("model FLOPs utilisation (MFU)", "mfu")
+    rows = [
+        ("validation loss", _number(summary.get("validation_loss"), ".4f", " nats per token")),
+        ("bits per byte", _number(summary.get("bits_per_byte"), ".4f")),
+        ("tokens per second", _number(summary.get("tokens_per_second"), ",.0f")),
+        (share[0], percent(summary.get(share[1]))),
+        ("dropped tokens", percent(summary.get("dropped_share"))),
+        ("peak memory, one process", size(summary.get("peak_memory_bytes"))),
+        ("parameters", _parameters(summary)),
+        ("FLOPs per token", count(summary.get("flops_per_token"))),
+        ("steps", _number(summary.get("steps"), ",.0f")),
+        ("training time", duration(summary.get("train_seconds"))),
+        ("processes", _number(summary.get("world"), ".0f")),
+        ("hardware", _text(summary.get("hardware"))),
+        ("commit", _text(summary.get("commit"))),
+    ]
+    return [(label, value) for label, value in rows if value != MISSING]
+
+
+def _parameters(summary: Mapping[str, Any]) -> str:
+    total, active = summary.get("parameters_total"), summary.get("parameters_active")
+    if not known(total):
+        return MISSING
+    return count(total) if not known(active) or active == total else f"{count(total)}, {count(active)} active for a token"
+
+
+def known(value: Any) -> TypeGuard[int | float]:
+    """A finite number (True and False are none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: Any, form: str, unit: str = "") -> str:
+    return f"{value:{form}}{unit}" if known(value) else MISSING
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None) or MISSING
+    return MISSING if value is None or value == "" else str(value)
+
+
+def fixed(value: Any, form: str) -> str:
+    """A number in the given format, or a dash."""
+    return _number(value, form)
+
+
+def percent(value: Any) -> str:
+    """A share as per cent."""
+    return f"{100 * value:.1f} %" if known(value) else MISSING
+
+
+def size(value: Any) -> str:
+    """Bytes in a binary unit."""
+    if not known(value):
+        return MISSING
+    power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
+    return f"{value / 1024**power:.{0 if power < 3 else 2}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def count(value: Any) -> str:
+    """A large count to three digits: 12.3 M."""
+    if not known(value):
+        return MISSING
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            scaled = value / unit
+            return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {name}"
+    return f"{value:g}"
+
+
+def duration(seconds: Any) -> str:
+    """Seconds as 42 s, 4 min 12 s, 3 h 05 min."""
+    if not known(seconds):
+        return MISSING
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def clock(seconds: Any) -> str:
+    """Seconds as a clock: 1:09, 2:05:07."""
+    if not known(seconds):
+        return MISSING
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def printable(text: str) -> str:
+    """Generated text with control characters (a byte model writes escape sequences too) shown as a replacement mark."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,1 @@
+"""Training: the data, the trainer, its records and how it is launched."""

@@ -1,0 +1,172 @@
+"""Text to token ids and back, without loss: plain bytes, or byte-level BPE trained on the training text alone.
+
+    bytes   id = byte                    256 ids, nothing to train
+    bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
+
+Id 0 separates documents in both; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can
+forge a separator. Everything else comes back as it was, CRLF and emoji included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.errors import BadInput
+
+SEPARATOR = 0
+SEPARATOR_TEXT = "\0"
+PIECE_CHARACTERS = 1 << 20
+
+# What no token may hold: the separator, and half surrogates, which JSON can spell but UTF-8 cannot.
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text as the tokenizers take it: cleaned, and cut after a line end where it is so long that encoding it whole costs gigabytes."""
+    text = _NOT_TEXT.sub("\ufffd", text)
+    start = 0
+    while start < len(text):
+        end = min(start + PIECE_CHARACTERS, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+class Tokenizer(ABC):
+    """Ids 0 .. vocab_size - 1, each a byte string in `token_bytes`; id `separator` stands between documents."""
+
+    separator = SEPARATOR
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self.token_bytes = tuple(token_bytes)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @property
+    def bytes_per_id(self) -> npt.NDArray[np.int64]:
+        """The UTF-8 bytes that each id stands for, [vocab_size]; bits per byte are counted with it. A separator counts as one."""
+        return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
+
+    @abstractmethod
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """The ids of each of many `pieces`, encoded at once."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Everything that `load` needs, as plain JSON values; checkpoints keep it."""
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """The ids of a text, [number of tokens] int64."""
+        return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
+        unknown = "\ufffd".encode()
+        held = (self.token_bytes[i] if 0 <= i < self.vocab_size else unknown for i in (int(i) for i in ids))
+        return b"".join(held).decode("utf-8", errors="replace")
+
+
+@final
+class Bytes(Tokenizer):
+    """One id a byte of UTF-8."""
+
+    name = "bytes"
+
+    def __init__(self) -> None:
+        super().__init__([bytes([i]) for i in range(256)])
+
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        return [np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int64) for part in parts]
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
+
+
+@final
+class Bpe(Tokenizer):
+    """Byte-level BPE by the `tokenizers` library, from that library's own JSON."""
+
+    name = "bpe"
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_str(json.dumps(model))
+        except Exception as error:  # the library raises plain Exception for anything wrong in its JSON
+            raise _bad_description(error) from None
+        self._model = model
+        vocabulary = sorted(self._library.get_vocab().items(), key=lambda item: item[1])
+        if [i for _, i in vocabulary] != list(range(len(vocabulary))) or vocabulary[SEPARATOR][0] != SEPARATOR_TEXT:
+            raise _bad_description("ids that do not start with the separator or leave gaps")
+        try:
+            super().__init__([_token_bytes(token) for token, _ in vocabulary])
+        except KeyError as error:
+            raise _bad_description(f"a token with {error}, which stands for no byte") from None
+
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
+    """Learn `vocab_size` ids (separator and the 256 bytes among them; fewer where the text has no more pairs to merge) from texts.
+
+    The same texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[SEPARATOR_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    return Bpe(json.loads(library.to_str()))
+
+
+def load(description: Any) -> Tokenizer:
+    """The tokenizer that `describe` described. Raises BadInput for a description that is not one."""
+    kind = description.get("kind") if isinstance(description, dict) else description
+    if kind == Bytes.name:
+        return Bytes()
+    if kind == Bpe.name and isinstance(description.get("model"), dict):
+        return Bpe(description["model"])
+    raise _bad_description(f"kind {kind!r}")
+
+
+def _bad_description(got: object) -> BadInput:
+    return BadInput(
+        "tokenizer description", got=str(got)[:120], needed="one written by this program (kind bytes or bpe)", fix="restore that file"
+    )
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's names of bytes: printable Latin-1 characters name themselves, the other bytes take the characters from 256 on in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def _token_bytes(token: str) -> bytes:
+    return token.encode() if token == SEPARATOR_TEXT else bytes(_BYTE_OF[character] for character in token)
