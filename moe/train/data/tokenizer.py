@@ -128,10 +128,11 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
     The same texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids.
     """
     from tokenizers import Tokenizer as Library
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()  # for other programs that read its JSON
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[SEPARATOR_TEXT],

@@ -246,11 +246,12 @@ def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer:
 
         characters = 0
         for side, text in documents:
-            waiting += [(side, part, n == 0) for n, part in enumerate(pieces(text))]
-            characters += len(text)
-            if characters >= ENCODE_TOGETHER_CHARACTERS:
-                flush()
-                characters = 0
+            for n, part in enumerate(pieces(text)):
+                waiting.append((side, part, n == 0))
+                characters += len(part)
+                if characters >= ENCODE_TOGETHER_CHARACTERS:
+                    flush()
+                    characters = 0
         flush()
         for writer in writers.values():
             writer.put([tokenizer.separator])
