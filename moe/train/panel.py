@@ -1,8 +1,8 @@
-"""What the live display shows, as functions of what is known: a panel for terminals, a line for logs, the last table.
+"""What the live display shows, as functions of what is known: a panel for terminals, a line for logs.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
-│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Drawing only: nothing here waits, writes or keeps state.
+│ loss 1.8423 ▇▅▄▃▃▂▂ ...                           │     Drawing only: nothing here waits or writes.
 │ L1  ▃▃▃ ▄▄▄ ▅▅▅ ▄▄▄ ▂▂▂ ▆▆▆ ▄▄▄ ▄▄▄   1.42   1.2 % │
 ╰───────────────────────────────────────────────────╯
 """
@@ -13,7 +13,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -25,20 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moe.report import heat
-from moe.report.summary import clock, fixed, known, percent, printable, size, summary_rows
+from moe.report.summary import clock, fixed, known, percent, size
 
 LABEL = "dim"  # not bright black: some terminal themes make that the background
 LABEL_WIDTH = 14
 MAX_POINTS = 1024  # of the loss curve in one row
-FILES = {
-    "recipe.yaml": "the whole recipe, each value with its origin",
-    "metrics.jsonl": "every step's numbers, one JSON object a line",
-    "summary.json": "the numbers above",
-    "report.html": "curves, expert load over time, drops, memory: one page",
-    "plots": "the same pictures as PNG",
-    "checkpoints": "to go on from, or to generate with",
-    "tensorboard": "tensorboard --logdir shows the curves",
-}
 
 
 @dataclass
@@ -266,47 +256,6 @@ def plain_step(state: State, *, max_layers: int = 4) -> str:
 
 def plain_evaluation(state: State) -> str:
     return f"validation loss {_evaluation(state.evaluation)}"
-
-
-# --- the end ------------------------------------------------------------------------------------------------------------
-
-
-def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
-    """The last table, the generated text, and where the run's files lie."""
-    table = Table(title=Text(title(state), style="bold"), title_justify="left", box=box.ROUNDED, show_header=False, border_style="cyan")
-    table.add_column(style=LABEL, no_wrap=True)
-    table.add_column(style="bold", overflow="fold")
-    for label, value in summary_rows(summary):
-        table.add_row(label, Text(value))
-    parts: list[RenderableType] = [table]
-    if summary.get("sample"):
-        parts.append(
-            Panel(
-                Text(printable(str(summary["sample"])).strip("\n")),
-                title=Text("a sample of what it writes"),
-                title_align="left",
-                box=box.ROUNDED,
-                border_style=LABEL,
-            )
-        )
-    if out is not None:
-        parts.append(_folder(out))
-    return Group(*parts)
-
-
-def _folder(out: Path) -> Group:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, justify="right", style=LABEL)
-    grid.add_column(style=LABEL)
-    for name, meaning in FILES.items():
-        path = out / name
-        if path.is_dir():
-            inside = sorted(p.name for p in path.iterdir() if not p.name.startswith("."))
-            grid.add_row(f"  {name}/", f"{len(inside)} item{'s' if len(inside) != 1 else ''}", meaning)
-        elif path.exists():
-            grid.add_row(f"  {name}", size(path.stat().st_size), meaning)
-    return Group(Text.assemble("files in ", (f"{out}", "bold")), grid)
 
 
 def unicode_ramp(encoding: str | None) -> str:

@@ -1,7 +1,7 @@
 """The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
 
 A display never stops a training run: whatever goes wrong while drawing falls back from the panel to plain lines, and
-from those to silence. What is drawn is in moe/train/panel.py.
+from those to silence. What is drawn is in moe/train/panel.py and ending.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.live import Live
 from rich.text import Text
 
 from moe.report.heat import ASCII
-from moe.train.panel import State, ending, panel, plain_evaluation, plain_step, title, unicode_ramp
+from moe.train.ending import ending
+from moe.train.panel import State, panel, plain_evaluation, plain_step, title, unicode_ramp
 
 FAILURES = (Exception, SystemExit)  # rich answers a closed pipe with SystemExit
 PLAIN_EVERY_S = 5.0

@@ -128,11 +128,11 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
-    run, counters = job.run, job.counters
+    run, counters, dp = job.run, job.counters, job.mesh.axis("dp")
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
     while counters.step < run.train.steps:
         started = time.perf_counter()
-        sequences = _tensor(job, job.data.train.batch(counters.step, run.train.global_batch, job.world.rank, job.mesh.axis("dp").size))
+        sequences = _tensor(job, job.data.train.batch(counters.step, run.train.global_batch, dp.index, dp.size))
         rate = learning_rate(counters.updates, run.optimizer, total=run.train.steps)
         numbers = accumulate(
             job.engine,

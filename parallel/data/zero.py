@@ -28,7 +28,7 @@ class Zero1:
     """Stage 1. `layouts` by module parameter name; the model's weights are in the master dtype."""
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
-        deepspeed = _import_deepspeed()
+        deepspeed = _start_deepspeed()
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
         # DeepSpeed divides every sum by the number of data ranks; our losses are shares of the global mean already
@@ -125,19 +125,24 @@ def _groups(parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], opt
     return groups, families
 
 
-def _import_deepspeed() -> Any:
-    """DeepSpeed, quiet, with its communication through torch alone.
+def load_deepspeed() -> Any:
+    """Import DeepSpeed, quiet and with its communication through torch alone.
 
     Its CPU backend would compile a shared-memory op on first use (80 to 120 s) that training does not need, and whose
     kernels fault on processors without AVX2: it is marked as unavailable before anything asks for it.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _start_deepspeed() -> Any:
+    """DeepSpeed with its communication up."""
+    deepspeed = load_deepspeed()
     if not dist.is_initialized():  # one process: DeepSpeed wants a group all the same
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)

@@ -1,0 +1,318 @@
+"""The layout oracle: the same tiny model and batch on one process and on every legal layout, compared number by number.
+
+    reference    a plain loop: whole batch, plain kernels, torch's AdamW, no engine, no process group, fp32
+    layouts      worlds 1 .. nproc  x  ep dividing dp and the experts  x  {ddp, zero1}  x  micro-batches  x  precision
+
+Compared: loss, balance loss, every logical gradient, gradient norm, weights after one step, losses of ten steps. In fp32 each
+may differ by 1e-5 relative. In bf16 and fp16 the reference is one process in that precision, and what may differ is measured
+here too: the spread of the same steps when only the order of summation changes (other micro-batches, no layout).
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.config import Run, build as build_run
+from moe.context import Context
+from moe.model.transformer import Transformer
+from moe.parallelize import build, decays, lay_out, start_engine
+from moe.results import write_json
+from moe.train.state import global_layouts
+from moe.train.step import accumulate, finish
+from parallel import process
+from parallel.checkpoint import pieces
+from parallel.data.engine import Engine
+from parallel.fork import run_on_ranks
+from parallel.mesh import Degrees, Mesh, divisors
+from parallel.precision import LossScale
+from parallel.process import World
+
+STEPS, BATCH, LENGTH = 10, 12, 10
+FP32_TOLERANCE = 1e-5
+NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": {"moe_every": 0}},
+    "switch": {"router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.1, "z_weight": 0.001}},
+    "gshard": {"router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2}, "experts": {"shared": 1}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model: `kind` is ddp or zero1."""
+
+    model: str
+    kind: str
+    world: int
+    ep: int
+    microbatches: int
+    precision: str
+
+    @property
+    def layout(self) -> str:
+        return f"{self.model} dp{self.world} ep{self.ep} m{self.microbatches}"
+
+    def run(self) -> Run:
+        """The recipe: sizes that differ from each other, one layer with experts and one without."""
+        values: dict[str, dict[str, Any]] = {
+            "model": {
+                "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
+                "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
+            },
+            "experts": {"num_experts": 4, "kernels": "cpu"},
+            "degrees": {"dp": self.world, "ep": self.ep},
+            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
+            "pipeline": {"microbatches": self.microbatches},
+            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
+            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
+            "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
+        }  # fmt: skip
+        for section, fields in MODELS[self.model].items():
+            values[section] = values.get(section, {}) | fields
+        return build_run(values)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one layout computed; tensors by the names that checkpoints use, whole."""
+
+    losses: list[float]
+    balance: float
+    norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def cases(nproc: int) -> list[Case]:
+    """Every legal layout of up to nproc processes."""
+    return [
+        Case(model, kind, world, ep, microbatches, precision)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("ddp", "zero1")
+        for precision in ("fp32", "bf16", "fp16")
+        for model in MODELS
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+    ]
+
+
+def batch(step: int) -> Tensor:
+    """The sequences of one step, int64 [BATCH, LENGTH + 1]; tokens are uneven, so that experts are too."""
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(BATCH, LENGTH + 1, generator=generator) ** 2 * 256).long()
+
+
+# --- one process, written out plainly -----------------------------------------------------------------------------------
+
+
+def reference(model_name: str) -> Result:
+    """The plain twin in fp32."""
+    run = Case(model_name, "ddp", 1, 1, 1, "fp32").run()
+    experts = run.experts.model_copy(update={"kernels": "reference"})
+    model = Transformer(run.model, experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if decays(n, p)], "weight_decay": run.optimizer.weight_decay},
+        {"params": [p for n, p in named.items() if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=(run.optimizer.beta1, run.optimizer.beta2), eps=run.optimizer.eps)
+    losses: list[float] = []
+    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
+    for step in range(STEPS):
+        tokens = batch(step)
+        output = model(tokens[:, :-1], Context.of(tokens[:, :-1], seed=run.train.seed, step=step))
+        loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+        for p in named.values():
+            assert p.grad is not None
+            p.grad.mul_(min(1.0, (run.optimizer.clip_norm or norm) / norm))
+        optimizer.step()
+        if kept is None:
+            balance = sum(r.balance_loss.item() for r in output.layers)
+            kept = balance, norm, _whole(model, gradients), _whole(model, {n: p.detach() for n, p in named.items()})
+    assert kept is not None
+    return Result(losses, *kept)
+
+
+def _whole(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    layouts = lay_out(model)
+    names = dict(zip(layouts, global_layouts(layouts), strict=True))
+    mesh = Mesh.of(Degrees())
+    return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(names[n], layouts[n], mesh, t)}
+
+
+# --- one layout, through the trainer's own step --------------------------------------------------------------------------
+
+
+def compute(case: Case, *, rank: int = 0) -> Result:
+    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns."""
+    run = case.run().check(case.world)
+    mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
+    model, layouts = build(run, mesh, device=torch.device("cpu"))
+    engine = start_engine(run, model, layouts, mesh)
+    scale = LossScale.of(run.precision.loss_scale)
+    losses: list[float] = []
+    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
+    for step in range(STEPS):
+        mine = batch(step).chunk(case.world)[mesh.axis("dp").index]
+        numbers = accumulate(
+            engine,
+            mine,
+            mesh=mesh,
+            microbatches=case.microbatches,
+            global_batch=BATCH,
+            seed=run.train.seed,
+            step=step,
+            loss_scale=scale.value,
+        )
+        losses.append(numbers.loss)
+        gradients = _owned(engine, mesh, "gradient", scale.value) if kept is None else {}
+        norm = finish(engine, world=mesh.axis("world"), scale=scale, lr=run.optimizer.lr, clip_norm=run.optimizer.clip_norm, device=torch.device("cpu"))
+        if kept is None:
+            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0)
+    assert kept is not None
+    return Result(losses, *kept)
+
+
+def _owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    names = dict(zip(engine.layouts, global_layouts(engine.layouts), strict=True))
+    for name, layout in engine.layouts.items():
+        tensor = engine.gradient(name) if what == "gradient" else engine.state(name)["weight"]
+        if layout.is_owner(mesh):
+            found |= {p.name: (p.tensor.float() / scale).clone() for p in pieces(names[name], layout, mesh, tensor)}
+    return found
+
+
+def _ranks(rank: int, chosen: list[Case], folder: str) -> None:
+    for number, case in enumerate(chosen):
+        torch.save(asdict(compute(case, rank=rank)), Path(folder) / f"{number}.{rank}.pt")
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------------
+
+
+def deviation(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Largest difference over the largest reference value (at least `floor`); 0 for equal tensors, inf for different shapes or NaN."""
+    if a.shape != b.shape or not bool(torch.isfinite(a).all()):
+        return float("inf")
+    difference = (a.double() - b.double()).abs().max().item()
+    return difference / max(b.abs().max().item(), floor) if difference else 0.0
+
+
+def compare(got: Result, want: Result) -> dict[str, float]:
+    """The largest relative deviation of each number. A parameter's gradient counts against at least 1e-3 of the largest one's."""
+    if got.gradients.keys() != want.gradients.keys():
+        return dict.fromkeys(NUMBERS, float("inf"))
+    largest = max(g.abs().max().item() for g in want.gradients.values())
+    rel = lambda a, b: abs(a - b) / abs(b) if a != b else 0.0  # noqa: E731
+    return {
+        "loss": max(rel(got.losses[0], want.losses[0]), rel(got.balance, want.balance)),
+        "gradient": max(deviation(got.gradients[n], g, 1e-3 * largest) for n, g in want.gradients.items()),
+        "norm": rel(got.norm, want.norm),
+        "update": max(deviation(got.weights[n], w) for n, w in want.weights.items()),
+        "ten_step": max(rel(a, b) for a, b in zip(got.losses, want.losses, strict=True)),
+    }
+
+
+def spread(case: Case, baseline: Result) -> dict[str, float]:
+    """What reordering alone does in this precision: the largest deviation over other micro-batches on one process."""
+    found = [compare(compute(replace(case, microbatches=m)), baseline) for m in (2, 3, 4, 6, 12)]
+    return {number: max(f[number] for f in found) for number in NUMBERS}
+
+
+# --- the verb -----------------------------------------------------------------------------------------------------------
+
+
+def main(*, nproc: int = 2, json: str | None = None, only: str | None = None, say: Callable[[str], None] = print) -> int:
+    """`moe verify`: print the table of layouts; 1 if any fails. `only` keeps the rows whose text holds it."""
+    torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
+    started = time.perf_counter()
+    chosen = [c for c in cases(nproc) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
+    wanted, tolerances = _expectations(chosen)
+    rows: list[dict[str, Any]] = []
+    say(_line("layout", "kind", "world", "precision", *NUMBERS, ""))
+    for world in sorted({c.world for c in chosen}):
+        for case, got in _run_world([c for c in chosen if c.world == world], world, say):
+            rows.append(_row(case, got, wanted[case.model, case.precision], tolerances[case.model, case.precision]))
+            r = rows[-1]
+            say(_line(r["layout"], r["kind"], world, r["precision"], *(f"{r[n]:.1e}" for n in NUMBERS), "pass" if r["passed"] else "FAIL"))
+    failed = [r for r in rows if not r["passed"]]
+    say(f"{len(rows) - len(failed)} passed, {len(failed)} failed: {len(rows)} layouts of up to {nproc} processes in {time.perf_counter() - started:.0f} s")
+    say("tolerances: fp32 1e-5; others twice the spread of reorderings: " + "; ".join(_said(k, t) for k, t in tolerances.items() if k[1] != "fp32"))
+    if json:
+        write_json(json, verb="verify", rows=rows, tolerances={f"{m} {p}": t for (m, p), t in tolerances.items()})
+    return 1 if failed or not rows else 0
+
+
+Key = tuple[str, str]
+
+
+def _expectations(chosen: list[Case]) -> tuple[dict[Key, Result], dict[Key, dict[str, float]]]:
+    """For each model and precision: what must come out, and how far each number may be from it."""
+    wanted: dict[Key, Result] = {}
+    tolerances: dict[Key, dict[str, float]] = {}
+    for model, precision in dict.fromkeys((c.model, c.precision) for c in chosen):
+        key = model, precision
+        if precision == "fp32":
+            wanted[key], tolerances[key] = reference(model), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
+            continue
+        case = Case(model, "ddp", 1, 1, 1, precision)
+        wanted[key] = compute(case)
+        tolerances[key] = {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(case, wanted[key]).items()}
+    return wanted, tolerances
+
+
+def _run_world(chosen: list[Case], world: int, say: Callable[[str], None]) -> list[tuple[Case, Result | str]]:
+    """Every case of one world on one set of forked ranks; a failure of the set is the result of each of its cases."""
+    if any(c.kind == "zero1" for c in chosen):
+        from parallel.data.zero import load_deepspeed
+
+        load_deepspeed()  # once, before forking: it takes seconds to import
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_on_ranks(_ranks, world, chosen, folder, timeout_s=60 + 20 * len(chosen))
+        except RuntimeError as error:
+            say(str(error))
+            return [(case, str(error)) for case in chosen]
+        return [(case, _gather(Path(folder), number, world)) for number, case in enumerate(chosen)]
+
+
+def _gather(folder: Path, number: int, world: int) -> Result:
+    parts = [torch.load(folder / f"{number}.{rank}.pt", weights_only=True) for rank in range(world)]
+    for part in parts[1:]:
+        for what in ("gradients", "weights"):
+            parts[0][what] |= part[what]
+    return Result(**parts[0])
+
+
+def _row(case: Case, got: Result | str, want: Result, tolerance: dict[str, float]) -> dict[str, Any]:
+    numbers = compare(got, want) if isinstance(got, Result) else dict.fromkeys(NUMBERS, float("inf"))
+    passed = all(numbers[n] <= tolerance[n] for n in NUMBERS)
+    row = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision, **numbers, "passed": passed}
+    return row if isinstance(got, Result) else row | {"error": got}
+
+
+def _line(layout: str, kind: str, world: object, precision: str, *cells: str) -> str:
+    return f"{layout:<18} {kind:<6} {world:>5} {precision:<9} " + " ".join(f"{cell:>9}" for cell in cells)
+
+
+def _said(key: Key, tolerance: dict[str, float]) -> str:
+    return f"{key[0]} {key[1]} " + " ".join(f"{n} {t:.0e}" for n, t in tolerance.items())

@@ -1,0 +1,107 @@
+"""Run a function on N gloo ranks of this machine, each a fork of this process: 0.2 s to start, one thread a rank.
+
+The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, not
+threads. A rank that raises, dies or waits for ever ends the whole set: every rank's error is told, with its rank, and a
+deadlock with the Python stack of each rank that was still running.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_S = 3.0  # what the others get after one rank has failed: often they fail too, and their errors help
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """function(rank, *args) on every rank, with torch.distributed initialised; the ranks' results in order.
+
+    Results may be anything that torch.load(weights_only=True) reads: numbers, texts, lists, dicts, tensors. Raises
+    RuntimeError with every failed rank's traceback, or with the stacks of those that did not end within timeout_s.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=_child, args=(function, rank, world_size, args, folder, timeout_s), daemon=True) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        try:
+            late = _wait(ranks, timeout_s)
+            stacks = _stacks(ranks, late, folder)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        problems = [_problem(rank, process, folder, stacks) for rank, process in enumerate(ranks)]
+        if any(problems):
+            head = f"{world_size} ranks, {timeout_s:g} s allowed" if late else f"{world_size} ranks"
+            raise RuntimeError("\n".join([head, *(p for p in problems if p)]))
+        return [torch.load(folder / f"{rank}.result", weights_only=True) for rank in range(world_size)]
+
+
+def _child(function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, timeout_s: float) -> None:
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s + 60))
+        torch.save(function(rank, *args), folder / f"{rank}.result")
+        dist.barrier()  # nobody leaves while another still needs its connections
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)  # not the parent's exit handlers: this process is a copy of it
+
+
+def _wait(ranks: list[BaseProcess], timeout_s: float) -> list[int]:
+    """Until all ended, one failed and its grace is over, or time is up; the ranks still running at the time limit."""
+    deadline = time.monotonic() + timeout_s
+    failed_at: float | None = None
+    while any(p.is_alive() for p in ranks):
+        now = time.monotonic()
+        if failed_at is None and any(p.exitcode not in (None, 0) for p in ranks):
+            failed_at = now
+        if failed_at is not None and now > failed_at + _GRACE_S:
+            return []
+        if now > deadline:
+            return [rank for rank, p in enumerate(ranks) if p.is_alive()]
+        time.sleep(0.01)
+    return []
+
+
+def _stacks(ranks: list[BaseProcess], late: list[int], folder: Path) -> dict[int, str]:
+    for rank in late:
+        if ranks[rank].pid is not None:
+            os.kill(ranks[rank].pid or 0, signal.SIGUSR1)
+    if late:
+        time.sleep(0.5)
+    return {rank: (folder / f"{rank}.stack").read_text() for rank in late if (folder / f"{rank}.stack").exists()}
+
+
+def _problem(rank: int, process: BaseProcess, folder: Path, stacks: dict[int, str]) -> str | None:
+    error = folder / f"{rank}.error"
+    if error.exists():
+        return f"rank {rank} failed:\n{error.read_text()}"
+    if rank in stacks:
+        return f"rank {rank} was still running at:\n{stacks[rank]}"
+    if process.exitcode and process.exitcode < 0 and process.exitcode != -signal.SIGKILL:
+        return f"rank {rank} died by {signal.Signals(-process.exitcode).name}"
+    if not (folder / f"{rank}.result").exists():
+        return f"rank {rank} gave no result (ended with {process.exitcode})"
+    return None
