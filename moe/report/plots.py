@@ -101,9 +101,12 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
         return None
     fig = figure()
     ax = fig.subplots()
-    curves = [("total", total_S)] + [(name, history.series_S(f"grad_norm_parts.{name}")) for name in history.families]
-    for (name, values_S), colour in zip(curves, (theme.text, *theme.lines), strict=False):
+    for name, colour in zip(history.families, theme.lines, strict=False):
+        values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
+    # dashed and on top: often one family is nearly the whole
+    whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
+    ax.plot(steps_S, whole_S, color=theme.text, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
     _events(ax, history, theme)
     ax.set_title("Gradient norm by family, before clipping")

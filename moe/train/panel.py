@@ -244,7 +244,7 @@ def plain_step(state: State, *, max_layers: int = 4) -> str:
         parts.append(f"loss scale {scale}")
     if known(s.get("memory_bytes")):
         parts.append(size(s["memory_bytes"]))
-    if known(state.seconds_left):
+    if known(state.seconds_left) and s.get("step", 0) < state.steps:
         parts.append(f"{clock(state.seconds_left)} left")
     if layers:
         shown = worst(layers, max_layers)
