@@ -277,7 +277,7 @@ def _finish(job: Job) -> dict[str, Any]:
         "skipped": job.counters.skipped,
         "sample": text,
         "world": job.world.size,
-        "degrees": run.degrees.model_dump(),
+        "recipe_values": run.model_dump(mode="json"),
         "commit": source_commit(),
         "hardware": hardware(job.world.device),
     }
