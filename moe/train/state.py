@@ -16,6 +16,9 @@ from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
 
+ORDER = (("train", "global_batch"), ("train", "seed"), ("model", "max_length"))  # what the order of samples depends on
+
+
 @dataclass
 class Counters:
     """`step`: batches consumed; `updates`: optimizer steps made; `skipped`: the others; `in_a_row`: skipped since the last update."""
@@ -27,10 +30,19 @@ class Counters:
 
 
 def save(
-    folder: Path, engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, recipe: dict[str, Any], tokenizer: dict[str, Any], keep: int
+    folder: Path,
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    counters: Counters,
+    scale: LossScale,
+    recipe: dict[str, Any],
+    tokenizer: dict[str, Any],
+    data: str,
+    keep: int,
 ) -> Path:
     """Commit a checkpoint of this step. Collective."""
-    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer}
+    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
     return checkpoint.save(folder, counters.step, _held(engine, mesh), state=state, world=mesh.axis("world"), keep=keep)
 
 
@@ -43,10 +55,21 @@ def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
                     yield kind, piece
 
 
-def resume(folder: Path, engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, log: Callable[[str], None]) -> bool:
+def resume(
+    folder: Path,
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    counters: Counters,
+    scale: LossScale,
+    data: str,
+    recipe: dict[str, Any],
+    log: Callable[[str], None],
+) -> bool:
     """Load the newest checkpoint that verifies, whatever layout wrote it. False if there is none. Collective.
 
-    Raises BadInput, naming the parameter, for a checkpoint of another model.
+    Raises BadInput, naming the parameter, for a checkpoint of another model; says what else changed since, because the
+    order of samples and the losses will then not be those of an unbroken run.
     """
     path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
     if path is None:
@@ -54,6 +77,12 @@ def resume(folder: Path, engine: Engine, mesh: Mesh, *, counters: Counters, scal
     reader = Reader(path)
     layouts = global_layouts(engine.layouts)
     check_same_parameters(reader, layouts)
+    if reader.state["data"] != data:
+        log("the training text is not the one this run was started with: samples may come twice or not at all")
+    before = reader.state["recipe"]
+    changed = [f"{s}.{k}: {old} -> {recipe[s][k]}" for s, k in ORDER for old in [before[s][k]] if old != recipe[s][k]]
+    if changed:
+        log(f"changed since the checkpoint, which moves the order of samples: {', '.join(changed)}")
     states = {
         name: {kind: reader.load(global_name(name), kind, layout, mesh) for kind in ("weight", *MOMENTS)}
         for name, layout in engine.layouts.items()

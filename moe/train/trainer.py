@@ -27,10 +27,10 @@ from moe.parallelize import build, start_engine
 from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
-from moe.train.metrics import Records, write_summary
+from moe.train.metrics import Records, read_summary, write_summary
 from moe.train.progress import Progress, open_progress
 from moe.train.schedule import learning_rate
-from moe.train.speed import matmul_flops, hardware, source_commit
+from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.state import Counters
 from moe.train.step import Numbers, accumulate, finish, validation_loss
 from parallel import process
@@ -115,7 +115,9 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if fresh:
         _set_aside(out / "checkpoints", world)
     else:
-        found = state.resume(out / "checkpoints", engine, mesh, counters=counters, scale=scale, log=say)
+        found = state.resume(
+            out / "checkpoints", engine, mesh, counters=counters, scale=scale, data=data.index["key"], recipe=run.model_dump(mode="json"), log=say
+        )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     records = Records(out if first else None, resume_step=counters.step if found else None, say=say)
@@ -197,7 +199,7 @@ def _record(job: Job, numbers: Numbers, norm: GradientNorm, rate: float, scale: 
         "skipped": not norm.finite,
         "skipped_total": c.skipped,
         "dropped_share": numbers.dropped_share,
-        "moe": [vars(layer) for layer in numbers.layers],
+        "moe": [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers],
         "time": time.time(),
     }
     job.records.write(line)
@@ -248,6 +250,7 @@ def _save(job: Job) -> None:
         scale=job.scale,
         recipe=job.run.model_dump(mode="json"),
         tokenizer=job.data.tokenizer.describe(),
+        data=job.data.index["key"],
         keep=job.run.train.keep,
     )
     job.records.write({"kind": "event", "event": "saved", "step": job.counters.step, "path": str(path)})
@@ -255,6 +258,11 @@ def _save(job: Job) -> None:
 
 def _finish(job: Job) -> dict[str, Any]:
     run, world = job.run, job.mesh.axis("world")
+    before = read_summary(job.out)
+    if not job.seconds and before is not None and before.get("steps") == job.counters.step:
+        job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
+        job.progress.close(before)
+        return before
     if not job.evaluated:
         _evaluate(job)
     job.engine.module.eval()
@@ -283,16 +291,19 @@ def _finish(job: Job) -> dict[str, Any]:
     }
     if job.world.rank == 0:
         write_summary(job.out, summary)
+        job.records.close()
         _report(job)
     job.progress.close(summary)
     return summary
 
 
 def _report(job: Job) -> None:
-    from moe.report import write_report  # matplotlib, and only now
+    from moe.report import write_report
 
-    job.records.close()
-    write_report(job.out)
+    try:
+        write_report(job.out)
+    except Exception as error:  # a picture that cannot be drawn must not fail a finished run
+        job.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
