@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.config import Run, load
-from moe.train.start import die_with_parent, take_overrides
+from moe.flags import take_overrides
+from moe.train.environment import extensions_dir
+from moe.train.processes import die_with_parent
 from parallel.errors import BadInput
 
 USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh]"
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank, from its arguments to its exit code."""
     die_with_parent()
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     out: Path | None = None
     error: str | None = None
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
-        error = f"{type(failure).__name__}: {failure}"
+        error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     _leave_status(out, rank, code, error)
     return code

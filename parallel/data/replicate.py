@@ -1,8 +1,7 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp while the backward pass still runs.
 
 torch's DistributedDataParallel buckets and overlaps the dense gradients; its usual average is replaced by a sum in fp32.
-Expert parameters have copies on edp only, so DDP leaves them alone and one flat sum over edp follows the last backward
-pass. Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
+Expert parameters have copies on edp only, so DDP leaves them alone and flat sums over edp follow the last backward pass. Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
@@ -55,13 +54,8 @@ class DDP:
                 by_axes.setdefault(self.layouts[name].copies(), []).append(grad)
         for axes, grads in by_axes.items():
             long = [self.mesh.axis(a) for a in axes if self.mesh.axis(a).size > 1]
-            if not long:
-                continue
-            flat = torch.cat([g.reshape(-1) for g in grads]).float()
-            for axis in long:
-                sum_over(flat, axis)
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+            for bucket in _buckets(grads) if long else ():
+                _sum_flat(bucket, long)
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -102,6 +96,28 @@ class DDP:
 
 
 _DENSE = Layout(()).copies()
+_BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small enough beside the gradients themselves
+
+
+def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Whole gradients in order, about _BUCKET_ELEMENTS at a time."""
+    bucket: list[Tensor] = []
+    for grad in grads:
+        if bucket and sum(g.numel() for g in bucket) + grad.numel() > _BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(grad)
+    if bucket:
+        yield bucket
+
+
+def _sum_flat(grads: list[Tensor], axes: list[Axis]) -> None:
+    """Sum some gradients over some axes with one message an axis, in fp32."""
+    flat = torch.cat([g.reshape(-1) for g in grads]).float()
+    for axis in axes:
+        sum_over(flat, axis)
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def _sum_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

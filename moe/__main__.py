@@ -1,0 +1,8 @@
+"""`python -m moe` is the `moe` command."""
+
+import sys
+
+from moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
