@@ -32,7 +32,12 @@ def kept_choices(
 ) -> Tensor:
     """Bool [T, K]: the choices that find a slot. `active_TK` False: a choice the router declined; it takes no slot."""
     if expert_TK.shape[0] % num_groups:
-        raise BadInput("router.group", got=f"{num_groups} groups", needed=f"a divisor of {expert_TK.shape[0]} tokens", fix="set router.group to sequence")
+        raise BadInput(
+            "router.group",
+            got=f"{num_groups} groups",
+            needed=f"a divisor of {expert_TK.shape[0]} tokens",
+            fix="set router.group to sequence",
+        )
     if slots_each is None:
         return active_TK
     slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)

@@ -38,7 +38,5 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
         """Rows [R, D] sorted by held expert, `counts` of each; the same shape and dtype back."""
-        out: Tensor = self.kernels.grouped_ffn(
-            rows_RD, self.w1, self.w2, self.w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF
-        )
+        out: Tensor = self.kernels.grouped_ffn(rows_RD, self.w1, self.w2, self.w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF)
         return out

@@ -45,11 +45,21 @@ class MoELayer(nn.Module):
     """`shared` is a feed-forward network that every token passes, or None."""
 
     def __init__(
-        self, experts: config.Experts, router: config.Router, *, d_model: int, d_ff: int, ffn: str, layer: int, shared: nn.Module | None = None
+        self,
+        experts: config.Experts,
+        router: config.Router,
+        *,
+        d_model: int,
+        d_ff: int,
+        ffn: str,
+        layer: int,
+        shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
-        self.router = Router(router, num_experts=experts.num_experts, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
+        self.router = Router(
+            router, num_experts=experts.num_experts, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router"
+        )
         self.experts = Experts(
             experts.num_experts, d_model=d_model, d_ff=experts.d_ff or d_ff, ffn=experts.ffn or ffn, kernels=experts.kernels
         )

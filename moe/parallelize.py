@@ -1,6 +1,6 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
-    model on the meta device -> experts of this rank -> exchange over ep -> weights born here -> data-parallel engine
+model on the meta device -> experts of this rank -> exchange over ep -> weights born here -> data-parallel engine
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ class Router(nn.Module):
             active_TK[:, 1] = 2 * gate_TK[:, 1].detach() > context.uniform(f"{self.name}.second", 1)[:, 0]
         num_groups = self._num_groups(x_TD.shape[0], sequence_tokens)
         factor = s.capacity_factor if self.training else s.eval_capacity_factor
-        slots = capacity(
-            x_TD.shape[0] // num_groups, num_experts=self.num_experts, num_choices=k, factor=factor, minimum=s.min_capacity
-        )
+        slots = capacity(x_TD.shape[0] // num_groups, num_experts=self.num_experts, num_choices=k, factor=factor, minimum=s.min_capacity)
         kept_TK = kept_choices(
             expert_TK, active_TK, num_groups=num_groups, num_experts=self.num_experts, slots_each=slots, kernels=self.kernels
         )

@@ -29,7 +29,6 @@ from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
-from parallel.process import barrier
 
 FORMAT = 1
 
@@ -69,7 +68,9 @@ def save(folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: d
     if not problem:
         problem = _agreed(world, lambda: _commit(folder, temporary, final, state, world, keep) if world.index == 0 else None)
     if problem:
-        raise BadInput("checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out")
+        raise BadInput(
+            "checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out"
+        )
     return final
 
 
@@ -165,15 +166,23 @@ def verify(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         files = manifest["files"]
         if manifest["format"] != FORMAT:
-            raise BadInput(f"checkpoint {path.name}", got=f"format {manifest['format']}", needed=f"format {FORMAT}", fix="use the version that wrote it")
+            raise BadInput(
+                f"checkpoint {path.name}",
+                got=f"format {manifest['format']}",
+                needed=f"format {FORMAT}",
+                fix="use the version that wrote it",
+            )
         for name, record in files.items():
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
-                raise BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
+                raise BadInput(
+                    f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}"
+                )
+    except BadInput:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, BadInput):
-            raise
-        raise BadInput(f"checkpoint {path.name}", got=f"an unreadable manifest ({type(error).__name__})", needed="the one it was saved with", fix=f"remove {path}") from None
+        got = f"an unreadable manifest ({type(error).__name__})"
+        raise BadInput(f"checkpoint {path.name}", got=got, needed="the one it was saved with", fix=f"remove {path}") from None
     return manifest
 
 

@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -35,7 +35,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=_child, args=(function, rank, world_size, args, folder, timeout_s), daemon=True) for rank in range(world_size)]
+        ranks = [
+            context.Process(target=_child, args=(function, rank, world_size, args, folder, timeout_s), daemon=True)
+            for rank in range(world_size)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -69,7 +72,7 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, args: tuple
         os._exit(code)  # not the parent's exit handlers: this process is a copy of it
 
 
-def _wait(ranks: list[BaseProcess], timeout_s: float) -> list[int]:
+def _wait(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
     """Until all ended, one failed and its grace is over, or time is up; the ranks still running at the time limit."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
@@ -85,7 +88,7 @@ def _wait(ranks: list[BaseProcess], timeout_s: float) -> list[int]:
     return []
 
 
-def _stacks(ranks: list[BaseProcess], late: list[int], folder: Path) -> dict[int, str]:
+def _stacks(ranks: Sequence[BaseProcess], late: list[int], folder: Path) -> dict[int, str]:
     for rank in late:
         if ranks[rank].pid is not None:
             os.kill(ranks[rank].pid or 0, signal.SIGUSR1)

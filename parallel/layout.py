@@ -40,7 +40,9 @@ class Layout:
         for dim, axis in self.split.items():
             size = mesh.axis(axis).size
             if shape[dim] % size:
-                raise BadInput(f"dim {dim} of a parameter", got=shape[dim], needed=f"a multiple of {axis}={size}", fix=f"change degrees.{axis}")
+                raise BadInput(
+                    f"dim {dim} of a parameter", got=shape[dim], needed=f"a multiple of {axis}={size}", fix=f"change degrees.{axis}"
+                )
             shape[dim] //= size
         return tuple(shape)
 

@@ -110,7 +110,7 @@ _BLOCK = 64
 
 
 def _any_shape(rows: Tensor) -> bool:
-    return rows.dtype == torch.float32 or not rows.is_cpu or len(rows) % _BLOCK == 0
+    return rows.dtype not in (torch.bfloat16, torch.float16) or not rows.is_cpu or len(rows) % _BLOCK == 0
 
 
 def _padded(rows: Tensor) -> Tensor:

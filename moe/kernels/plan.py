@@ -1,8 +1,8 @@
 """Where every kept choice's row lies among the rows sorted by expert.
 
-    token   0   1   2   3        rows   0   1   2          (token 2 was dropped)
-    expert  1   0   1   1        token  1   0   3
-                                 counts_E = [1, 2]
+token   0   1   2   3        rows   0   1   2          (token 2 was dropped)
+expert  1   0   1   1        token  1   0   3
+                             counts_E = [1, 2]
 """
 
 from __future__ import annotations

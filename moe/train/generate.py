@@ -66,4 +66,6 @@ def main(run_dir: str, *, prompt: str = "def ", tokens: int = 200, temperature: 
         if value < low:
             raise BadInput(what, got=value, needed=f"at least {low}", fix=f"try {what} {200 if low else 0.8}")
     model, tokenizer, _ = load_model(Path(run_dir))
-    print(sample(model, tokenizer, prompt=prompt, num_tokens=tokens, max_length=model.config.max_length, temperature=temperature, seed=seed))
+    print(
+        sample(model, tokenizer, prompt=prompt, num_tokens=tokens, max_length=model.config.max_length, temperature=temperature, seed=seed)
+    )

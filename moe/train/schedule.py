@@ -1,8 +1,8 @@
 """The learning rate as a function of the number of updates made; a skipped step makes none.
 
-    warm-up    linear from 0 over warmup_steps
-    cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
-    wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
+warm-up    linear from 0 over warmup_steps
+cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
+wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
 """
 
 from __future__ import annotations

@@ -42,9 +42,12 @@ def hardware(device: torch.device) -> str:
 def source_commit() -> str | None:
     """The commit of the checkout this code runs from, with + where files are changed; None outside one."""
     here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
+
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout
+        commit, changed = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")

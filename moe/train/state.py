@@ -15,7 +15,6 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
-
 ORDER = (("train", "global_batch"), ("train", "seed"), ("model", "max_length"))  # what the order of samples depends on
 
 

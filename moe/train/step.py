@@ -63,7 +63,16 @@ class Numbers:
 
 
 def accumulate(
-    engine: Engine, sequences_NL: Tensor, *, mesh: Mesh, microbatches: int, global_batch: int, seed: int, step: int, loss_scale: float = 1.0, flag: int = 0
+    engine: Engine,
+    sequences_NL: Tensor,
+    *,
+    mesh: Mesh,
+    microbatches: int,
+    global_batch: int,
+    seed: int,
+    step: int,
+    loss_scale: float = 1.0,
+    flag: int = 0,
 ) -> Numbers:
     """Forward and backward over this rank's sequences (int64 [N, length + 1]); afterwards the engine holds summed gradients."""
     dp = mesh.axis("dp")

@@ -116,13 +116,21 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
         _set_aside(out / "checkpoints", world)
     else:
         found = state.resume(
-            out / "checkpoints", engine, mesh, counters=counters, scale=scale, data=data.index["key"], recipe=run.model_dump(mode="json"), log=say
+            out / "checkpoints",
+            engine,
+            mesh,
+            counters=counters,
+            scale=scale,
+            data=data.index["key"],
+            recipe=run.model_dump(mode="json"),
+            log=say,
         )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     records = Records(out if first else None, resume_step=counters.step if found else None, say=say)
-    kind = "auto" if first and display else "none"
-    progress = open_progress(run.train.steps, recipe=name, world=world.size, lines=_title(run, world), out=out, kind=kind)
+    progress = open_progress(
+        run.train.steps, recipe=name, world=world.size, lines=_title(run, world), out=out, kind="auto" if first and display else "none"
+    )
     if found:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step})
@@ -266,7 +274,7 @@ def _finish(job: Job) -> dict[str, Any]:
     if not job.evaluated:
         _evaluate(job)
     job.engine.module.eval()
-    text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length, seed=run.train.seed)
+    text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     speed = sum_over(torch.tensor(matmul_flops(run, job.world.device), dtype=torch.float64, device=job.world.device), world).item()
     tokens_per_second = job.tokens_done / job.seconds if job.seconds else 0.0
@@ -324,10 +332,11 @@ def _tensor(job: Job, array: Any) -> Tensor:
 
 
 def _title(run: Run, world: World) -> list[str]:
-    d, counted = run.degrees, size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     return [
-        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {run.precision.compute} compute, {run.precision.master} master",
-        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {run.train.global_batch * run.model.max_length:,} tokens a step",
+        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
 
 
@@ -340,7 +349,8 @@ def _writable(out: Path, world: World) -> None:
             probe.write_bytes(b"")
             probe.unlink()
     except OSError as error:
-        raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space") from None
+        got = f"{out}: {error.strerror}"
+        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space") from None
 
 
 def _set_aside(checkpoints: Path, world: World) -> None:

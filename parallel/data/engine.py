@@ -35,9 +35,7 @@ class AdamW:
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in parameters:
             parts[self.decays(name, parameter)].append(parameter)
-        return [
-            {"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held
-        ]
+        return [{"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
         return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)

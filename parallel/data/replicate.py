@@ -1,7 +1,8 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp while the backward pass still runs.
 
 torch's DistributedDataParallel buckets and overlaps the dense gradients; its usual average is replaced by a sum in fp32.
-Expert parameters have copies on edp only, so DDP leaves them alone and flat sums over edp follow the last backward pass. Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
+Expert parameters have copies on edp only, so DDP leaves them alone and flat sums over edp follow the last backward pass.
+Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
@@ -31,9 +32,7 @@ class DDP:
         self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
         if dp.size > 1:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self.apart)
-            self.model = DistributedDataParallel(
-                model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False
-            )
+            self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             self.model.register_comm_hook(dp, _sum_bucket)
 
     def forward(self, *args: Any, last: bool) -> Any:

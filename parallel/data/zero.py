@@ -108,7 +108,9 @@ class Zero1:
         self.zero.update_lp_params()
 
 
-def _groups(parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, ep: int) -> tuple[list[dict[str, Any]], list[str]]:
+def _groups(
+    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, ep: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The optimizer's groups, one family each, and their families in order; DeepSpeed knows experts by `allreduce` False."""
     groups: list[dict[str, Any]] = []
     families: list[str] = []
