@@ -12,20 +12,32 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import Degrees, check_world, divisors
 
+_LARGEST = 2**40
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would let pass: `steps: yes` is true, and true is 1; a slip of the zero key, and checks count to it."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a number or a name, not true or false")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ValueError(f"at most {_LARGEST}")
+        return value
 
 
 class Model(Section):
@@ -126,7 +138,7 @@ class Recompute(Section):
 class Precision(Section):
     """One policy for dense and sparse: parameters live in `master`, matrix products run in `compute`, everything that sums is fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 where every rank's processor multiplies it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"
     loss_scale: Literal["none", "dynamic"] | float = "none"
 
@@ -235,7 +247,10 @@ def _check_model(run: Run) -> None:
         )
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
-            "model.moe_layers", got=f"moe_every={m.moe_every} as well", needed="one of the two", fix="remove moe_every or set moe_layers to null"
+            "model.moe_layers",
+            got=f"moe_every={m.moe_every} as well",
+            needed="one of the two",
+            fix="remove moe_every or set moe_layers to null",
         )
     if m.moe_every > m.num_layers:
         raise BadInput(
@@ -262,13 +277,14 @@ def _check_model(run: Run) -> None:
 def _check_experts(run: Run) -> None:
     if not run.model.layers_with_experts():
         if run.degrees.ep not in ("auto", 1):
-            raise BadInput("degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2")
+            raise BadInput(
+                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
+            )
         return
     e, ep, k = run.experts.num_experts, run.degrees.ep, run.router.num_choices
     if isinstance(ep, int) and ep > 0 and e % ep:
-        raise BadInput(
-            "experts.num_experts", got=e, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {divisors(e)}"
-        )
+        fitting = divisors(math.gcd(e, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(e)
+        raise BadInput("experts.num_experts", got=e, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     if k > e:
         raise BadInput(
             "experts.num_experts",
@@ -277,7 +293,9 @@ def _check_experts(run: Run) -> None:
             fix=f"set it to {max(k, 8)}, or router.preset to switch",
         )
     if isinstance(run.router.group, int) and run.router.group < 1:
-        raise BadInput("router.group", got=run.router.group, needed="at least 1 sequence, or sequence, or rank", fix="set router.group to sequence")
+        raise BadInput(
+            "router.group", got=run.router.group, needed="at least 1 sequence, or sequence, or rank", fix="set router.group to sequence"
+        )
     if run.router.second != "preset" and k == 1:
         raise BadInput(
             "router.second",
@@ -383,11 +401,13 @@ def recipe_path(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The merged values of a recipe and its parents, and each value's origin: {'model': {'d_ff': 512}}, {'model.d_ff': 'dense_tiny.yaml'}."""
+    """A recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}}, {'model.d_ff': 'dense_tiny.yaml'}."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
-            raise BadInput("extends", got=f"{path.name}, which extends itself", needed="one parent, without a circle", fix="remove one `extends:`")
+            raise BadInput(
+                "extends", got=f"{path.name}, which extends itself", needed="one parent, without a circle", fix="remove one `extends:`"
+            )
         values = _read_yaml(path)
         parent = values.pop("extends", None)
         chain.append((path, values))
@@ -403,27 +423,45 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         for section, fields in values.items():
             if not isinstance(fields, dict):
                 _refuse_key((section,)) if section not in Run.model_fields else None
-                raise BadInput(f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}")
+                raise BadInput(
+                    f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
+                )
             for key, value in fields.items():
                 merged.setdefault(section, {})[key] = value
                 origins[f"{section}.{key}"] = source.name
     return merged, origins
 
 
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for at, (key, _) in enumerate(node.value):
+            if key.value in keys[:at]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f", line {where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or "not YAML"
-        raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}", got=error, needed="a readable text file", fix="check the file") from None
+    except _NOT_YAML as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
+        raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise BadInput(f"recipe {path.name}", got=type(values).__name__, needed="sections, each with key: value pairs", fix="see: moe show switch_tiny")
+        raise BadInput(
+            f"recipe {path.name}", got=type(values).__name__, needed="sections, each with key: value pairs", fix="see: moe show switch_tiny"
+        )
     return values
 
 
@@ -431,20 +469,25 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
     """A recipe by name or path with dotted overrides (text, read as YAML): the Run and each value's origin. Raises BadInput."""
     values, origins = read_recipe(recipe_path(recipe))
     for dotted, text in (overrides or {}).items():
-        section, _, key = dotted.partition(".")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        if not key or not isinstance(values.setdefault(section, {}), dict):
+        if dotted not in known_keys():
             _refuse_key(tuple(dotted.split(".")))
-        values[section][key] = value
+        section, _, key = dotted.partition(".")
+        values.setdefault(section, {})[key] = _read_value(text, _section(Run.model_fields[section]).model_fields[key].annotation)
         origins[dotted] = "command line"
     run = build(values)
     for section, fields in run.model_dump().items():
         for key in fields:
             origins.setdefault(f"{section}.{key}", "default")
     return run, origins
+
+
+def _read_value(text: str, annotation: Any) -> Any:
+    """A value from the command line, read as YAML; where text is wanted, as it stands (a folder may be called 2024 or no)."""
+    try:
+        value = yaml.safe_load(text)
+    except _NOT_YAML:
+        return text
+    return text if value is not None and str in (annotation, *get_args(annotation)) else value
 
 
 def build(values: dict[str, Any]) -> Run:
@@ -472,16 +515,27 @@ def _refuse_key(path: tuple[Any, ...]) -> None:
     dotted = ".".join(map(str, path))
     sections = list(Run.model_fields)
     if path[0] not in sections:
-        near = did_you_mean(str(path[0]), sections)
+        near = did_you_mean(dotted, known_keys() if len(path) > 1 else sections)
         owners = [k for k in known_keys() if k.split(".")[1] == path[-1]]
-        fix = f"did you mean {'.'.join([near, *map(str, path[1:])])}?" if near else f"did you mean {owners[0]}?" if owners else "see: moe show switch_tiny"
+        fix = f"did you mean {near}?" if near else f"did you mean {owners[0]}?" if owners else "see: moe show switch_tiny"
         raise BadInput(dotted, got="a section that does not exist", needed=f"one of {', '.join(sections)}", fix=fix)
     if len(path) == 1:
-        raise BadInput(dotted, got="a section without a key", needed=f"{dotted}.KEY", fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE")
+        raise BadInput(
+            dotted,
+            got="a section without a key",
+            needed=f"{dotted}.KEY",
+            fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
+        )
     keys = list(_section(Run.model_fields[path[0]]).model_fields)
     near = did_you_mean(str(path[1]), keys)
     elsewhere = [k for k in known_keys() if k.split(".")[1] == path[1]]
-    fix = f"did you mean {path[0]}.{near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else f"remove it, or see: moe show switch_tiny"
+    fix = (
+        f"did you mean {path[0]}.{near}?"
+        if near
+        else f"did you mean {elsewhere[0]}?"
+        if elsewhere
+        else "remove it, or see: moe show switch_tiny"
+    )
     raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(keys)}", fix=fix)
 
 
@@ -505,7 +559,14 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
     if more > 0:
         fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
-    return BadInput(dotted, got=json.dumps(error["input"], default=str), needed=needed, fix=fix)
+    return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in a few words, whatever is nested in it."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
+    return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
 
 
 def _choices(annotation: Any) -> list[str]:

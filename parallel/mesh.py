@@ -26,7 +26,8 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 def divisors(n: int) -> list[int]:
     """Every positive divisor of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 @dataclass(frozen=True)

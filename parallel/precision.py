@@ -14,25 +14,22 @@ by all ranks before anything steps: a skipped step changes no weight, no moment 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-
-from parallel.errors import BadInput
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Precision:
-    compute: torch.dtype = torch.float32
-    master: torch.dtype = torch.float32
-
-    @staticmethod
-    def of(compute: str, master: str = "fp32") -> Precision:
-        for what, name in (("compute", compute), ("master", master)):
-            if name not in DTYPES:
-                raise BadInput(f"precision.{what}", got=name, needed=f"one of {', '.join(DTYPES)}", fix="set it to bf16")
-        return Precision(DTYPES[compute], DTYPES[master])
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether this processor has bf16 matrix instructions. A CPU without them takes ten times as long as in fp32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh import Axis, Degrees, Mesh
 
 _NAMES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
@@ -78,6 +78,11 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh
     """The mesh of this process with its process groups. Every rank must call it."""
     mesh = Mesh.of(degrees, world.rank)
     return mesh.connect(lambda ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)))
+
+
+def everyone(world: World) -> Axis:
+    """The axis over all ranks, before there is a mesh."""
+    return Axis("world", tuple(range(world.size)), world.rank)
 
 
 def stop() -> None:

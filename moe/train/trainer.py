@@ -39,7 +39,7 @@ from parallel.collectives import max_over, sum_over
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
-from parallel.precision import LossScale
+from parallel.precision import LossScale, multiplies_bf16
 from parallel.process import World
 
 STOPPED = 75  # exit code of a run that a signal stopped after it had saved: start it again and it goes on
@@ -90,7 +90,7 @@ def train(
     instead of resuming. Raises BadInput before anything is written, and Stopped after a signal once the state is saved.
     """
     world = world or process.read_environment()
-    run = run.check(world.size)
+    run = _settle_precision(run.check(world.size), world)
     out = out or Path("runs") / name
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with _signals() as asked:
@@ -338,6 +338,14 @@ def _title(run: Run, world: World) -> list[str]:
         f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
+
+
+def _settle_precision(run: Run, world: World) -> Run:
+    """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
+    if run.precision.compute != "auto":
+        return run
+    everywhere = -int(max_over(torch.tensor(-int(multiplies_bf16(world.device)), device=world.device), process.everyone(world)))
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": "bf16" if everywhere else "fp32"})})
 
 
 def _writable(out: Path, world: World) -> None:

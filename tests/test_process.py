@@ -1,0 +1,48 @@
+"""A process finds its place whoever started it, and one that nobody started is alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.errors import BadInput
+from parallel.precision import multiplies_bf16
+from parallel.process import World, read_environment
+
+LAUNCHERS = {
+    "deepspeed": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"},
+    "torchrun": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+    "srun": {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"},
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_gives_the_same_place(launcher: str) -> None:
+    assert read_environment(LAUNCHERS[launcher]) == World(rank=3, size=4, local_rank=1, local_size=2)
+
+
+def test_the_launcher_counts_before_the_job_it_runs_in() -> None:
+    assert read_environment(LAUNCHERS["srun"] | {"RANK": "0", "WORLD_SIZE": "2"}) == World(0, 2, 1, 2)
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "7"}])
+def test_a_process_that_nobody_started_is_alone(environment: dict[str, str]) -> None:
+    assert read_environment(environment) == World()
+
+
+def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
+    with pytest.raises(BadInput) as refused:
+        read_environment({"RANK": "first", "WORLD_SIZE": "2"})
+    assert "whole numbers" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_bf16_is_known_by_the_processors_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, known in (("flags : sse2 avx2 avx512f", False), ("flags : avx2 amx_bf16", True), ("Features : fp asimd bf16 i8mm", True)):
+        monkeypatch.setattr("pathlib.Path.read_text", lambda self, flags=flags: flags)
+        assert multiplies_bf16(torch.device("cpu")) is known
