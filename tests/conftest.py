@@ -1,0 +1,35 @@
+"""Before any test: one thread a process, no accelerator for DeepSpeed, no place in somebody else's job.
+
+Ranks are forks of the test process (tests/ranks.py). A fork inherits locks but not threads, so torch must never have
+started its thread pool here; two cores shared by four ranks are also faster with one thread each.
+"""
+
+from __future__ import annotations
+
+import os
+
+for _name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "MOE_LAUNCH"))]:
+    del os.environ[_name]
+for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", DS_ACCELERATOR="cpu", MPLBACKEND="agg")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for GPUs must not start CUDA: forks could not use it any more
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+torch.set_num_threads(1)
+torch.set_num_interop_threads(1)
+
+# A shared machine makes any single example slow; CI must not fail by the luck of a draw that nobody can repeat.
+settings.register_profile("here", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("here")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
