@@ -10,6 +10,7 @@ here too: the spread of the same steps when only the order of summation changes 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -44,7 +45,11 @@ NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
     "switch": {"router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.1, "z_weight": 0.001}},
-    "gshard": {"router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2}, "experts": {"shared": 1}},
+    "gshard": {
+        "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2},
+        "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
+        "model": {"positions": "t5", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.1},
+    },
 }
 
 
@@ -230,7 +235,7 @@ def compare(got: Result, want: Result) -> dict[str, float]:
     if got.gradients.keys() != want.gradients.keys():
         return dict.fromkeys(NUMBERS, float("inf"))
     largest = max(g.abs().max().item() for g in want.gradients.values())
-    rel = lambda a, b: abs(a - b) / abs(b) if a != b else 0.0  # noqa: E731
+    rel = lambda a, b: (abs(a - b) / abs(b) if a != b else 0.0) if math.isfinite(a) else math.inf  # noqa: E731 (max ignores NaN)
     return {
         "loss": max(rel(got.losses[0], want.losses[0]), rel(got.balance, want.balance)),
         "gradient": max(deviation(got.gradients[n], g, 1e-3 * largest) for n, g in want.gradients.items()),
@@ -263,6 +268,7 @@ def main(*, nproc: int = 2, json: str | None = None, only: str | None = None, sa
             r = rows[-1]
             say(_line(r["layout"], r["kind"], world, r["precision"], *(f"{r[n]:.1e}" for n in NUMBERS), "pass" if r["passed"] else "FAIL"))
     failed = [r for r in rows if not r["passed"]]
+    say("not compared: router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition")
     seconds = time.perf_counter() - started
     say(f"{len(rows) - len(failed)} passed, {len(failed)} failed: {len(rows)} layouts of up to {nproc} processes in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of reorderings, measured just now:")

@@ -128,7 +128,7 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
             elif isinstance(module, Norm):
                 value.fill_(1.0)
             elif isinstance(module, RelativeBias):
-                value.zero_()
+                _draw(value, full, fan_in=model.config.d_model, scale=scale, seed=seed)  # T5's own sigma, d_model^-1/2
             else:
                 table = full == "embedding"  # tied, its rows are also the head's; alone, an embedding has unit size
                 fan_in = 1 if table and not model.config.tied_embeddings else value.shape[1]
