@@ -85,6 +85,12 @@ def _module(dotted: str) -> str:
     return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources()), dotted)
 
 
+def check(wrong: list[str], rule: str) -> None:
+    """Fail with the rule and every place that breaks it."""
+    if wrong:
+        pytest.fail("\n".join([rule, *wrong]), pytrace=False)
+
+
 def where(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT).as_posix()}:{line}"
 
@@ -109,16 +115,17 @@ def test_imports_go_one_way(layer: str) -> None:
         for i in imports(path)
         if (top := i.target.split(".")[0]) in ours and top not in LAYERS[layer]
     ]
-    assert not wrong, f"{layer} may import of this project {sorted(LAYERS[layer])} only"
+    check(wrong, f"{layer} may import of this project {sorted(LAYERS[layer])} only")
 
 
 def test_recipes_hold_no_code() -> None:
-    assert [path.name for path in sorted((ROOT / "recipes").rglob("*")) if path.is_file() and path.suffix not in (".yaml", ".md")] == []
+    files = [path for path in sorted((ROOT / "recipes").rglob("*")) if path.is_file()]
+    check([where(path, 1) for path in files if path.suffix not in (".yaml", ".md")], "a shared recipe is data: anybody may load it")
 
 
 def test_no_import_circles() -> None:
     graph = {name: [i.target for i in imports(path) if i.early and i.target in sources()] for name, path in sources().items()}
-    assert circles(graph) == []
+    check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
 
 
 def test_circles_are_found() -> None:
@@ -151,7 +158,7 @@ def test_deepspeed_is_imported_in_one_file() -> None:
         for i in imports(path)
         if i.target.split(".")[0] == "deepspeed" and (i.early or path.relative_to(ROOT).as_posix() not in IMPORTS_DEEPSPEED)
     ]
-    assert not wrong, f"deepspeed is imported inside functions of {sorted(IMPORTS_DEEPSPEED)} only: it takes seconds, and may be missing"
+    check(wrong, f"deepspeed is imported inside functions of {sorted(IMPORTS_DEEPSPEED)} only: it takes seconds, and may be missing")
 
 
 @pytest.mark.parametrize("start", QUICK)
@@ -168,7 +175,7 @@ def test_nothing_slow_is_imported_before_it_is_needed(start: str) -> None:
         early = [i for i in imports(sources()[name]) if i.early]
         wrong += [f"{where(sources()[name], i.line)} imports {i.target}" for i in early if i.target.split(".")[0] in SLOW]
         ahead += [i.target for i in early] + [name.rpartition(".")[0]]  # a package's __init__ runs before its modules
-    assert not wrong, f"reached from {start}"
+    check(wrong, f"reached from {start}")
 
 
 def test_the_environment_is_read_where_it_is_listed() -> None:
@@ -180,7 +187,7 @@ def test_the_environment_is_read_where_it_is_listed() -> None:
         if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"))
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"})
     ]
-    assert not wrong, "pass the value in, or add the file to READS_THE_ENVIRONMENT with its reason"
+    check(wrong, "pass the value in, or add the file to READS_THE_ENVIRONMENT with its reason")
 
 
 def test_no_path_of_one_machine() -> None:
@@ -192,11 +199,12 @@ def test_no_path_of_one_machine() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if homes.search(line) or any(folder in line for folder in here)
     ]
-    assert not wrong, "a path that exists on one machine only"
+    check(wrong, "a path that exists on one machine only")
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [where(path, 1) for path in python_files(*PACKAGES, "tests") if not ast.get_docstring(tree(path))] == []
+    wrong = [where(path, 1) for path in python_files(*PACKAGES, "tests") if not ast.get_docstring(tree(path))]
+    check(wrong, "a file begins with its idea")
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:
@@ -212,7 +220,7 @@ def test_links_in_the_docs_lead_somewhere() -> None:
             file = (page.parent / target) if target else page
             if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
                 broken.append(f"{where(page, text[: found.start()].count(chr(10)) + 1)} -> {found.group(1) or found.group(2)}")
-    assert broken == []
+    check(broken, "links to nothing")
 
 
 def anchors(page: Path) -> set[str]:
