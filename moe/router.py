@@ -21,6 +21,7 @@ from moe.balance import balance_loss, z_loss
 from moe.capacity import capacity, kept_choices
 from moe.context import Context
 from moe.kernels import choose
+from parallel.errors import BadInput
 
 # T tokens, D model, E experts, K choices
 
@@ -85,8 +86,13 @@ class Router(nn.Module):
             return 1
         sequences = tokens // sequence_tokens
         each = 1 if self.settings.group == "sequence" else self.settings.group
-        # evaluation and generation may bring fewer sequences than a training group has: then they are one group
-        return sequences // each if sequences % each == 0 else 1
+        if sequences % each == 0:
+            return sequences // each
+        if self.training:
+            raise BadInput(
+                "router.group", got=f"{each} sequences", needed=f"a divisor of the {sequences} given", fix="set router.group to sequence"
+            )
+        return 1  # evaluation and generation may bring fewer sequences than a training group has
 
 
 def _top(probs_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:

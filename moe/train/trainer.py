@@ -86,11 +86,13 @@ def train(
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
-    In a process group that is already up, or in one process; every rank calls it. `fresh` sets earlier checkpoints aside
+    In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
     instead of resuming. Raises BadInput before anything is written, and Stopped after a signal once the state is saved.
     """
     world = world or process.read_environment()
-    run = _settle_precision(run.check(world.size), world)
+    run = run.check(world.size)
+    process.start(world)
+    run = _settle_precision(run, world)
     out = out or Path("runs") / name
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with _signals() as asked:
