@@ -32,7 +32,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would let pass: `steps: yes` is true, and true is 1; a slip of the zero key, and checks count to it."""
+        """Refuse what pydantic lets pass: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a number or a name, not true or false")
         if isinstance(value, int) and abs(value) > _LARGEST:

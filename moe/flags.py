@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from moe.verbs import RECIPE_VERBS
 from parallel.errors import BadInput, did_you_mean
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
@@ -82,11 +83,19 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
         checked[name] = f"{name}={value}"
     if len(given) < len(wanted):
         missing = wanted[len(given)]
-        raise BadInput(f"moe {verb}", got=f"no {missing.upper()}", needed=" ".join(["moe", verb, *map(str.upper, wanted)]), fix=_hint(missing, verb))
+        raise BadInput(
+            f"moe {verb}", got=f"no {missing.upper()}", needed=" ".join(["moe", verb, *map(str.upper, wanted)]), fix=_hint(missing, verb)
+        )
     if len(given) > len(wanted):
         extra = given[len(wanted)]
-        fix = f"did you mean --{extra}?" if "." in extra and "=" in extra else "remove it; a value needs its flag before it, see: moe " + verb + " --help"
-        raise BadInput(f"moe {verb}", got=f"{extra!r} as one word too many", needed=" ".join(map(str.upper, wanted)) or "flags only", fix=fix)
+        fix = (
+            f"did you mean --{extra}?"
+            if "." in extra and "=" in extra
+            else "remove it; a value needs its flag before it, see: moe " + verb + " --help"
+        )
+        raise BadInput(
+            f"moe {verb}", got=f"{extra!r} as one word too many", needed=" ".join(map(str.upper, wanted)) or "flags only", fix=fix
+        )
     return [*given, *checked.values()]
 
 
@@ -98,27 +107,37 @@ def _plain(hint: Any) -> Any:
 
 
 def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
+    recipe = verb in RECIPE_VERBS
+    near = did_you_mean(name, flags)
     if "." in name:
-        fix = "recipe values go with moe train and moe show"
+        fix = f"recipe values go with moe {' and moe '.join(RECIPE_VERBS)}"
+    elif near:
+        fix = f"did you mean {near}?"
+    elif recipe and (owner := _recipe_key(name)):
+        fix = f"did you mean --{owner}?"
     else:
-        near = did_you_mean(name, flags)
-        owner = _recipe_key(name) if verb in ("train", "show") and near is None else None
-        fix = f"did you mean {near}?" if near else f"did you mean --{owner}?" if owner else f"remove it, or see: moe {verb} --help"
-    more = ", or any --section.key of a recipe" if verb in ("train", "show") else ""
-    raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=f"one of {', '.join(flags) or 'none: it has no flags'}{more}", fix=fix)
+        fix = f"remove it, or see: moe {verb} --help"
+    needed = f"one of {', '.join(flags) or 'none: it has no flags'}{', or any --section.key of a recipe' if recipe else ''}"
+    raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=needed, fix=fix)
 
 
 def _recipe_key(name: str) -> str | None:
-    from moe.config import known_keys
+    """The dotted key whose section was left out (`--lr`), or the form of one whose key was (`--optimizer`)."""
+    from moe.config import Run, known_keys
 
-    return next((k for k in known_keys() if k.split(".")[1] == name.lstrip("-").replace("-", "_")), None)
+    word = name.lstrip("-").replace("-", "_")
+    if word in Run.model_fields:
+        return f"{word}.KEY VALUE"
+    return next((k for k in known_keys() if k.split(".")[1] == word), None)
 
 
 def _check_value(name: str, kind: Any, value: str) -> None:
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             near = did_you_mean(value, get_args(kind))
-            raise BadInput(name, got=value, needed=_needed(kind), fix=f"did you mean {name} {near}?" if near else f"{name} {_example(kind)}")
+            raise BadInput(
+                name, got=value, needed=_needed(kind), fix=f"did you mean {name} {near}?" if near else f"{name} {_example(kind)}"
+            )
     elif kind in (int, float):
         try:
             right = math.isfinite(kind(value))

@@ -19,12 +19,26 @@ from moe.train.processes import PARENT
 from parallel.errors import BadInput
 
 # A rank must take its place from its launcher, not from a job this command happens to run inside.
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE")
+_OF_A_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+)
 
 
 def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
     """The environment of the launcher: cores divided among the ranks, DeepSpeed's device, the extensions' folder."""
-    env = {name: value for name, value in environment.items() if name not in _OF_A_LAUNCHER and not name.startswith(("TORCHELASTIC_", "GROUP_"))}
+    env = {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_A_LAUNCHER and not name.startswith(("TORCHELASTIC_", "GROUP_"))
+    }
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     env.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir(environment)))
     if not has_gpu(environment):
@@ -86,7 +100,9 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     """Whether torch will find a GPU; where that is uncertain, True, so that nothing is forced to the CPU."""
     if _version("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")) or sys.platform == "win32"
+    return (
+        any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")) or sys.platform == "win32"
+    )
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
@@ -96,7 +112,9 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
         return None
     ids = [part.strip() for part in visible.split(",") if part.strip()]
     if len(ids) < nproc:
-        raise BadInput("--nproc", got=nproc, needed=f"at most the {len(ids)} GPUs of CUDA_VISIBLE_DEVICES={visible}", fix=f"--nproc {len(ids)}")
+        raise BadInput(
+            "--nproc", got=nproc, needed=f"at most the {len(ids)} GPUs of CUDA_VISIBLE_DEVICES={visible}", fix=f"--nproc {len(ids)}"
+        )
     if not all(part.isdecimal() for part in ids):
         raise BadInput("CUDA_VISIBLE_DEVICES", got=visible, needed="numbers, for DeepSpeed's launcher", fix="--launcher torchrun")
     return ",".join(ids[:nproc])

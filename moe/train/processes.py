@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -27,11 +28,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a rank: be killed when the launcher that started this process dies, or `moe train` above it. Linux; elsewhere nothing.
+    """In a rank: be killed when the launcher that started this process dies, or `moe train` above it (Linux).
 
-    Does nothing in a process that no launcher started: there the parent is a shell, and a run may outlive it (nohup).
+    An early Ctrl-C also ends it, without a traceback, until training catches signals. Does nothing in a process that no
+    launcher started: there the parent is a shell, and a run may outlive it (nohup).
     """
-    if not sys.platform.startswith("linux") or not any(name in os.environ for name in _LAUNCHERS):
+    if not any(name in os.environ for name in _LAUNCHERS):
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     ancestor = os.environ.get(PARENT, "")
@@ -48,8 +54,6 @@ def _die_with(pid: int) -> None:
         return
     except OSError:  # an older kernel
         return
-    import select
-
     select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,6 +66,7 @@ class Rank:
     pid: int
     ended_at: float | None = None
     code: int | None = None
+    handle: int | None = None
 
     def look(self) -> None:
         """Note the end of this process, and its exit code while it waits to be reaped."""
@@ -71,6 +76,20 @@ class Rank:
         if state in "ZX":
             self.ended_at = time.monotonic()
             self.code = code
+            if self.handle is not None:
+                os.close(self.handle)
+                self.handle = None
+
+
+def wait(ranks: list[Rank], wait_s: float) -> None:
+    """Sleep, but wake as soon as a rank ends: its exit code can be read only until its launcher has asked for it."""
+    for rank in ranks:
+        if rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # it has ended, or an older kernel
+                rank.handle = os.pidfd_open(rank.pid)
+    select.select([rank.handle for rank in ranks if rank.handle is not None], [], [], wait_s)
+    for rank in ranks:
+        rank.look()
 
 
 def find_ranks(ancestor: int) -> list[Rank]:
@@ -126,7 +145,8 @@ def _members(session: int, token: str) -> list[int]:
 
 def _environment(process: psutil.Process) -> dict[str, str]:
     try:
-        return process.environ()
+        variables: dict[str, str] = process.environ()
+        return variables
     except (psutil.Error, OSError):
         return {}
 

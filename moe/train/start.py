@@ -23,12 +23,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from moe.flags import take_overrides
-from moe.train.environment import child_environment, devices, extensions_dir, port_from
-from moe.train.processes import TOKEN, Rank, die_with_parent, find_ranks, kill_all, send
+from moe.train.environment import child_environment, devices, port_from
+from moe.train.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
 from parallel.errors import BadInput
-
-__all__ = ["STOPPED", "Launcher", "die_with_parent", "extensions_dir", "read_hostfile", "start", "take_overrides", "verdict", "world_size"]
 
 Launcher = Literal["deepspeed", "torchrun"]
 STOPPED = 75  # sysexits' EX_TEMPFAIL: start it again and it goes on
@@ -74,7 +71,9 @@ def start(
         finally:
             stuck = kill_all(process.pid, token)
             process.wait()
-    code, lines = verdict(_read_status(status), ranks, world, process.returncode, killed=killed)
+    for rank in ranks:
+        rank.look()
+    code, lines = verdict(_read_status(status), ranks, world, process.returncode, asked=caught[0][0] if caught else None, killed=killed)
     lines += [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
@@ -88,7 +87,9 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
     if hostfile is None:
         return nproc or 1
     if launcher == "torchrun":
-        raise BadInput("--hostfile", got="--launcher torchrun", needed="--launcher deepspeed", fix="start torchrun on every host: docs/launching.md")
+        raise BadInput(
+            "--hostfile", got="--launcher torchrun", needed="--launcher deepspeed", fix="start torchrun on every host: docs/launching.md"
+        )
     hosts = read_hostfile(hostfile)
     return len(hosts) * nproc if nproc else sum(hosts.values())
 
@@ -122,8 +123,6 @@ def _watch(
         if local and len(ranks) < world and now - looked > _FIND_S:
             _add(ranks, find_ranks(process.pid))
             looked = now
-        for rank in ranks:
-            rank.look()
         if caught and passed_at < 0:
             passed_at = now
             if not _pass_on(process, ranks, world, caught[0][0], local=local):
@@ -131,7 +130,7 @@ def _watch(
         again = any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
         if caught and (again or now - passed_at > grace_s):
             return ranks, True
-        time.sleep(_POLL_S)
+        wait(ranks, _POLL_S)
     return ranks, False
 
 
@@ -156,30 +155,46 @@ def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, nu
 
 
 def verdict(
-    status: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, launcher_code: int, *, killed: bool = False
+    status: Mapping[int, Mapping[str, Any]],
+    ranks: list[Rank],
+    world: int,
+    launcher_code: int,
+    *,
+    asked: int | None = None,
+    killed: bool = False,
 ) -> tuple[int, list[str]]:
-    """(exit code, a line for each rank that failed, the first to die first). A rank without a status has not finished."""
+    """(exit code, a line for each rank that failed, the first to die first). A rank without a status has not finished.
+
+    `asked`: the signal that was passed on; `killed`: whether what was left after it has been killed.
+    """
     exits = [status.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
-        return STOPPED, ["stopped by a signal, checkpoint saved: the same command goes on from there (exit code 75)"]
+        return STOPPED, ["exit code 75: every rank saved and stopped for a signal"]
     if all(code == 0 for code in exits) and launcher_code == 0:
         return 0, []
     if all(code in (0, STOPPED) for code in exits):
         return 1, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
     if not status and not ranks:
-        return 1, ["no rank had started" if killed else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"]
-    seen = {rank.rank: rank for rank in ranks}
+        return 1, [
+            "no rank had started"
+            if killed
+            else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
+        ]
     failed = [rank for rank in range(world) if exits[rank] not in (0, STOPPED)]
-    failed.sort(key=lambda r: (seen[r].ended_at or float("inf")) if r in seen else float("inf"))
     bad = [rank for rank in failed if exits[rank] == 2]
     if bad:  # rank 0 prints its own
         return 2, [] if exits[0] == 2 else [f"error: {status[bad[0]].get('error')}"]
+    seen = {rank.rank: rank for rank in ranks}
+    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # not seen: it was too quick
     lines = []
-    for rank in failed:
+    for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
         code = next((c for c in codes if c not in (None, 0)), None)
+        how = f"ended with {_said(code)}"
+        wordless = "pid" not in status.get(rank, {})
+        if wordless and asked is not None and (killed or code == -asked):
+            how = "was killed: it had not stopped" if killed else f"ended with {_said(code)}: it had not come as far as to save"
         error = status.get(rank, {}).get("error")
-        how = "was killed: it had not stopped" if killed and exits[rank] is None else f"ended with {_said(code)}"
         lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
     return 1, lines
 
@@ -201,7 +216,9 @@ def read_hostfile(path: Path) -> dict[str, int]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput("--hostfile", got=f"{path}: {error}", needed="a text file", fix="write one line for each host: worker-0 slots=8") from None
+        raise BadInput(
+            "--hostfile", got=f"{path}: {error}", needed="a text file", fix="write one line for each host: worker-0 slots=8"
+        ) from None
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -239,7 +256,9 @@ def _empty_status(out: Path) -> Path:
             path.unlink()
         (folder / "started").write_text(f"{os.getpid()}\n")
     except OSError as error:
-        raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space") from None
+        raise BadInput(
+            "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
+        ) from None
     return folder
 
 

@@ -1,6 +1,6 @@
 """torchrun, with the exit code of each failed rank written to a file instead of a traceback of the launcher's own.
 
-    python -m moe.train.torchrun CODES.json [torchrun's arguments]
+python -m moe.train.torchrun CODES.json [torchrun's arguments]
 """
 
 from __future__ import annotations

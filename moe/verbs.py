@@ -1,0 +1,178 @@
+"""The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
+
+A field without a default is a word after the verb, the others are flags. For completion, `train` and `show` also get every
+section of a recipe as a field, so that a shell knows each dotted key and its choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_type_hints
+
+from parallel.errors import BadInput
+
+RECIPE_VERBS = ("train", "show")
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+_ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
+_OVERRIDES = (
+    "Any value of the recipe can be given as --section.key VALUE, anywhere after it: --degrees.ep 2 --model.d_ff=512 "
+    "(moe show RECIPE lists them)."
+)
+
+
+def _word(help: str) -> Any:
+    return dataclasses.field(metadata={"help": help})
+
+
+def _flag(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a recipe; continues from the newest checkpoint in its run folder."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    nproc: int | None = _flag(None, "processes on this machine, 1 by default; with --hostfile: on each host, its slots by default")
+    launcher: Literal["deepspeed", "torchrun"] | None = _flag(
+        None, "what starts them; deepspeed by default, and nothing is needed for one process"
+    )
+    out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
+    fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
+    hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 where one differs."""
+
+    nproc: int = _flag(2, "layouts of up to so many processes")
+    json: Path | None = _flag(None, "also write the table as JSON")
+    only: str | None = _flag(None, "only layouts whose name holds this text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a text with a trained model."""
+
+    run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    prompt: str | None = _flag(None, "the text to continue")
+    tokens: int | None = _flag(None, "how many tokens to add")
+    temperature: float | None = _flag(None, "0 takes the likeliest token each time")
+    seed: int | None = _flag(None, "of the random choices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Draw a run's curves, expert load, drops and memory: PNG files and one HTML page."""
+
+    run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    json: Path | None = _flag(None, "also list the files as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Run a measurement."""
+
+    name: str = _word("of the measurement")
+    steps: int | None = _flag(None, "training steps, where it trains")
+    seeds: int | None = _flag(None, "repetitions with another seed")
+    out: Path | None = _flag(None, "folder of the runs it trains")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """Print a recipe merged with its parents, each value with its origin."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    json: Path | None = _flag(None, "also write keys, values and origins as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipes:
+    """List the recipes by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers."""
+
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+VERBS: dict[str, type] = {
+    "train": Train,
+    "verify": Verify,
+    "generate": Generate,
+    "report": Report,
+    "bench": Bench,
+    "show": Show,
+    "recipes": Recipes,
+    "doctor": Doctor,
+}
+
+
+def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
+    """The verb's dataclass from words that `moe.flags.check_words` let pass; should tyro refuse them, in one line too."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed = _tyro([verb, *words], benches=benches)
+    except SystemExit:
+        said = "".join(c for c in complaint.getvalue() if c.isascii())
+        raise BadInput(f"moe {verb}", got=said, needed=f"the flags of moe {verb}", fix=f"see: moe {verb} --help") from None
+    return VERBS[verb](**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(VERBS[verb])})
+
+
+def print_help(verb: str | None, *, benches: list[str]) -> None:
+    """The list of verbs, or one verb's words and flags."""
+    with contextlib.suppress(SystemExit):
+        _tyro([*([verb] if verb else []), "--help"], benches=benches, full=verb is not None)
+
+
+def print_completion(words: list[str], *, benches: list[str]) -> None:
+    """`--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: verbs, flags, dotted keys and their choices."""
+    least = 3 if "write" in words[0] else 2
+    if len(words) < least or words[1] not in SHELLS:
+        got = " ".join(words[1:]) or "no shell"
+        raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
+    with contextlib.suppress(SystemExit):
+        _tyro(words, benches=benches, complete=True)
+
+
+def _tyro(words: list[str], *, benches: list[str], full: bool = True, complete: bool = False) -> Any:
+    import tyro
+
+    arms = []
+    for verb, kind in VERBS.items():
+        text = kind.__doc__ or ""
+        text += f" There are: {', '.join(benches) or 'none in this version'}." if kind is Bench else ""
+        text += f"\n\n{_OVERRIDES}" if full and verb in RECIPE_VERBS else ""
+        arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
+    union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
+    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    return tyro.cli(union, prog="moe", description=_ABOUT, args=words, config=config, use_underscores=True)
+
+
+def _for_tyro(verb: str, kind: type, complete: bool) -> type:
+    """The verb's dataclass as tyro wants it: help, names of words and defaults as annotations."""
+    from tyro.conf import arg
+
+    hints = get_type_hints(kind)
+    fields: list[Any] = []
+    for f in dataclasses.fields(kind):
+        about: dict[str, Any] = {"help": f.metadata["help"]}
+        if f.default is dataclasses.MISSING:
+            about |= {"metavar": f.name.upper()}
+        if f.default in (None, False):
+            about |= {"help_behavior_hint": ""}
+        fields.append((f.name, Annotated[hints[f.name], arg(**about)], dataclasses.field(default=f.default)))
+    if complete and verb in RECIPE_VERBS:
+        from moe.config import Run
+
+        fields += [(name, f.annotation, dataclasses.field(default=f.default)) for name, f in Run.model_fields.items()]
+    return dataclasses.make_dataclass(kind.__name__, fields, frozen=True, namespace={"__doc__": kind.__doc__})

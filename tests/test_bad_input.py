@@ -1,0 +1,264 @@
+"""Bad input is one line that names what is wrong and how to mend it, exit code 2, in under a second, before torch loads.
+
+All cases run in one process without torch, each timed; a few again as a user would, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.config import known_keys, load, recipe_names
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FILES = {
+    "not_yaml.yaml": "model: {d_ff: 512\ntrain: [",
+    "a_list.yaml": "- model\n- train\n",
+    "no_section.yaml": "model: 3\n",
+    "section_list.yaml": "model: [1, 2]\n",
+    "unknown_section.yaml": "modle: {d_ff: 512}\n",
+    "unknown_key.yaml": "model: {d_fff: 512}\n",
+    "top_level_key.yaml": "d_ff: 512\n",
+    "twice.yaml": "model: {d_ff: 512, d_model: 64, d_ff: 256}\n",
+    "date.yaml": "train: {seed: 2024-13-45}\n",
+    "python_tag.yaml": "model: !!python/object/apply:os.system [true]\n",
+    "deep.yaml": "model: " + "[" * 1100,
+    "circle_a.yaml": "extends: circle_b\n",
+    "circle_b.yaml": "extends: circle_a\n",
+    "orphan.yaml": "extends: no_such_parent\n",
+    "two_parents.yaml": "extends: [dense_tiny, switch_tiny]\n",
+    "bool_steps.yaml": "extends: switch_tiny\ntrain: {steps: yes}\n",
+    "null_steps.yaml": "extends: switch_tiny\ntrain: {steps: null}\n",
+    "nested.yaml": "extends: switch_tiny\ntrain: {steps: {a: {b: {c: d}}}}\n",
+    "empty.txt": "",
+    "text.txt": "some text\n",
+    "hosts_bad": "worker-0 slots=two\n",
+    "hosts_twice": "worker-0 slots=2\nworker-0 slots=2\n",
+    "hosts_empty": "# nobody\n",
+}
+
+T = "train switch_tiny "
+# (command line, what the line must name, what it must advise)
+CASES: list[tuple[str, str, str]] = [
+    # verbs, words, flags
+    ("trian switch_tiny", "verb: got trian", "did you mean moe train?"),
+    ("frobnicate", "verb: got frobnicate", "see: moe --help"),
+    ("switch_tiny", "verb: got switch_tiny", "moe train switch_tiny"),
+    ("--nproc 2", "verb: got --nproc", "see: moe --help"),
+    ("train", "moe train: got no RECIPE", "moe train switch_tiny"),
+    ("show", "moe show: got no RECIPE", "moe recipes"),
+    ("generate", "moe generate: got no RUN_DIR", "runs/switch_tiny"),
+    (T + "glam_tiny", "'glam_tiny' as one word too many", "remove it"),
+    (T + "--nprocs 2", "--nprocs: got a flag", "did you mean --nproc?"),
+    (T + "--lr 0.1", "--lr: got a flag", "did you mean --optimizer.lr?"),
+    (T + "--num-experts 4", "--num-experts: got a flag", "did you mean --experts.num_experts?"),
+    (T + "-n 2", "-n: got a flag that moe train does not have, needed one of --nproc", "moe train --help"),
+    (T + "model.d_ff=512", "'model.d_ff=512' as one word too many", "did you mean --model.d_ff=512?"),
+    ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train and moe show"),
+    ("recipes --json x", "--json: got a flag", "moe recipes --help"),
+    (T + "--nproc", "--nproc: got no value", "--nproc=2"),
+    (T + "--nproc --fresh", "--nproc: got no value", "--nproc=2"),
+    (T + "--nproc two", "--nproc: got two, needed a whole number", "--nproc 2"),
+    (T + "--nproc 2.5", "--nproc: got 2.5, needed a whole number", "--nproc 2"),
+    (T + "--nproc 0", "--nproc: got 0, needed at least 1", "--nproc 1"),
+    (T + "--nproc 2 --nproc 4", "--nproc: got it twice", "remove one"),
+    (T + "--fresh=yes", "--fresh: got --fresh=yes", "write --fresh"),
+    (T + "--launcher mpirun", "--launcher: got mpirun, needed deepspeed or torchrun", "--launcher deepspeed"),
+    (T + "--out=", "--out: got nothing", "--out PATH"),
+    (T + "--nproc 2 --out text.txt", "--out: got text.txt", "choose another --out"),
+    (T + "--hostfile no_such_file", "--hostfile: got no_such_file", "worker-0 slots=8"),
+    (T + "--hostfile hosts_bad", "hosts_bad, line 1: got worker-0 slots=two", "worker-0 slots=8"),
+    (T + "--hostfile hosts_twice", "hosts_twice, line 2: got worker-0 twice", "worker-0 slots=8"),
+    (T + "--hostfile hosts_empty", "hosts_empty without a host", "worker-0 slots=8"),
+    (T + "--hostfile hosts_bad --launcher torchrun", "--hostfile: got --launcher torchrun", "start torchrun on every host"),
+    ("generate no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
+    ("generate no_such_run --temperature hot", "--temperature: got hot, needed a number", "--temperature 0.8"),
+    ("generate no_such_run --temperature -1", "--temperature: got -1.0, needed at least 0", "--temperature 0"),
+    ("generate no_such_run --tokens 0", "--tokens: got 0, needed at least 1", "--tokens 1"),
+    ("report no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
+    ("verify --nproc 0", "--nproc: got 0", "--nproc 2"),
+    ("bench no-such-bench", "NAME: got no-such-bench, needed a measurement: sparse-vs-dense", "moe bench NAME"),
+    ("bench sparse-vs-dence", "NAME: got sparse-vs-dence", "did you mean sparse-vs-dense?"),
+    ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
+    ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
+    # the recipe's file
+    ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
+    ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),
+    ("show not_yaml.yaml", "recipe not_yaml.yaml, line 2", "mend that line"),
+    ("show a_list.yaml", "recipe a_list.yaml: got list", "moe show switch_tiny"),
+    ("show no_section.yaml", "model in no_section.yaml: got 3", "write model: {key: value}"),
+    ("show section_list.yaml", "model in section_list.yaml: got [1, 2]", "write model: {key: value}"),
+    ("show unknown_section.yaml", "modle: got a section that does not exist", "did you mean model?"),
+    ("show unknown_key.yaml", "model.d_fff: got a key that does not exist", "did you mean model.d_ff?"),
+    ("show top_level_key.yaml", "d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    ("show twice.yaml", "recipe twice.yaml, line 1: got d_ff twice", "mend that line"),
+    ("show date.yaml", "recipe date.yaml", "mend that line"),
+    ("show python_tag.yaml", "recipe python_tag.yaml, line 1", "mend that line"),
+    ("show deep.yaml", "recipe deep.yaml", "mend that line"),
+    ("show circle_a.yaml", "extends: got circle_a.yaml, which extends itself", "remove one `extends:`"),
+    ("show orphan.yaml", "recipe: got no_such_parent", "moe recipes"),
+    ("show two_parents.yaml", "extends: got ['dense_tiny', 'switch_tiny']", "extends: dense_tiny"),
+    ("show bool_steps.yaml", "train.steps: got true", "like 300"),
+    ("show null_steps.yaml", "train.steps: got null", "like 300"),
+    ("show nested.yaml", "train.steps: got {'a': {'b': {...}}}", "like 300"),
+    # keys and types
+    (T + "--modle.d_ff 512", "modle.d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    (T + "--model.dff 512", "model.dff: got a key that does not exist", "did you mean model.d_ff?"),
+    (T + "--moe.num-experts=4", "moe.num_experts: got a section that does not exist", "experts.num_experts"),
+    (T + "--model.num_experts 4", "model.num_experts: got a key that does not exist", "did you mean"),
+    (T + "--model 4", "--model: got a flag", "--model.KEY VALUE"),
+    (T + "--model.d_ff.x 4", "model.d_ff.x: got a key that does not exist", "model.d_ff"),
+    (T + "--model.d_ff", "--model.d_ff: got no value", "--model.d_ff VALUE"),
+    (T + "--model.d_ff 1 --model.d-ff 2", "--model.d-ff: got it twice", "remove one"),
+    (T + "--model.d_ff many", "model.d_ff: got 'many', needed a valid integer", "model.d_ff"),
+    (T + "--model.d_ff 0", "model.d_ff: got 0, needed greater than 0", "model.d_ff"),
+    (T + "--model.d_model 1e30", "model.d_model: got '1e30'", "model.d_model"),
+    (T + "--model.d_model 9999999999999999", "model.d_model: got 9999999999999999, needed at most", "model.d_model"),
+    (T + "--optimizer.lr fast", "optimizer.lr: got 'fast', needed a valid number", "optimizer.lr"),
+    (T + "--optimizer.lr .nan", "optimizer.lr: got NaN", "optimizer.lr"),
+    (T + "--model.ffn swigloo", "model.ffn: got 'swigloo', needed relu, gelu, geglu, swiglu", "did you mean swiglu?"),
+    (T + "--model.tied_embeddings perhaps", "model.tied_embeddings: got 'perhaps'", "model.tied_embeddings"),
+    (T + "--router.preset top9", "router.preset: got 'top9', needed switch, gshard, glam", "router.preset"),
+    (T + "--train.seed -1", "train.seed: got -1", "train.seed"),
+    (T + "--train.on_nan ignore", "train.on_nan: got 'ignore', needed skip, stop", "train.on_nan"),
+    # values that do not fit together
+    (T + "--nproc 4 --degrees.ep 3", "experts.num_experts: got 8, needed a multiple of degrees.ep=3", "set degrees.ep to one of [1, 2, 4]"),
+    (T + "--nproc 2 --degrees.ep 4", "degrees.ep: got 4, needed a divisor of dp * sp * tp = 2", "set degrees.ep to one of [1, 2]"),
+    (T + "--nproc 2 --degrees.ep 0", "degrees.ep: got 0", "set degrees.ep to 1"),
+    (T + "--nproc 2 --degrees.dp 4", "dp 4 * pp 1 * tp 1 * sp 1 = 4 ranks on 2 processes", "--nproc 4"),
+    (T + "--degrees.dp 2", "= 2 ranks on 1 processes", "--nproc 2"),
+    (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
+    (T + "--degrees.tp 2", "degrees.tp: got 2, needed 1 (the only choice this version has)", "degrees.tp"),
+    (
+        T + "--nproc 2 --train.global_batch 5",
+        "train.global_batch: got 5, needed a multiple of degrees.dp * pipeline.microbatches = 2 * 1",
+        "set it to 4",
+    ),
+    (T + "--pipeline.microbatches 3", "train.global_batch: got", "set it to"),
+    (T + "--train.eval_sequences 3 --nproc 2", "train.eval_sequences: got 3", "set it to 4"),
+    (T + "--router.group 3 --train.global_batch 4", "router.group: got 3 sequences", "set router.group to one of [1, 2, 4]"),
+    (T + "--router.group 0", "router.group: got 0", "set router.group to sequence"),
+    (T + "--router.group pair", "router.group: got 'pair', needed sequence, rank or a number", "set router.group to sequence"),
+    (T + "--router.capacity_factor 0", "router.capacity_factor: got 0, needed greater than 0", "router.capacity_factor"),
+    (T + "--router.eval_capacity_factor -1", "router.eval_capacity_factor: got -1", "router.eval_capacity_factor"),
+    (
+        T + "--router.preset glam --experts.num_experts 1",
+        "experts.num_experts: got 1, needed at least the 2 choices",
+        "router.preset to switch",
+    ),
+    (T + "--router.second always", "router.second: got always, needed a top-2 preset", "gshard or glam"),
+    ("train dense_tiny --nproc 2 --degrees.ep 2", "degrees.ep: got 2, needed 1 for a dense model", "model.moe_every to 2"),
+    (T + "--model.moe_every 9", "model.moe_every: got 9, needed at most num_layers=4", "0 for a dense model"),
+    (T + "--model.moe_layers [1,3]", "model.moe_layers: got moe_every=2 as well", "remove moe_every"),
+    (T + "--model.moe_every 0 --model.moe_layers [7]", "model.moe_layers: got [7]", "remove [7]"),
+    (T + "--model.num_heads 3", "model.num_heads: got 3, needed a divisor of d_model=128", "set it to one of [1, 2, 4"),
+    (T + "--model.num_heads 4 --model.num_kv_heads 3", "model.num_kv_heads: got 3", "set it to one of [1, 2, 4]"),
+    (T + "--model.head_size 7", "model.head_size: got 7, needed an even size", "model.positions to t5"),
+    (T + "--model.vocab_size 100", "model.vocab_size: got 100, needed at least the tokenizer's 256", "null"),
+    (T + "--precision.compute fp16 --precision.loss_scale none", "precision.loss_scale: got none with compute fp16", "dynamic"),
+    (T + "--precision.compute bf16 --precision.loss_scale dynamic", "precision.loss_scale: got dynamic with compute bf16", "none"),
+    (T + "--precision.compute fp16 --precision.master bf16 --precision.loss_scale dynamic", "precision.master: got bf16", "fp32"),
+    (T + "--precision.compute fp16 --precision.loss_scale -8", "precision.loss_scale: got -8", "dynamic"),
+    (T + "--precision.compute fp8", "precision.compute: got 'fp8'", "precision.compute"),
+    (T + "--data.source text", "data.path: got null, needed a path for data.source=text", "--data.path"),
+    (T + "--data.source text --data.path no_such.txt", "data.path: got no_such.txt", "spelling"),
+    (T + "--data.source text --data.path texd.txt", "data.path: got texd.txt", "did you mean text.txt?"),
+    (T + "--data.source text --data.path empty.txt", "data.path: got empty.txt, which is empty", "holds text"),
+    (T + "--data.source text --data.path empty_folder", "data.path: got empty_folder, which is empty", "holds text"),
+    (T + "--data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
+    (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
+]
+
+RUN_ALL = """
+import contextlib, io, json, sys, time
+from moe.cli import main
+
+results = []
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    started = time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words.split())
+        except SystemExit as left:
+            code = left.code
+    results.append([code, out.getvalue(), err.getvalue(), time.process_time() - started])
+print(json.dumps([results, sorted({"torch", "deepspeed", "matplotlib", "transformers"} & set(sys.modules))]))
+"""
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    (path / "empty_folder").mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, list]:
+    words = json.dumps([case[0] for case in CASES])
+    got = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input=words, capture_output=True, text=True, cwd=folder, env=environment(), timeout=120
+    )
+    assert got.returncode == 0, got.stderr
+    found, heavy = json.loads(got.stdout)
+    assert heavy == [], f"loaded before it was needed: {heavy}"
+    return {case[0]: result for case, result in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize(("words", "what", "fix"), CASES, ids=[case[0].replace(" ", "_") for case in CASES])
+def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: str, what: str, fix: str) -> None:
+    code, out, err, seconds = results[words]
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.endswith("\n") and len(err.splitlines()) == 1, err
+    head, mark, advice = err.partition("; fix: ")
+    assert mark and ", needed " in head, err
+    assert what in head, err
+    assert fix in advice, err
+    assert seconds < 1.0
+
+
+@pytest.mark.parametrize(
+    "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
+)
+def test_a_user_waits_less_than_a_second(folder: Path, words: str) -> None:
+    """Processor time, because a busy machine may let anything wait; one second of it includes Python's own start."""
+    before, started = os.times(), time.perf_counter()
+    got = subprocess.run(
+        [sys.executable, "-m", "moe", *words.split()], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60
+    )
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
+    assert min(used, time.perf_counter() - started) < 1.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.sampled_from(known_keys()), text=st.text(max_size=12), recipe=st.sampled_from(recipe_names()), world=st.integers(1, 4))
+def test_any_text_for_any_key_is_a_run_or_a_bad_input(key: str, text: str, recipe: str, world: int) -> None:
+    try:
+        load(recipe, {key: text})[0].check(world)
+    except BadInput as bad:
+        assert len(str(bad).splitlines()) <= 1 and "; fix: " in str(bad)
+
+
+def test_numbers_are_read_as_a_user_writes_them() -> None:
+    run, origins = load("switch_tiny", {"optimizer.lr": "1e-3", "train.steps": "7", "router.capacity_factor": "null", "data.path": "2024"})
+    assert (run.optimizer.lr, run.train.steps, run.router.capacity_factor, run.data.path) == (1e-3, 7, None, "2024")
+    assert origins["optimizer.lr"] == "command line" and origins["model.moe_every"] == "switch_tiny.yaml"
