@@ -138,7 +138,7 @@ class Recompute(Section):
 class Precision(Section):
     """One policy for dense and sparse: parameters live in `master`, matrix products run in `compute`, everything that sums is fp32."""
 
-    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 where every rank's processor multiplies it, else fp32")
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 if every processor has it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"
     loss_scale: Literal["none", "dynamic"] | float = "none"
 

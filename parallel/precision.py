@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether this processor has bf16 matrix instructions. A CPU without them takes ten times as long as in fp32."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:

@@ -41,7 +41,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
             raise RuntimeError(f"{folder} did not finish: see its log.txt")
         rows.append(
             {"recipe": recipe, "seed": seed}
-            | {k: summary[k] for k in ("flops_per_token", "validation_loss", "bits_per_byte", "tokens_per_second", "dropped_share")}
+            | {k: summary[k] for k in ("flops_per_token", "validation_loss", "bits_per_byte", "dropped_share")}
             | {k: summary[k] for k in ("parameters_total", "parameters_active")}
         )
     from moe.report import compare

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, error = 2, str(bad)
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
+        code, error = 130, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
         error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
@@ -91,6 +94,9 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
     except Stopped:
         return STOPPED
     finally:
+        # launchers end the other ranks when the first has left: one that is still leaving must get to say how it ended
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         process.stop()
     return 0
 
