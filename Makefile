@@ -35,7 +35,7 @@ lint: setup
 	.venv/bin/mypy
 
 format: setup
-	.venv/bin/ruff check --fix $(SOURCES)
+	.venv/bin/ruff check --fix --exit-zero --quiet $(SOURCES)
 	.venv/bin/ruff format $(SOURCES)
 
 clean:
