@@ -45,9 +45,9 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
             late = _wait(ranks, timeout_s)
             stacks = _stacks(ranks, late, folder)
         finally:
+            for process in ranks:  # all before any is waited for: a rank that outlives its peer would report that instead
+                process.kill()
             for process in ranks:
-                if process.is_alive():
-                    process.kill()
                 process.join()
         problems = [_problem(rank, process, folder, stacks) for rank, process in enumerate(ranks)]
         if any(problems):
@@ -63,6 +63,7 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, args: tuple
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s + 60))
+        dist.barrier()  # all are connected before one can fail: its peers then tell their own errors
         torch.save(function(rank, *args), folder / f"{rank}.result")
         dist.barrier()  # nobody leaves while another still needs its connections
         code = 0
@@ -99,10 +100,10 @@ def _stacks(ranks: Sequence[BaseProcess], late: list[int], folder: Path) -> dict
 
 def _problem(rank: int, process: BaseProcess, folder: Path, stacks: dict[int, str]) -> str | None:
     error = folder / f"{rank}.error"
-    if error.exists():
-        return f"rank {rank} failed:\n{error.read_text()}"
     if rank in stacks:
         return f"rank {rank} was still running at:\n{stacks[rank]}"
+    if error.exists():
+        return f"rank {rank} failed:\n{error.read_text()}"
     if process.exitcode and process.exitcode < 0 and process.exitcode != -signal.SIGKILL:
         return f"rank {rank} died by {signal.Signals(-process.exitcode).name}"
     if not (folder / f"{rank}.result").exists():
