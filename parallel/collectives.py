@@ -56,17 +56,21 @@ def count(axis: Axis, name: str, tensor: Tensor) -> None:
 
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis; returns the tensor."""
-    if axis.size > 1:
-        count(axis, "all_reduce", tensor)
-        dist.all_reduce(tensor, group=axis.group)
-    return tensor
+    return _reduce(tensor, axis, dist.ReduceOp.SUM)
 
 
 def max_over(tensor: Tensor, axis: Axis) -> Tensor:
     """Maximum in place over the axis; returns the tensor."""
+    return _reduce(tensor, axis, dist.ReduceOp.MAX)
+
+
+def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         count(axis, "all_reduce", tensor)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        whole = tensor.contiguous()  # gloo reduces memory as it lies: ranks with other strides would get other sums, and no error
+        dist.all_reduce(whole, op=op, group=axis.group)
+        if whole is not tensor:
+            tensor.copy_(whole)
     return tensor
 
 
@@ -206,6 +210,9 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Each rank's tensor to the rank `steps` further round the axis forward, the other way backward. Equal shapes on all ranks."""
-    out: Tensor = tensor if axis.size == 1 else _Shift.apply(tensor, axis, steps)
+    """Each rank's tensor to the rank `steps` further round the axis forward, the other way backward.
+
+    Equal shapes on all ranks. A whole turn leaves every tensor where it is.
+    """
+    out: Tensor = tensor if steps % axis.size == 0 else _Shift.apply(tensor, axis, steps)
     return out

@@ -22,7 +22,7 @@ def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
         share = min(1.0, (update - warm) / max(1, total - warm))
         return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
     if settings.schedule == "wsd":
-        start = total * (1 - settings.decay_share)
+        start = max(warm, total * (1 - settings.decay_share))
         share = min(1.0, max(0.0, (update - start) / max(1.0, total - start)))
         return settings.lr * (1 - (1 - low) * share)
     return settings.lr

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -136,6 +137,9 @@ def load_deepspeed() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
+
+    with suppress(ImportError):  # what the first engine imports (1.2 s), now: ranks forked after this have it
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

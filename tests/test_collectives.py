@@ -1,0 +1,200 @@
+"""Each collective against its twin in one process: the same formula on the list of all ranks' tensors, differentiated by autograd."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel import process
+from parallel.collectives import (
+    Count,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    count,
+    counts,
+    max_over,
+    reduce_backward,
+    reduce_scatter,
+    reset_counts,
+    shift,
+    sum_over,
+)
+from parallel.fork import run_on_ranks
+from parallel.mesh import Axis, Degrees
+from parallel.process import World
+
+# the whole world, and groups whose ranks are not neighbours
+PLACES = {"2": Degrees(dp=2), "3": Degrees(dp=3), "4": Degrees(dp=4), "2 of 4": Degrees(dp=2, tp=2)}
+SPLITS = {2: [[3, 0], [1, 2]], 3: [[0, 2, 1], [0, 0, 0], [3, 0, 4]], 4: [[0, 1, 0, 2], [0, 0, 0, 0], [1, 1, 1, 1], [5, 0, 0, 0]]}
+NAMES = (
+    "all_reduce",
+    "reduce_backward",
+    *(f"{name} {dim}" for name in ("all_gather", "reduce_scatter") for dim in (0, 1, -1)),
+    "all_to_all",
+    *(f"shift {steps}" for steps in (1, -1, 2, 0)),
+)
+
+
+def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
+    kind, _, number = name.partition(" ")
+    if kind == "all_to_all":
+        splits = SPLITS[axis.size]
+        return all_to_all(x, axis, send=splits[axis.index], receive=[row[axis.index] for row in splits])
+    if kind in ("all_gather", "reduce_scatter"):
+        return {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[kind](x, axis, dim=int(number))
+    if kind == "shift":
+        return shift(x, axis, steps=int(number))
+    return {"all_reduce": all_reduce, "reduce_backward": reduce_backward}[kind](x, axis)
+
+
+def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
+    """What every rank must get."""
+    kind, _, number = name.partition(" ")
+    n = len(xs)
+    if kind == "all_reduce":
+        return [torch.stack(xs).sum(0)] * n
+    if kind == "reduce_scatter":
+        return list(torch.stack(xs).sum(0).chunk(n, int(number)))
+    if kind == "all_gather":
+        return [torch.cat(xs, int(number)) for _ in range(n)]
+    if kind == "all_to_all":
+        return [torch.cat([x.split(row)[r] for x, row in zip(xs, SPLITS[n], strict=True)]) for r in range(n)]
+    return [xs[(r - int(number)) % n] for r in range(n)] if kind == "shift" else xs
+
+
+def given(name: str, index: int, size: int) -> Tensor:
+    """A rank's input."""
+    shape = (sum(SPLITS[size][index]), 5) if name == "all_to_all" else (2 * size, size, 3 * size)
+    same = name == "reduce_backward"  # one tensor that all ranks hold
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else index))
+
+
+def wanted(name: str, index: int, y: Tensor) -> Tensor:
+    """A linear loss of a rank's output. After a sum all ranks go on with the same tensor, so with the same loss."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(100 if name == "all_reduce" else 100 + index))
+
+
+def twin(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
+    """(output, gradient of the input) of every rank, in one process."""
+    xs = [given(name, r, size).requires_grad_() for r in range(size)]
+    if name == "reduce_backward":
+        xs = [xs[0]] * size
+    ys = plain(name, xs)
+    losses = [(y * wanted(name, r, y)).sum() for r, y in enumerate(ys)]
+    (losses[0] if name == "all_reduce" else torch.stack(losses).sum()).backward()
+    return [(y.detach(), torch.zeros_like(x) if x.grad is None else x.grad) for x, y in zip(xs, ys, strict=True)]
+
+
+def connected(place: str, rank: int) -> Axis:
+    degrees = PLACES[place]
+    return process.connect(degrees, World(rank, degrees.world)).axis("dp")
+
+
+@cache
+def results(place: str) -> list[dict[str, Any]]:
+    """Every collective on one set of forked ranks."""
+
+    def work(rank: int) -> dict[str, Any]:
+        axis = connected(place, rank)
+        found: dict[str, Any] = {}
+        for name in NAMES:
+            x = given(name, axis.index, axis.size).requires_grad_()
+            before = x.detach().clone()
+            reset_counts()
+            y = ours(name, x, axis)
+            (y * wanted(name, axis.index, y)).sum().backward()
+            found[name] = {
+                "y": y.detach(), "grad": x.grad, "unchanged": torch.equal(x, before),
+                "counts": {key: [c.calls, c.bytes] for (_, key), c in counts().items()}, "axes": [a for a, _ in counts()],
+            }  # fmt: skip
+            # neither the input nor the gradient that comes back needs to lie in one piece, nor alike on all ranks
+            z = given(name, axis.index, axis.size)
+            z = (z.movedim(0, -1).contiguous().movedim(-1, 0) if axis.index else z).requires_grad_()
+            out = ours(name, z, axis)
+            out.sum().backward()
+            found[name] |= {"y_strided": out.detach(), "grad_of_sum": z.grad}
+        return found
+
+    return run_on_ranks(work, PLACES[place].world, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", PLACES)
+def test_forward_and_backward_equal_the_twin(place: str, name: str) -> None:
+    degrees = PLACES[place]
+    expected = twin(name, degrees.dp)
+    for rank, found in enumerate(results(place)):
+        y, grad = expected[degrees.coordinates(rank)["dp"]]
+        torch.testing.assert_close(found[name]["y"], y, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[name]["grad"], grad, rtol=1e-6, atol=1e-6)
+        assert found[name]["unchanged"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("place", PLACES)
+def test_strides_do_not_matter(place: str, name: str) -> None:
+    for found in results(place):
+        torch.testing.assert_close(found[name]["y_strided"], found[name]["y"], rtol=1e-6, atol=1e-6)
+        kind, n = name.split()[0], PLACES[place].dp
+        # the loss is the plain sum of the outputs: each input element is in one output, or in as many as there are ranks
+        times = n if kind in ("reduce_backward", "all_gather") else 1
+        assert torch.equal(found[name]["grad_of_sum"], torch.full_like(found[name]["grad_of_sum"], times))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bytes_are_what_a_rank_hands_in(place: str) -> None:
+    n = PLACES[place].dp
+    whole = 2 * n * n * 3 * n * 4
+    for rank, found in enumerate(results(place)):
+        index = PLACES[place].coordinates(rank)["dp"]
+        rows = [sum(SPLITS[n][index]), sum(row[index] for row in SPLITS[n])]  # sent forward, sent back
+        theory = {
+            "all_reduce": {"all_reduce": [1, whole]},
+            "reduce_backward": {"all_reduce": [1, whole]},
+            "all_to_all": {"all_to_all": [2, sum(rows) * 5 * 4]},
+        }
+        for dim in (0, 1, -1):
+            theory[f"all_gather {dim}"] = {"all_gather": [1, whole], "reduce_scatter": [1, n * whole]}
+            theory[f"reduce_scatter {dim}"] = {"reduce_scatter": [1, whole], "all_gather": [1, whole // n]}
+        for steps in (1, -1, 2, 0):
+            theory[f"shift {steps}"] = {"shift": [2, 2 * whole]} if steps % n else {}
+        assert {name: found[name]["counts"] for name in NAMES} == theory
+        assert {axis for name in NAMES for axis in found[name]["axes"]} == {"dp"}
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "all_to_all"])
+def test_an_axis_of_one_does_nothing(name: str) -> None:
+    reset_counts()
+    x = torch.randn(4, 3, 2, requires_grad=True)
+    assert ours(name, x, Axis("tp")) is x and counts() == {}
+
+
+def test_an_axis_of_one_sends_no_rows_and_sums_nothing() -> None:
+    reset_counts()
+    x = torch.randn(4, 3)
+    assert all_to_all(x, Axis("ep"), send=[4], receive=[4]) is x
+    assert sum_over(x, Axis("dp")) is x and max_over(x, Axis("dp")) is x and counts() == {}
+
+
+def test_plain_sum_and_maximum_are_in_place() -> None:
+    def work(rank: int) -> list[Any]:
+        axis = connected("3", rank)
+        x, y = torch.tensor([rank, 10 - rank]), torch.tensor([float(rank), -rank])
+        return [sum_over(x, axis) is x, max_over(y, axis) is y, x, y]
+
+    for summed, greatest, x, y in run_on_ranks(work, 3, timeout_s=60):
+        assert summed and greatest and x.tolist() == [3, 27] and y.tolist() == [2.0, 0.0]
+
+
+def test_counts_add_up_by_axis_and_start_anew() -> None:
+    reset_counts()
+    for axis, numel in (("dp", 3), ("dp", 5), ("ep", 7)):
+        count(Axis(axis), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
+    assert counts() == {("dp", "all_reduce"): Count(2, 16), ("ep", "all_reduce"): Count(1, 14)}
+    reset_counts()
+    assert counts() == {}

@@ -1,0 +1,99 @@
+"""The model, batches and step of `moe verify` on the ranks that are running: for tests of engines, norms, precision and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: once here, not in every forked rank
+from torch import Tensor
+
+from moe.config import Run
+from moe.model.transformer import Transformer
+from moe.parallelize import build, start_engine
+from moe.train.step import Numbers, accumulate, finish
+from moe.verify import BATCH, Case, batch
+from parallel import process
+from parallel.clip import GradientNorm
+from parallel.data.engine import Engine
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+State = dict[str, dict[str, Tensor]]
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Tiny:
+    run: Run
+    mesh: Mesh
+    model: Transformer
+    engine: Engine
+    scale: LossScale
+
+    def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
+        """Forward and backward of one step's batch."""
+        mine = batch(step).chunk(self.mesh.axis("dp").size)[self.mesh.axis("dp").index]
+        return accumulate(
+            self.engine,
+            mine,
+            mesh=self.mesh,
+            microbatches=self.run.pipeline.microbatches,
+            global_batch=BATCH,
+            seed=self.run.train.seed,
+            step=step,
+            loss_scale=self.scale.value if scale is None else scale,
+        )
+
+    def finish(self) -> GradientNorm:
+        o = self.run.optimizer
+        return finish(self.engine, world=self.mesh.axis("world"), scale=self.scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
+
+    def step(self, step: int) -> GradientNorm:
+        self.accumulate(step)
+        return self.finish()
+
+    def state(self) -> State:
+        """A copy of every parameter's weight and moments, as this rank holds them."""
+        return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
+
+    def adam_steps(self) -> set[float]:
+        """Adam's step counters, wherever the engine keeps them."""
+        optimizer = self.engine.zero.optimizer if hasattr(self.engine, "zero") else self.engine.optimizer  # type: ignore[attr-defined]
+        return {float(state["step"]) for state in optimizer.state.values()}
+
+    @contextmanager
+    def spoiled(self, name: str, *, rank: int, value: float = float("inf")) -> Iterator[None]:
+        """While it lasts, one rank's own gradient of a parameter, before any reduction, has one such element."""
+
+        def spoil(grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            grad.view(-1)[-1] = value
+            return grad
+
+        handle = dict(self.model.named_parameters())[name].register_hook(spoil) if self.mesh.rank == rank else None
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: dict[str, Any]) -> Tiny:
+    """Build the model and engine of a layout; collective. `sections` replaces fields of the recipe, as in train={"seed": 8}."""
+    run = case.run().check(case.world)
+    run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in sections.items()})
+    mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
+    model, layouts = build(run, mesh, device=CPU)
+    return Tiny(run, mesh, model, start_engine(run, model, layouts, mesh), scale or LossScale.of(run.precision.loss_scale))
+
+
+def same(a: State, b: State) -> bool:
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(
+        a[name].keys() == b[name].keys() and all(torch.equal(a[name][kind], b[name][kind]) for kind in a[name]) for name in a
+    )
