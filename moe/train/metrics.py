@@ -20,15 +20,15 @@ from typing import Any, BinaryIO
 from parallel.errors import BadInput
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
-PREVIOUS = "metrics.previous.jsonl"
+PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
 class Records:
     """The metrics of one run, open for appending; `out=None` (every rank but 0) takes the same calls and writes nothing.
 
     `resume_step=n` keeps the lines of steps up to n (0: only what was written before the first step); `resume_step=None`
-    is a new run, whose predecessor's lines move to `metrics.previous.jsonl`. Raises BadInput where the folder cannot be
-    written. `say` gets the one line that tells that TensorBoard is missing.
+    is a new run, whose predecessor's lines move to `metrics.previous.jsonl`, and its summary beside them. Raises BadInput where
+    the folder cannot be written. `say` gets the one line that tells that TensorBoard is missing.
     """
 
     def __init__(self, out: Path | None, *, resume_step: int | None = None, say: Callable[[str], None] = print) -> None:
@@ -42,8 +42,11 @@ class Records:
             Path(out).mkdir(parents=True, exist_ok=True)
             if resume_step is not None:
                 cut_after(self._path, resume_step)
-            elif self._path.exists() and self._path.stat().st_size:
-                os.replace(self._path, self._path.with_name(PREVIOUS))
+            else:
+                if self._path.exists() and self._path.stat().st_size:
+                    os.replace(self._path, self._path.with_name(PREVIOUS))
+                if (summary := self._path.with_name(SUMMARY)).exists():  # or it would pass for the new run's
+                    os.replace(summary, summary.with_name(PREVIOUS_SUMMARY))
             self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close(): it lives as long as the run)
         except OSError as error:
             raise _unwritable(self._path, error) from None

@@ -27,7 +27,7 @@ from moe.parallelize import build, start_engine
 from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
-from moe.train.metrics import Records, read_summary, write_summary
+from moe.train.metrics import Records, read, read_summary, write_summary
 from moe.train.progress import Progress, open_progress
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
@@ -65,9 +65,7 @@ class Job:
     scale: LossScale
     counters: Counters = field(default_factory=Counters)
     evaluated: dict[str, float] = field(default_factory=dict)
-    tokens_done: int = 0
-    choices: list[int] = field(default_factory=lambda: [0, 0])
-    seconds: float = 0.0
+    seconds: float = 0.0  # of this life
 
     @property
     def checkpoints(self) -> Path:
@@ -187,11 +185,7 @@ def _count(job: Job, norm: GradientNorm) -> None:
 def _record(job: Job, numbers: Numbers, norm: GradientNorm, rate: float, scale: float, seconds: float) -> None:
     run, c = job.run, job.counters
     tokens = run.train.global_batch * run.model.max_length
-    job.tokens_done += tokens
     job.seconds += seconds
-    for layer in numbers.layers:
-        job.choices[0] += layer.kept
-        job.choices[1] += layer.dropped
     line = {
         "kind": "train",
         "step": c.step,
@@ -231,23 +225,24 @@ def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
             needed="finite gradients",
             fix="lower optimizer.lr, or set precision.compute to bf16 and precision.loss_scale to none",
         )
-    if (run.train.on_nan == "stop" and not scaled) or c.in_a_row >= run.train.max_skips:
+    if not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
         raise BadInput(
             f"step {c.step}",
-            got=f"gradients ({families}) that are not finite, {c.in_a_row} steps in a row",
+            got=f"gradients ({families}) that are not finite, {c.in_a_row} step{'s' if c.in_a_row > 1 else ''} in a row",
             needed="finite gradients",
             fix="lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint",
         )
 
 
-def _evaluate(job: Job) -> None:
+def _evaluate(job: Job, *, record: bool = True) -> None:
     run, dp = job.run, job.mesh.axis("dp")
     held = job.data.validation.held(run.train.eval_sequences, dp.index, dp.size)
     at_once = max(1, run.train.global_batch // (dp.size * run.pipeline.microbatches))
     loss = validation_loss(job.engine, _tensor(job, held.sequences), mesh=job.mesh, at_once=at_once)
     job.evaluated = {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
     line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
-    job.records.write(line)
+    if record:
+        job.records.write(line)
     job.progress.evaluation(line)
 
 
@@ -268,25 +263,26 @@ def _save(job: Job) -> None:
 
 def _finish(job: Job) -> dict[str, Any]:
     run, world = job.run, job.mesh.axis("world")
-    before = read_summary(job.out)
-    if not job.seconds and before is not None and before.get("steps") == job.counters.step:
+    before = None if job.seconds else read_summary(job.out)
+    if before is not None and before.get("steps") == job.counters.step:
         job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
         job.progress.close(before)
         return before
-    if not job.evaluated:
-        _evaluate(job)
+    if not job.evaluated:  # an earlier life made the last step and recorded this, then died before the summary
+        _evaluate(job, record=False)
     job.engine.module.eval()
     text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     speed = sum_over(torch.tensor(matmul_flops(run, job.world.device), dtype=torch.float64, device=job.world.device), world).item()
-    tokens_per_second = job.tokens_done / job.seconds if job.seconds else 0.0
+    tokens, seconds, kept, dropped = _totals(job)
+    tokens_per_second = tokens / seconds if seconds else 0.0
     summary = {
         "recipe": job.name,
         "steps": job.counters.step,
         **job.evaluated,
         "tokens_per_second": tokens_per_second,
-        "train_seconds": job.seconds,
-        "dropped_share": job.choices[1] / max(1, sum(job.choices)),
+        "train_seconds": seconds,
+        "dropped_share": dropped / max(1.0, kept + dropped),
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
         "parameters_total": counted.total,
         "parameters_active": counted.active,
@@ -307,6 +303,16 @@ def _finish(job: Job) -> dict[str, Any]:
     return summary
 
 
+def _totals(job: Job) -> list[float]:
+    """Tokens, seconds, choices kept and dropped of the whole run, earlier lives included: from the records, which rank 0 holds."""
+    totals = torch.zeros(4, dtype=torch.float64, device=job.world.device)
+    for line in read(job.out) if job.world.rank == 0 else ():
+        if line["kind"] == "train":
+            choices = [sum(layer[what] for layer in line["moe"]) for what in ("kept", "dropped")]
+            totals += torch.tensor([line["tokens"], line["step_seconds"], *choices], dtype=torch.float64, device=totals.device)
+    return sum_over(totals, job.mesh.axis("world")).tolist()
+
+
 def _report(job: Job) -> None:
     from moe.report import write_report
 
@@ -317,6 +323,8 @@ def _report(job: Job) -> None:
 
 
 # --- small things -----------------------------------------------------------------------------------------------------
+
+_PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
 
 
 def peak_memory_bytes(mesh: Mesh) -> float:
@@ -351,16 +359,21 @@ def _settle_precision(run: Run, world: World) -> Run:
 
 
 def _writable(out: Path, world: World) -> None:
-    """Refuse a run folder that cannot be written before anything is computed."""
+    """Refuse a run folder that cannot be written before anything is computed, on every rank if on one."""
+    problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if world.rank == 0:
             probe = out / ".writable"
-            probe.write_bytes(b"")
-            probe.unlink()
+            try:
+                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
+            finally:
+                probe.unlink(missing_ok=True)
     except OSError as error:
-        got = f"{out}: {error.strerror}"
-        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space") from None
+        problem = error.strerror or str(error)
+    if max_over(torch.tensor(int(bool(problem)), device=world.device), process.everyone(world)).item():
+        got = f"{out}: {problem or 'not writable on another rank'}"
+        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
 
 
 def _set_aside(checkpoints: Path, world: World) -> None:
@@ -390,7 +403,7 @@ def _signals() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was not Python's, and cannot be put back
 
 
 def _silent(_: str) -> None:
