@@ -30,7 +30,7 @@ BENCHES = Path(__file__).resolve().parent / "bench"
 
 
 def _train(flags: Train, overrides: dict[str, str]) -> int:
-    from moe.config import load
+    from moe.recipe import load
     from moe.train import start
 
     launcher: start.Launcher = flags.launcher or "deepspeed"
@@ -114,7 +114,7 @@ def _arguments_of_main(module: Path) -> list[str]:
 
 
 def _show(flags: Show, overrides: dict[str, str]) -> int:
-    from moe.config import load, resolved_yaml
+    from moe.recipe import load, resolved_yaml
 
     run, origins = load(flags.recipe, overrides)
     print(resolved_yaml(run, origins), end="")
@@ -131,7 +131,7 @@ def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
-    from moe.config import recipe_names, recipe_path
+    from moe.recipe import recipe_names, recipe_path
 
     for name in recipe_names():
         first = recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
@@ -212,7 +212,7 @@ def _refuse_verb(verb: str) -> None:
     near = did_you_mean(verb, FUNCTIONS)
     fix = f"did you mean moe {near}?" if near else "see: moe --help"
     if near is None and not verb.startswith("-"):
-        from moe.config import recipe_names
+        from moe.recipe import recipe_names
 
         recipe = did_you_mean(verb, recipe_names())
         fix = f"did you mean moe train {recipe}?" if recipe else fix

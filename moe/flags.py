@@ -26,7 +26,7 @@ _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Split off every `--section.key value` and `--section.key=value`: (the other words, {"section.key": text}).
 
-    Dashes in a key are read as underscores. Whether a key exists is for `moe.config.load` to say. Raises BadInput for a key
+    Dashes in a key are read as underscores. Whether a key exists is for `moe.recipe.load` to say. Raises BadInput for a key
     without a value or given twice.
     """
     rest: list[str] = []
@@ -123,7 +123,8 @@ def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
 
 def _recipe_key(name: str) -> str | None:
     """The dotted key whose section was left out (`--lr`), or the form of one whose key was (`--optimizer`)."""
-    from moe.config import Run, known_keys
+    from moe.config import Run
+    from moe.recipe import known_keys
 
     word = name.lstrip("-").replace("-", "_")
     if word in Run.model_fields:

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.config import Run
-from moe.config import build as build_run
 from moe.context import Context
 from moe.model.transformer import Transformer
 from moe.parallelize import build, decays, lay_out, start_engine
+from moe.recipe import build as build_run
 from moe.results import write_json
 from moe.train.state import global_layouts
 from moe.train.step import accumulate, finish

@@ -33,7 +33,7 @@ READS_THE_ENVIRONMENT = {
     "moe/train/data/tokens.py": "the user's cache folder",
 }
 IMPORTS_DEEPSPEED = {"parallel/data/zero.py": "its engine", "moe/doctor.py": "its version"}
-QUICK = ("moe.cli", "moe.config", "moe.train.start")  # what runs before a bad recipe is refused, and at `moe --help`
+QUICK = ("moe.cli", "moe.config", "moe.recipe", "moe.train.start")  # what runs before a bad recipe is refused, and at `moe --help`
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 

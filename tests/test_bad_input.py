@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.config import known_keys, load, recipe_names
+from moe.recipe import known_keys, load, recipe_names
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent

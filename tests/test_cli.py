@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import cli, doctor, verbs
-from moe.config import RECIPES, known_keys, load, recipe_names
 from moe.flags import check_words, take_overrides
+from moe.recipe import RECIPES, known_keys, load, recipe_names
 from moe.train import launch, start
 from parallel.errors import BadInput
 

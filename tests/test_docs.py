@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.config import Run, known_keys
+from moe.config import Run
+from moe.recipe import known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe import config
+from moe import config, recipe
 from moe.model.flops import Size, size
 from moe.model.transformer import Transformer
 
@@ -73,8 +73,8 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
 
 
 def test_top_2_of_half_as_wide_experts_costs_what_dense_costs_but_for_the_router() -> None:
-    dense, _ = config.load("dense_tiny")
-    runs = {name: config.load(name)[0] for name in ("dense_tiny", "switch_tiny", "glam_tiny")}
+    dense, _ = recipe.load("dense_tiny")
+    runs = {name: recipe.load(name)[0] for name in ("dense_tiny", "switch_tiny", "glam_tiny")}
     found = {name: size(r.model, r.experts, r.router, vocab_size=r.vocab_size) for name, r in runs.items()}
     for name in ("switch_tiny", "glam_tiny"):
         routers = len(runs[name].model.layers_with_experts()) * runs[name].experts.num_experts * dense.model.d_model

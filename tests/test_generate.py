@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.config import build as build_run
 from moe.model.transformer import global_name
+from moe.recipe import build as build_run
 from moe.train import generate
 from moe.train.data import Tokenizer
 from moe.train.generate import load_model, sample

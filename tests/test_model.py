@@ -17,6 +17,7 @@ from moe.model.attention import Attention, RelativeBias, _Rotate, rotate
 from moe.model.linear import FeedForward, Norm, drop
 from moe.model.transformer import Block, Output, Transformer, global_name, initialise, moe_layers
 from moe.parallelize import build
+from moe.recipe import build as build_run
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 
@@ -321,7 +322,7 @@ def test_tied_logits_are_products_with_the_embedding() -> None:
 
 
 def recipe(**degrees: int) -> config.Run:
-    return config.build(
+    return build_run(
         {
             "model": {
                 "num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 40, "ffn": "geglu", "positions": "t5", "moe_every": 2,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe.config import Run, load, recipe_names, resolved_yaml
+from moe.config import Run
 from moe.model.flops import Size, size
+from moe.recipe import load, recipe_names, resolved_yaml
 
 
 def size_of(run: Run) -> Size:

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe.report
-from moe.config import Optimizer, Run, resolved_yaml
+from moe.config import Optimizer, Run
 from moe.context import Context
 from moe.parallelize import build, optimizer_of, start_engine
+from moe.recipe import resolved_yaml
 from moe.train import generate, launch, metrics, speed, trainer
 from moe.train.data import open_data
 from moe.train.schedule import learning_rate

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import moe.report
-from moe.config import Run, build
+from moe.config import Run
+from moe.recipe import build
 from moe.train import metrics, trainer
 from moe.train.data import open_data
 from moe.train.data.order import TrainSet

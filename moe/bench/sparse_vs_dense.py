@@ -16,7 +16,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from moe.config import Run, load
+from moe.config import Run
+from moe.recipe import load
 from parallel.errors import BadInput
 
 RECIPES = ("dense_tiny", "switch_tiny", "glam_tiny")

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe.config import build as build_run
 from moe.model.transformer import Transformer, global_name
 from moe.parallelize import build
+from moe.recipe import build as build_run
 from moe.train.data import Tokenizer
 from moe.train.data import load as load_tokenizer
 from parallel import checkpoint

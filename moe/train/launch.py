@@ -17,8 +17,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe.config import Run, load
+from moe.config import Run
 from moe.flags import take_overrides
+from moe.recipe import load
 from moe.train.environment import extensions_dir
 from moe.train.processes import die_with_parent
 from parallel.errors import BadInput

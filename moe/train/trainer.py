@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.config import Run, resolved_yaml
+from moe.config import Run
 from moe.model.flops import size
 from moe.parallelize import build, start_engine
+from moe.recipe import resolved_yaml
 from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample

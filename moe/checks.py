@@ -1,0 +1,170 @@
+"""What each value of a recipe allows and the values together do not: refused in one line, before torch loads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from moe.config import Run
+from parallel.errors import BadInput, did_you_mean
+from parallel.mesh import divisors
+
+
+def check_together(run: Run) -> None:
+    """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
+    _check_model(run)
+    _check_experts(run)
+    _check_precision(run)
+    _check_data(run)
+    _check_batch(run)
+
+
+def _check_model(run: Run) -> None:
+    m = run.model
+    heads = m.num_kv_heads or m.num_heads
+    if m.head_size is None and m.d_model % m.num_heads:
+        raise BadInput(
+            "model.num_heads", got=m.num_heads, needed=f"a divisor of d_model={m.d_model}", fix=f"set it to one of {divisors(m.d_model)}"
+        )
+    if m.num_heads % heads:
+        raise BadInput(
+            "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
+        )
+    if m.positions == "rotary" and (m.head_size or m.d_model // m.num_heads) % 2:
+        raise BadInput(
+            "model.head_size",
+            got=m.head_size or m.d_model // m.num_heads,
+            needed="an even size for rotary positions",
+            fix="change head_size, or set model.positions to t5",
+        )
+    if m.moe_every and m.moe_layers is not None:
+        raise BadInput(
+            "model.moe_layers",
+            got=f"moe_every={m.moe_every} as well",
+            needed="one of the two",
+            fix="remove moe_every or set moe_layers to null",
+        )
+    if m.moe_every > m.num_layers:
+        raise BadInput(
+            "model.moe_every", got=m.moe_every, needed=f"at most num_layers={m.num_layers}", fix="set it to 2, or to 0 for a dense model"
+        )
+    bad = [i for i in m.layers_with_experts() if not 0 <= i < m.num_layers]
+    if bad or len(set(m.layers_with_experts())) < len(m.layers_with_experts()):
+        raise BadInput(
+            "model.moe_layers",
+            got=list(m.layers_with_experts()),
+            needed=f"different numbers from 0 to {m.num_layers - 1}",
+            fix=f"remove {bad or 'the repeated ones'}",
+        )
+    tokenizer = 256 if run.data.tokenizer == "bytes" else run.data.vocab_size
+    if run.vocab_size < tokenizer:
+        raise BadInput(
+            "model.vocab_size",
+            got=run.vocab_size,
+            needed=f"at least the tokenizer's {tokenizer}",
+            fix="set model.vocab_size to null to follow the tokenizer",
+        )
+
+
+def _check_experts(run: Run) -> None:
+    if not run.model.layers_with_experts():
+        if run.degrees.ep not in ("auto", 1):
+            raise BadInput(
+                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
+            )
+        return
+    e, ep, k = run.experts.num_experts, run.degrees.ep, run.router.num_choices
+    if isinstance(ep, int) and ep > 0 and e % ep:
+        fitting = divisors(math.gcd(e, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(e)
+        raise BadInput("experts.num_experts", got=e, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
+    if k > e:
+        raise BadInput(
+            "experts.num_experts",
+            got=e,
+            needed=f"at least the {k} choices of router.preset={run.router.preset}",
+            fix=f"set it to {max(k, 8)}, or router.preset to switch",
+        )
+    if isinstance(run.router.group, int) and run.router.group < 1:
+        raise BadInput(
+            "router.group", got=run.router.group, needed="at least 1 sequence, or sequence, or rank", fix="set router.group to sequence"
+        )
+    if run.router.second != "preset" and k == 1:
+        raise BadInput(
+            "router.second",
+            got=run.router.second,
+            needed="a top-2 preset",
+            fix="set router.preset to gshard or glam, or router.second to preset",
+        )
+
+
+def _check_precision(run: Run) -> None:
+    p = run.precision
+    if p.master == "bf16" and p.compute != "bf16":
+        raise BadInput(
+            "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix="set precision.master to fp32"
+        )
+    if p.compute == "fp16" and p.loss_scale == "none":
+        raise BadInput(
+            "precision.loss_scale",
+            got="none with compute fp16",
+            needed="a loss scale: gradients below 6e-8 vanish in fp16",
+            fix="set precision.loss_scale to dynamic",
+        )
+    if p.compute != "fp16" and p.loss_scale != "none":
+        raise BadInput(
+            "precision.loss_scale",
+            got=f"{p.loss_scale} with compute {p.compute}",
+            needed=f"none: {p.compute} has the range of fp32",
+            fix="set precision.loss_scale to none",
+        )
+    if isinstance(p.loss_scale, float) and p.loss_scale <= 0:
+        raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix="set precision.loss_scale to dynamic")
+
+
+def _check_data(run: Run) -> None:
+    d = run.data
+    if d.path is None:
+        if d.source != "python_stdlib":
+            raise BadInput("data.path", got="null", needed=f"a path for data.source={d.source}", fix="add --data.path FILE_OR_FOLDER")
+        return
+    path = Path(d.path).expanduser()
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise BadInput(
+            "data.path",
+            got=d.path,
+            needed="a file or folder that exists",
+            fix=f"did you mean {path.parent / near}?" if near else "check the spelling and the folder you are in",
+        )
+    empty = path.stat().st_size == 0 if path.is_file() else not any(p.is_file() and p.stat().st_size for p in path.rglob("*"))
+    if empty:
+        raise BadInput("data.path", got=f"{d.path}, which is empty", needed="text", fix="name a file or folder that holds text")
+
+
+def _check_batch(run: Run) -> None:
+    batch, dp, m = run.train.global_batch, run.degrees.dp, run.pipeline.microbatches
+    if not isinstance(dp, int) or dp < 1:
+        raise BadInput("degrees.dp", got=dp, needed="a whole number of at least 1", fix="set degrees.dp to auto")
+    if batch % (dp * m):
+        raise BadInput(
+            "train.global_batch",
+            got=batch,
+            needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
+            fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
+        )
+    group, held = run.router.group, batch // (dp * m)
+    if run.model.layers_with_experts() and isinstance(group, int) and held % group:
+        raise BadInput(
+            "router.group",
+            got=f"{group} sequences",
+            needed=f"a divisor of the {held} sequences in one rank's micro-batch",
+            fix=f"set router.group to one of {divisors(held)}",
+        )
+    if run.train.eval_sequences % dp:
+        raise BadInput(
+            "train.eval_sequences",
+            got=run.train.eval_sequences,
+            needed=f"a multiple of degrees.dp={dp}",
+            fix=f"set it to {max(1, round(run.train.eval_sequences / dp)) * dp}",
+        )
