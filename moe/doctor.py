@@ -13,11 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe.train.environment import extensions_dir, free_port, usable_cores
 
@@ -218,30 +217,15 @@ def _speed() -> list[Row]:
     """Square matrix products on all usable cores (or the first GPU) in fp32 and bf16."""
     import torch
 
+    from moe.train.speed import matmul_flops
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(usable_cores())
-    speed = {dtype: _gflops(torch.zeros, dtype, device) for dtype in (torch.float32, torch.bfloat16)}
+    speed = {dtype: matmul_flops(dtype, device) / 1e9 for dtype in (torch.float32, torch.bfloat16)}
     fp32, bf16 = speed[torch.float32], speed[torch.bfloat16]
     value = f"fp32 {fp32:,.0f} GFLOP/s, bf16 {bf16:,.0f} GFLOP/s ({bf16 / fp32:.1f} times)"
     slow = bf16 < fp32
     return [Row("matrix products", value, "note" if slow else "ok", "--precision.compute fp32 is faster here" if slow else "")]
-
-
-def _gflops(zeros: Callable[..., Any], dtype: Any, device: Any, *, seconds: float = 0.4) -> float:
-    """The best of several n x n products in 1e9 multiply-adds x 2 a second."""
-    import torch
-
-    n = 4096 if device.type == "cuda" else 1024
-    a = zeros(n, n, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        started = time.perf_counter()
-        torch.mm(a, a, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * n**3 / best / 1e9
 
 
 def _port() -> list[Row]:

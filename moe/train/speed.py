@@ -9,14 +9,11 @@ from pathlib import Path
 
 import torch
 
-from moe.config import Run
-from parallel.precision import DTYPES
 
-
-def matmul_flops(run: Run, device: torch.device, *, seconds: float = 0.3) -> float:
-    """FLOP/s of one rank on large square products in the compute dtype, with the threads the run has; the best of several."""
+def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
+    """FLOP/s of one rank on large square products, with the threads the run has; the best of several."""
     n = 4096 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device).to(DTYPES[run.precision.compute])
+    a = torch.randn(n, n, device=device).to(dtype)
     out = torch.empty_like(a)
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:

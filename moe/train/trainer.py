@@ -40,7 +40,7 @@ from parallel.collectives import max_over, sum_over
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
-from parallel.precision import LossScale, multiplies_bf16
+from parallel.precision import DTYPES, LossScale, multiplies_bf16
 from parallel.process import World
 
 STOPPED = 75  # exit code of a run that a signal stopped after it had saved: start it again and it goes on
@@ -274,7 +274,9 @@ def _finish(job: Job) -> dict[str, Any]:
     job.engine.module.eval()
     text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    speed = sum_over(torch.tensor(matmul_flops(run, job.world.device), dtype=torch.float64, device=job.world.device), world).item()
+    speed = sum_over(
+        torch.tensor(matmul_flops(DTYPES[run.precision.compute], job.world.device), dtype=torch.float64, device=job.world.device), world
+    ).item()
     tokens, seconds, kept, dropped = _totals(job)
     tokens_per_second = tokens / seconds if seconds else 0.0
     summary = {
