@@ -3,9 +3,11 @@
     checkpoints/step-120/
         rank-00000.safetensors     the tensors this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
         manifest.json              every file's size and SHA-256; every tensor's full shape and where its pieces lie; the trainer's state
+        manifest.sha256            the manifest's own, as `sha256sum -c` reads it
 
 A save is committed by renaming a finished folder: write to step-120.tmp, fsync, manifest with hashes, fsync, rename, fsync
-the parent; only then may older ones go. Whatever the instant a process dies, a folder with the final name is whole.
+the parent; only then may older ones go. Whatever the instant a process dies, a folder with the final name is whole: one
+that goes loses its name first. What a dead process left behind (step-*.tmp) goes with the next save.
 Reading checks every hash first and falls back to the newest one that verifies, saying what was passed over and why.
 """
 
@@ -16,12 +18,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -66,8 +69,10 @@ def save(folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: d
     if not problem:
         problem = _agreed(world, lambda: _write_shard(temporary, world.index, held))
     if not problem:
-        problem = _agreed(world, lambda: _commit(folder, temporary, final, state, world, keep) if world.index == 0 else None)
+        problem = _agreed(world, lambda: _commit(folder, step, state, world, keep) if world.index == 0 else None)
     if problem:
+        if world.index == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk most of all
         raise BadInput(
             "checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out"
         )
@@ -79,9 +84,10 @@ def _agreed(world: Axis, work: Callable[[], None]) -> str | None:
     problem = None
     try:
         work()
-    except OSError as error:
-        problem = f"{error.strerror or error} on rank {world.index}"
-    return problem or ("a failure on another rank" if _any(problem is not None, world) else None)
+    except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
+        problem = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
+    elsewhere = _any(problem is not None, world)  # the rank that failed must ask too: the others wait for it
+    return problem or ("a failure on another rank" if elsewhere else None)
 
 
 def _any(flag: bool, axis: Axis) -> bool:
@@ -91,7 +97,8 @@ def _any(flag: bool, axis: Axis) -> bool:
 
 def _make(folder: Path, temporary: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left in folder.glob("step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
 
 
@@ -107,10 +114,11 @@ def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) 
     save_file(tensors, path)
     _fsync(path)
     record = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": entries}
-    _write_json(temporary / f"rank-{rank:05d}.json", record)
+    _write(temporary / f"rank-{rank:05d}.json", json.dumps(record))
 
 
-def _commit(folder: Path, temporary: Path, final: Path, state: dict[str, Any], world: Axis, keep: int) -> None:
+def _commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int) -> None:
+    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
     files, tensors = {}, []
     for rank in range(world.size):
         part = temporary / f"rank-{rank:05d}.json"
@@ -118,19 +126,35 @@ def _commit(folder: Path, temporary: Path, final: Path, state: dict[str, Any], w
         files[record["file"]] = {"bytes": record["bytes"], "sha256": record["sha256"]}
         tensors += [entry | {"file": record["file"]} for entry in record["tensors"]]
         part.unlink()
-    _write_json(temporary / "manifest.json", {"format": FORMAT, "files": files, "tensors": tensors, "state": state})
+    manifest = json.dumps({"format": FORMAT, "files": files, "tensors": tensors, "state": state})
+    _write(temporary / "manifest.json", manifest)
+    _write(temporary / "manifest.sha256", _digest_line(manifest.encode()))
     _fsync(temporary)
-    if final.exists():
-        shutil.rmtree(final)
+    if final.exists():  # a damaged one that was passed over
+        _remove(final)
     temporary.rename(final)
     _fsync(folder)
-    for _, old in sorted(numbered(folder))[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    # only lower numbers: a higher one was passed over as damaged, and must not push out the one just written
+    older = [path for number, path in sorted(numbered(folder)) if number < step]
+    for old in older[: max(0, len(older) - (keep - 1))]:
+        with suppress(OSError):  # the new one stands, whatever becomes of the old
+            _remove(old)
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
+def _remove(path: Path) -> None:
+    """Its name goes first: dying half way must not leave half a checkpoint under a final name."""
+    nameless = path.with_name(f"{path.name}.old.tmp")
+    path.rename(nameless)
+    shutil.rmtree(nameless, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
     _fsync(path)
+
+
+def _digest_line(manifest: bytes) -> str:
+    return f"{hashlib.sha256(manifest).hexdigest()}  manifest.json\n"
 
 
 def _fsync(path: Path) -> None:
@@ -163,8 +187,10 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 def verify(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose every file has its size and hash. Raises BadInput naming the file that has not."""
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
+        raw = (path / "manifest.json").read_bytes()
+        if (path / "manifest.sha256").read_bytes() != _digest_line(raw).encode():
+            raise _damaged(path, "manifest.json")
+        manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] != FORMAT:
             raise BadInput(
                 f"checkpoint {path.name}",
@@ -172,18 +198,21 @@ def verify(path: Path) -> dict[str, Any]:
                 needed=f"format {FORMAT}",
                 fix="use the version that wrote it",
             )
-        for name, record in files.items():
+        for name, record in manifest["files"].items():
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
-                raise BadInput(
-                    f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}"
-                )
+                raise _damaged(path, name)
     except BadInput:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got = f"an unreadable manifest ({type(error).__name__})"
-        raise BadInput(f"checkpoint {path.name}", got=got, needed="the one it was saved with", fix=f"remove {path}") from None
+    except FileNotFoundError as error:
+        raise _damaged(path, f"{Path(error.filename).name}: it is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"manifest.json ({type(error).__name__})") from None
     return manifest
+
+
+def _damaged(path: Path, name: str) -> BadInput:
+    return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | None:
