@@ -22,7 +22,7 @@ def capacity(group_tokens: int, *, num_experts: int, num_choices: int, factor: f
     """Slots per expert and group; None is dropless. Never more than the group has tokens (an expert is chosen once a token)."""
     if factor is None:
         return None
-    # round before ceil: 256 * 1 * 1.1 / 8 is 35.2 in decimals and must not become 36 + 1 by a binary tail
+    # round before ceil: 200 * 1.1 / 4 is 55 in decimals and must not become 56 by a binary tail
     slots = math.ceil(round(group_tokens * num_choices * factor / num_experts, 9))
     return min(group_tokens, max(minimum, slots))
 

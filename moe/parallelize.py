@@ -16,6 +16,7 @@ from moe.model.transformer import Transformer, global_name, initialise, moe_laye
 from moe.router import Router
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
+from parallel.errors import BadInput
 from parallel.layout import Layout, dense, stacked_over
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES
@@ -24,7 +25,11 @@ FAMILIES = ("dense", "router", "expert")
 
 
 def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, dict[str, Layout]]:
-    """The model as this rank holds it, and every parameter's layout by module name."""
+    """The model as this rank holds it, and every parameter's layout by module name. Raises BadInput for a compute dtype left `auto`."""
+    if run.precision.compute not in DTYPES:
+        raise BadInput(
+            "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
+        )
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=DTYPES[run.precision.compute])
         model.to(DTYPES[run.precision.master])

@@ -94,10 +94,10 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
     import torch
 
     from moe.train.metrics import read_summary
-    from moe.train.trainer import train
+    from moe.train.trainer import settle_precision, train
     from parallel.process import World
 
-    run = settings(recipe, seed, steps)
+    run = settle_precision(settings(recipe, seed, steps), World())
     done = read_summary(Path(folder))
     if done is not None and done["steps"] == steps and done["recipe_values"] == run.model_dump(mode="json"):
         return

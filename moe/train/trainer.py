@@ -91,7 +91,7 @@ def train(
     world = world or process.read_environment()
     run = run.check(world.size)
     process.start(world)
-    run = _settle_precision(run, world)
+    run = settle_precision(run, world)
     out = out or Path("runs") / name
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with _signals() as asked:
@@ -274,9 +274,8 @@ def _finish(job: Job) -> dict[str, Any]:
     job.engine.module.eval()
     text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    speed = sum_over(
-        torch.tensor(matmul_flops(DTYPES[run.precision.compute], job.world.device), dtype=torch.float64, device=job.world.device), world
-    ).item()
+    flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
+    speed = sum_over(torch.tensor(flops, dtype=torch.float64, device=job.world.device), world).item()
     tokens, seconds, kept, dropped = _totals(job)
     tokens_per_second = tokens / seconds if seconds else 0.0
     summary = {
@@ -353,7 +352,7 @@ def _title(run: Run, world: World) -> list[str]:
     ]
 
 
-def _settle_precision(run: Run, world: World) -> Run:
+def settle_precision(run: Run, world: World) -> Run:
     """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
     if run.precision.compute != "auto":
         return run
