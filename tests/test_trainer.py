@@ -283,9 +283,19 @@ FAMILIES = [(trained.DENSE, "dense"), (trained.ROUTER, "router"), (trained.EXPER
 def test_a_bad_gradient_on_one_rank_is_skipped_by_all(parameter: str, family: str, kind: str, home: Path, tmp_path: Path) -> None:
     if kind == "zero":
         trained.warm_zero()
-    run, out = trained.recipe(home, degrees={"ep": 2}, sharding={"kind": kind}, train={"save_every": 1, "keep": 9}), tmp_path / "run"
-    value = math.inf if family == "router" else math.nan
-    first, second = trained.train(run, out, ranks=2, before=poison(parameter, range(2, 3), rank=1, value=value))
+    sections: dict[str, dict[str, Any]] = {
+        "degrees": {"ep": 2},
+        "sharding": {"kind": kind},
+        "pipeline": {"microbatches": 2},
+        "train": {"save_every": 1, "keep": 9},
+    }
+    run, out = trained.recipe(home, **sections), tmp_path / "run"
+
+    def before(rank: int) -> None:
+        poison(parameter, range(2, 3), rank=1, value=math.inf if family == "router" else math.nan)(rank)
+        trained.log_draws(tmp_path, rank, 0)
+
+    first, second = trained.train(run, out, ranks=2, before=before)
     assert first["skipped"] == second["skipped"] == 1 and first["steps"] == 6
     lines = trained.lines(out)
     assert [line["skipped"] for line in lines] == [False, False, True, False, False, False]
@@ -295,9 +305,11 @@ def test_a_bad_gradient_on_one_rank_is_skipped_by_all(parameter: str, family: st
     assert lines[3]["lr"] == lines[2]["lr"] != lines[1]["lr"]  # a step that is not made does not move the schedule
     (event,) = [line for line in trained.lines(out, "event") if line["event"] == "skipped"]
     assert (event["step"], event["families"]) == (3, family)
-    before, after = ({k: v for k, v in trained.tensors(out / f"checkpoints/step-{n}").items() if k != "counters"} for n in (2, 3))
-    assert before == after  # no weight and no moment
+    kept, after = ({k: v for k, v in trained.tensors(out / f"checkpoints/step-{n}").items() if k != "counters"} for n in (2, 3))
+    assert kept == after  # no weight and no moment
     assert trained.tensors(out / "checkpoints/step-4") != after
+    (drawn,) = trained.draws(tmp_path, ranks=2)
+    assert [drawn[step] for step in range(6)] == trained.order(run, 6)  # and the batch that was skipped does not come again
 
 
 @pytest.mark.parametrize(("parameter", "family"), FAMILIES)
@@ -333,6 +345,15 @@ def test_a_dynamic_loss_scale_halves_at_every_overflow_and_goes_on_past_max_skip
     assert [end["skipped"] for end in ends] == [5, 5]
     assert [line["loss_scale"] for line in trained.lines(tmp_path / "run")] == [2.0**n for n in (16, 16, 15, 14, 13, 12, 11, 11)]
     assert [line["lr"] for line in trained.lines(tmp_path / "run")[1:7]] == [trained.lines(tmp_path / "run")[1]["lr"]] * 6
+
+
+def test_a_loss_scale_leaves_losses_norms_and_clipping_as_they_are(home: Path, tmp_path: Path) -> None:
+    for name, precision in (("fp32", {}), ("fp16", {"compute": "fp16", "loss_scale": 2.0**10})):
+        trained.train(trained.recipe(home, precision=precision, optimizer={"clip_norm": 0.2}), tmp_path / name)
+    plain, scaled = trained.lines(tmp_path / "fp32"), trained.lines(tmp_path / "fp16")
+    assert {line["loss_scale"] for line in scaled} == {1024.0} and all(line["grad_norm"] > 0.2 for line in plain)
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in scaled] == pytest.approx([line[name] for line in plain], rel=0.02)
 
 
 def test_overflow_at_the_smallest_loss_scale_ends_the_run_with_advice(home: Path, tmp_path: Path) -> None:
