@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -86,13 +87,14 @@ def _agreed(world: Axis, work: Callable[[], None]) -> str | None:
         work()
     except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
         problem = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
-    elsewhere = _any(problem is not None, world)  # the rank that failed must ask too: the others wait for it
+    elsewhere = _largest(int(problem is not None), world)  # the rank that failed must ask too: the others wait for it
     return problem or ("a failure on another rank" if elsewhere else None)
 
 
-def _any(flag: bool, axis: Axis) -> bool:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return bool(max_over(torch.tensor(int(flag), device=device), axis))
+def _largest(value: int, axis: Axis) -> int:
+    """Over all ranks, on the device that their group speaks for."""
+    nccl = axis.size > 1 and dist.get_backend(axis.group) == "nccl"
+    return int(max_over(torch.tensor(value, device="cuda" if nccl else "cpu"), axis))
 
 
 def _make(folder: Path, temporary: Path) -> None:
@@ -227,8 +229,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | N
                 continue
             step = number
             break
-    device = "cuda" if world.size > 1 and torch.cuda.is_available() else "cpu"
-    step = int(max_over(torch.tensor(step, device=device), world))
+    step = _largest(step, world)
     return None if step < 0 else folder / f"step-{step}"
 
 

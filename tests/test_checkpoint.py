@@ -147,7 +147,8 @@ def commit(tiny: Tiny, folder: Path, counters: Counters, scale: LossScale) -> No
 
 
 def reopen(tiny: Tiny, folder: Path) -> tuple[Counters, LossScale]:
-    counters, scale, told = Counters(), LossScale(2.0, growth_interval=5), []
+    counters, scale = Counters(), LossScale(2.0, growth_interval=5)
+    told: list[str] = []
     assert state.resume(folder, tiny.engine, tiny.mesh, counters=counters, scale=scale, data="text", recipe=RECIPE, log=told.append)
     assert told == []
     return counters, scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def engine_for(kind: str, model: nn.Module, **adam: Any) -> Engine:
     """One rank's engine around any module."""
     settings = AdamW(adam.get("betas", (0.9, 0.95)), adam.get("eps", 1e-8), 0.0, lambda name, p: False)
     layouts = {name: dense(tuple(p.shape)) for name, p in model.named_parameters()}
-    return {"ddp": DDP, "zero1": Zero1}[kind](model, layouts=layouts, mesh=Mesh.of(Degrees()), optimizer=settings)
+    kinds: dict[str, Callable[..., Engine]] = {"ddp": DDP, "zero1": Zero1}
+    return kinds[kind](model, layouts=layouts, mesh=Mesh.of(Degrees()), optimizer=settings)
 
 
 def linear(value: float, *, master: torch.dtype = torch.float32) -> Linear:
@@ -206,6 +208,23 @@ def test_the_model_computes_with_the_stepped_masters(kind: str, precision: str) 
         return [*found, torch.equal(tiny.model(tokens).logits_BLV, fresh.model(tokens).logits_BLV)]
 
     assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 4] * 2
+
+
+@each_kind
+def test_a_scale_changes_no_number_of_a_step(kind: str) -> None:
+    """Powers of two are exact: losses, norm, clipped step and moments are to the bit those without a scale; the balance loss has it too."""
+    preload(kind)
+
+    def work(rank: int) -> list[bool]:
+        case = Case("switch", kind, 2, 2, 3, "fp32")
+        plain, scaled = start(case, rank), start(case, rank, scale=LossScale(2.0**12))
+        found = []
+        for step in range(2):
+            found.append(plain.accumulate(step) == scaled.accumulate(step))
+            found.append(plain.finish() == scaled.finish())
+        return [*found, same(plain.state(), scaled.state())]
+
+    assert run_on_ranks(work, 2, timeout_s=90) == [[True] * 5] * 2
 
 
 # --- the loss scale -----------------------------------------------------------------------------------------------------------
