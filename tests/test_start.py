@@ -84,10 +84,11 @@ while any(rank.poll() is None for rank in ranks):
 """
 
 DRIVER = """
-import sys
+import signal, sys
 from pathlib import Path
 from moe.train import start
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and that is inherited
 if sys.argv[2] == "faulty":
     start._command = lambda *_, module, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", module]
 mode, launcher, out = sys.argv[1:]
