@@ -161,10 +161,13 @@ def _check_batch(run: Run) -> None:
             needed=f"a divisor of the {held} sequences in one rank's micro-batch",
             fix=f"set router.group to one of {divisors(held)}",
         )
-    if run.train.eval_sequences % dp:
+    # where evaluation has a capacity, its groups must be whole on every rank, or the loss would depend on the layout
+    grouped = run.model.layers_with_experts() and run.router.eval_capacity_factor is not None and isinstance(group, int)
+    unit = dp * group if grouped and isinstance(group, int) else dp
+    if run.train.eval_sequences % unit:
         raise BadInput(
             "train.eval_sequences",
             got=run.train.eval_sequences,
-            needed=f"a multiple of degrees.dp={dp}",
-            fix=f"set it to {max(1, round(run.train.eval_sequences / dp)) * dp}",
+            needed=f"a multiple of degrees.dp * router.group = {dp} * {group}" if grouped else f"a multiple of degrees.dp={dp}",
+            fix=f"set it to {max(1, round(run.train.eval_sequences / unit)) * unit}",
         )

@@ -234,13 +234,14 @@ def gradients_of_the_step_before_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
-    real = Zero1.__init__
+    real = Zero1.backward
 
-    def wrong(self: Zero1, *args: Any, **rest: Any) -> None:
-        real(self, *args, **rest)
-        self.loss_factor = 1.0
+    def wrong(self: Zero1, loss: torch.Tensor, *, last: bool) -> None:
+        real(self, loss, last=last)
+        if last:
+            self.scale_gradients(1 / self.mesh.axis("dp").size)
 
-    patch.setattr(Zero1, "__init__", wrong)
+    patch.setattr(Zero1, "backward", wrong)
 
 
 def loss_turns_nan_half_way(patch: pytest.MonkeyPatch) -> None:

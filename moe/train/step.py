@@ -82,14 +82,13 @@ def accumulate(
     layers: tuple[LayerReport, ...] = ()
     first = dp.index * len(sequences_NL)
     for i, part in enumerate(parts):
-        factor = loss_scale * engine.loss_factor
         share = len(part) / global_batch
         inputs, targets = part[:, :-1], part[:, 1:]
-        context = Context.of(inputs, seed=seed, step=step, first_sequence=first, auxiliary_scale=share * factor)
+        context = Context.of(inputs, seed=seed, step=step, first_sequence=first, auxiliary_scale=share * loss_scale)
         last = i == len(parts) - 1
         output: Output = engine.forward(inputs, context, last=last)
         loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), targets.flatten(), reduction="sum") / tokens
-        engine.backward(loss * factor, last=last)
+        engine.backward(loss * loss_scale, last=last)
         rows.append(_pack(loss.detach(), output.layers, share))
         layers = output.layers
         first += len(part)

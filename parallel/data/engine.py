@@ -44,7 +44,6 @@ class AdamW:
 class Engine(Protocol):
     module: nn.Module
     layouts: dict[str, Layout]
-    loss_factor: float  # what the loss must be multiplied by, where the engine cannot help dividing
 
     def forward(self, *args: Any, last: bool) -> Any:
         """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""

@@ -24,7 +24,7 @@ class DDP:
     """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank."""
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
-        self.layouts, self.mesh, self.loss_factor = layouts, mesh, 1.0
+        self.layouts, self.mesh = layouts, mesh
         self.parameters = dict(model.named_parameters())
         self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
         self.module = self.model = model

@@ -32,8 +32,6 @@ class Zero1:
         deepspeed = _start_deepspeed()
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
-        # DeepSpeed divides every sum by the number of data ranks; our losses are shares of the global mean already
-        self.loss_factor = float(mesh.axis("dp").size)
         groups, self.families = _groups(self.parameters, layouts, optimizer, ep=mesh.axis("ep").size)
         self.engine, _, _, _ = deepspeed.initialize(
             model=_marked(model, ep=mesh.axis("ep").size) if mesh.axis("ep").size > 1 else model,
@@ -59,7 +57,11 @@ class Zero1:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
-        if not last:
+        if last:
+            # DeepSpeed has divided every sum by the number of data ranks, but our losses are shares of the global mean already. Here
+            # and not in the loss, because times 3 rounds every gradient of a 16-bit backward pass anew.
+            self.scale_gradients(float(self.mesh.axis("dp").size))
+        else:
             self.engine.step()  # counts a micro-batch; steps only at the boundary
 
     def _owned(self) -> Iterator[tuple[str, Tensor]]:
