@@ -151,8 +151,3 @@ def check_world(degrees: Degrees, world_size: int) -> None:
             needed="the degrees to multiply to the number of processes",
             fix=f"{fix}, or start {degrees.world}: --nproc {degrees.world}",
         )
-
-
-def largest_common(a: int, b: int) -> int:
-    """The largest expert-parallel degree that divides both the experts and the ranks."""
-    return math.gcd(a, b)

@@ -378,7 +378,7 @@ def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tm
     def fill(rank: int) -> None:
         if rank == 0:  # writing fails, as it does on a full disk, after the file itself has been made
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-            make = trainer._writable
+            make = trainer.make_writable
 
             def made(*args: Any) -> None:
                 try:
@@ -386,7 +386,7 @@ def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tm
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-            vars(trainer)["_writable"] = made
+            vars(trainer)["make_writable"] = made
 
     first, second = trained.train(trained.recipe(home), tmp_path / "run", ranks=2, before=fill)
     assert first.startswith("--out: got") and "File too large" in first and "free disk space" in first

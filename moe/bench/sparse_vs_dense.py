@@ -94,7 +94,8 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
     import torch
 
     from moe.train.metrics import read_summary
-    from moe.train.trainer import settle_precision, train
+    from moe.train.place import settle_precision
+    from moe.train.trainer import train
     from parallel.process import World
 
     run = settle_precision(settings(recipe, seed, steps), World())

@@ -8,12 +8,8 @@ signal only sets a flag; the flag is summed with the step's numbers, so that all
 
 from __future__ import annotations
 
-import resource
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
 from moe.train.metrics import Records, read, read_summary, write_summary
+from moe.train.place import asked_to_stop, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
@@ -36,11 +33,11 @@ from moe.train.state import Counters
 from moe.train.step import Numbers, accumulate, finish, validation_loss
 from parallel import process
 from parallel.clip import GradientNorm
-from parallel.collectives import max_over, sum_over
+from parallel.collectives import sum_over
 from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
-from parallel.precision import DTYPES, LossScale, multiplies_bf16
+from parallel.precision import DTYPES, LossScale
 from parallel.process import World
 
 STOPPED = 75  # exit code of a run that a signal stopped after it had saved: start it again and it goes on
@@ -94,7 +91,7 @@ def train(
     run = settle_precision(run, world)
     out = out or Path("runs") / name
     job = _open(run, name, out, origins or {}, fresh, world, display)
-    with _signals() as asked:
+    with asked_to_stop() as asked:
         try:
             _loop(job, asked)
             return _finish(job)
@@ -105,7 +102,7 @@ def train(
 
 def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, world: World, display: bool) -> Job:
     first = world.rank == 0
-    _writable(out, world)
+    make_writable(out, world)
     say: Callable[[str], None] = print if first and display else _silent
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=say)
     mesh = process.connect(run.mesh_degrees(), world)
@@ -114,7 +111,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     found = False
     if fresh:
-        _set_aside(out / "checkpoints", world)
+        set_aside(out / "checkpoints", world)
     else:
         found = state.resume(
             out / "checkpoints",
@@ -324,21 +321,6 @@ def _report(job: Job) -> None:
         job.progress.note(f"no report ({type(error).__name__}: {error}); try again with: moe report {job.out}")
 
 
-# --- small things -----------------------------------------------------------------------------------------------------
-
-_PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
-
-
-def peak_memory_bytes(mesh: Mesh) -> float:
-    """The largest rank's peak: allocated on a GPU, resident on a CPU."""
-    if torch.cuda.is_available():
-        peak, device = float(torch.cuda.max_memory_allocated()), "cuda"
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, device = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "cpu"
-    return float(max_over(torch.tensor(peak, dtype=torch.float64, device=device), mesh.axis("world")).item())
-
-
 def _tensor(job: Job, array: Any) -> Tensor:
     return torch.from_numpy(array).to(job.world.device)
 
@@ -350,62 +332,6 @@ def _title(run: Run, world: World) -> list[str]:
         f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
-
-
-def settle_precision(run: Run, world: World) -> Run:
-    """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
-    if run.precision.compute != "auto":
-        return run
-    everywhere = -int(max_over(torch.tensor(-int(multiplies_bf16(world.device)), device=world.device), process.everyone(world)))
-    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": "bf16" if everywhere else "fp32"})})
-
-
-def _writable(out: Path, world: World) -> None:
-    """Refuse a run folder that cannot be written before anything is computed, on every rank if on one."""
-    problem = ""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if world.rank == 0:
-            probe = out / ".writable"
-            try:
-                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
-            finally:
-                probe.unlink(missing_ok=True)
-    except OSError as error:
-        problem = error.strerror or str(error)
-    if max_over(torch.tensor(int(bool(problem)), device=world.device), process.everyone(world)).item():
-        got = f"{out}: {problem or 'not writable on another rank'}"
-        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
-
-
-def _set_aside(checkpoints: Path, world: World) -> None:
-    """--fresh: earlier checkpoints are renamed, not deleted."""
-    process.barrier()
-    if world.rank == 0 and checkpoints.exists():
-        number = 1
-        while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
-            number += 1
-        checkpoints.rename(aside)
-    process.barrier()
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """SIGTERM, SIGINT and SIGUSR1 set a flag; whether it is set."""
-    seen: list[int] = []
-
-    def handler(number: int, _: Any) -> None:
-        seen.append(number)
-
-    try:
-        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    except ValueError:  # not the main thread: a library caller keeps its own handlers
-        before = {}
-    try:
-        yield lambda: bool(seen)
-    finally:
-        for number, old in before.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was not Python's, and cannot be put back
 
 
 def _silent(_: str) -> None:

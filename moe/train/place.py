@@ -1,0 +1,89 @@
+"""What a run needs of the place it runs in: a folder that can be written, a dtype that every rank has, memory, signals."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.config import Run
+from parallel import process
+from parallel.collectives import max_over
+from parallel.errors import BadInput
+from parallel.mesh import Mesh
+from parallel.precision import multiplies_bf16
+from parallel.process import World
+
+_PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
+
+
+def settle_precision(run: Run, world: World) -> Run:
+    """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
+    if run.precision.compute != "auto":
+        return run
+    everywhere = -int(max_over(torch.tensor(-int(multiplies_bf16(world.device)), device=world.device), process.everyone(world)))
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": "bf16" if everywhere else "fp32"})})
+
+
+def make_writable(out: Path, world: World) -> None:
+    """Refuse a run folder that cannot be written before anything is computed, on every rank if on one."""
+    problem = ""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if world.rank == 0:
+            probe = out / ".writable"
+            try:
+                probe.write_bytes(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
+            finally:
+                probe.unlink(missing_ok=True)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if max_over(torch.tensor(int(bool(problem)), device=world.device), process.everyone(world)).item():
+        got = f"{out}: {problem or 'not writable on another rank'}"
+        raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
+
+
+def set_aside(checkpoints: Path, world: World) -> None:
+    """--fresh: earlier checkpoints are renamed, not deleted."""
+    process.barrier()
+    if world.rank == 0 and checkpoints.exists():
+        number = 1
+        while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
+            number += 1
+        checkpoints.rename(aside)
+    process.barrier()
+
+
+def peak_memory_bytes(mesh: Mesh) -> float:
+    """The largest rank's peak: allocated on a GPU, resident on a CPU."""
+    if torch.cuda.is_available():
+        peak, device = float(torch.cuda.max_memory_allocated()), "cuda"
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, device = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "cpu"
+    return float(max_over(torch.tensor(peak, dtype=torch.float64, device=device), mesh.axis("world")).item())
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """SIGTERM, SIGINT and SIGUSR1 set a flag; whether it is set."""
+    seen: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        seen.append(number)
+
+    try:
+        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    except ValueError:  # not the main thread: a library caller keeps its own handlers
+        before = {}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was not Python's, and cannot be put back
