@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether this processor has bf16 matrix instructions. A CPU without them takes ten times as long as in fp32."""
+    """Whether this processor has bf16 matrix instructions. A CPU without them is slower than in fp32, by far (docs/log.md)."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
