@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe.kernels import choose
+from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
 
 # R rows, D model, F hidden, E experts held here
@@ -39,4 +39,9 @@ class Experts(nn.Module):
     def forward(self, rows_RD: Tensor, *, counts: list[int], dropped_RF: Tensor | None = None) -> Tensor:
         """Rows [R, D] sorted by held expert, `counts` of each; the same shape and dtype back."""
         out: Tensor = self.kernels.grouped_ffn(rows_RD, self.w1, self.w2, self.w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF)
+        return out
+
+    def routed(self, x_TD: Tensor, gate_TK: Tensor, *, plan: Plan, dropped_RF: Tensor | None = None) -> Tensor:
+        """Tokens [T, D] through the experts that the plan gives them, summed with their gates (fp32 [T, K]); all experts are here."""
+        out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, self.w1, self.w2, self.w3, ffn=self.ffn, dropped_RF=dropped_RF)
         return out

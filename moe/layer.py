@@ -1,6 +1,6 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
 
-    x_BLD -> router -> dispatcher.send -> experts -> dispatcher.bring_back -> y_BLD (+ shared experts)
+    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD (+ shared experts)
                 \\__ balance and z losses join the backward pass here
 
 A dropped token gets zero from here and lives on through the residual around the layer.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe import config
 from moe.balance import count_choices, join
 from moe.context import Context
-from moe.dispatch import Dispatcher, Local
+from moe.dispatch import Dispatcher, Dropout, Local
 from moe.experts import Experts
 from moe.router import Router, Routing
 
@@ -63,17 +63,13 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             experts.num_experts, d_model=d_model, d_ff=experts.d_ff or d_ff, ffn=experts.ffn or ffn, kernels=experts.kernels
         )
-        self.dispatcher: Dispatcher = Local(experts.kernels)
+        self.dispatcher: Dispatcher = Local()
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD = rearrange(x_BLD, "b l d -> (b l) d")
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
-        rows_RD, sent = self.dispatcher.send(x_TD, routing)
-        dropped_RF = None
-        if self.training and self.dropout:
-            dropped_RF = self._dropout(context, sent, rows_RD.dtype)
-        rows_RD = self.experts(rows_RD, counts=sent.counts, dropped_RF=dropped_RF)
-        y_TD = self.dispatcher.bring_back(rows_RD, sent)
+        dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
+        y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
         balance, z = routing.balance_loss(), routing.z_loss()
         if self.training:
             s = self.router.settings
@@ -83,11 +79,14 @@ class MoELayer(nn.Module):
             y_BLD = y_BLD + self.shared(x_BLD)
         return y_BLD, _report(self.layer, routing, balance.detach(), z.detach())
 
-    def _dropout(self, context: Context, sent: object, dtype: torch.dtype) -> Tensor:
+    def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
         """Dropout inside the experts, keyed by the token's own index, which travels with its row."""
-        position_R = self.dispatcher.follow(context.position_T.unsqueeze(1), sent)[:, 0]  # type: ignore[arg-type]
-        there = Context(context.seed, context.step, position_R)
-        return there.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
+
+        def scale(position_R: Tensor) -> Tensor:
+            there = Context(context.seed, context.step, position_R)
+            return there.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
+
+        return Dropout(context.position_T, scale)
 
 
 def _report(layer: int, routing: Routing, balance: Tensor, z: Tensor) -> LayerReport:

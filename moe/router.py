@@ -67,7 +67,8 @@ class Router(nn.Module):
             noisy_TD = noisy_TD * noise_TD.mul_(2 * s.jitter).add_(1 - s.jitter)
         logits_TE = F.linear(noisy_TD, self.weight.float())
         probs_TE = logits_TE.softmax(-1)
-        gate_TK, expert_TK = _top(probs_TE, k)
+        expert_TK = self.kernels.top_k(probs_TE.detach(), k)
+        gate_TK = probs_TE.gather(1, expert_TK)
         if k > 1:
             gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True)
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
@@ -93,14 +94,3 @@ class Router(nn.Module):
                 "router.group", got=f"{each} sequences", needed=f"a divisor of the {sequences} given", fix="set router.group to sequence"
             )
         return 1  # evaluation and generation may bring fewer sequences than a training group has
-
-
-def _top(probs_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest with their experts; of equal ones the lowest expert first, which topk does not promise."""
-    gates, experts, rest_TE = [], [], probs_TE
-    for _ in range(k):
-        expert_T1 = rest_TE.detach().argmax(-1, keepdim=True)
-        gates.append(probs_TE.gather(1, expert_T1))
-        experts.append(expert_T1)
-        rest_TE = rest_TE.scatter(1, expert_T1, -1.0)
-    return torch.cat(gates, 1), torch.cat(experts, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe import config
 from moe.context import Context
 from moe.dispatch import AllToAll, Local
-from moe.kernels import cpu
+from moe.experts import Experts
 from moe.layer import MoELayer
 from moe.model.linear import FeedForward
 from moe.router import Routing
@@ -218,11 +218,18 @@ KINDS = ["even", "drops", "one rank has nothing for most experts", "one rank sen
 def dispatched(dispatcher: Local | AllToAll, x_TD: Tensor, routing: Routing, weights: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Output, and the gradients of input, gates and expert weights for a fixed gradient of the output."""
     leaves = [x_TD.clone().requires_grad_(), routing.gate_TK, *(w.clone().requires_grad_() for w in weights)]
-    rows, sent = dispatcher.send(leaves[0], routing)
-    rows = cpu.grouped_ffn(rows, leaves[2], leaves[3], leaves[4], counts=sent.counts, ffn="swiglu")
-    y_TD = dispatcher.bring_back(rows, sent)
+    y_TD = dispatcher.run(leaves[0], routing, experts_with(leaves[2:]))
     grads = torch.autograd.grad((y_TD * x_TD.cos()).sum(), leaves)
     return y_TD.detach(), list(grads)
+
+
+def experts_with(weights: list[Tensor]) -> Experts:
+    """A network of these matrices, which stay the leaves that gradients go to."""
+    experts = Experts(len(weights[0]), d_model=D, d_ff=F, ffn="swiglu")
+    for name, weight in zip(("w1", "w2", "w3"), weights, strict=True):
+        delattr(experts, name)
+        setattr(experts, name, weight)
+    return experts
 
 
 def expert_weights() -> list[Tensor]:

@@ -1,11 +1,13 @@
 """The hot path behind one interface, with interchangeable implementations.
 
+    top_k         the experts of the highest scores
     slots         position of every choice in its expert's queue      (who is dropped)
     plan          where every kept choice's row lies                  (rows sorted by expert)
     permute       tokens -> rows                                      backward: rows -> tokens
     reorder       rows -> rows, a bijection                           backward: its inverse
     grouped_ffn   each expert's rows through its own network
     combine       rows -> tokens, weighted by the gates
+    routed_ffn    permute, grouped_ffn and combine fused           (all experts are here)
 
 `reference` is the definition of right: plain loops, slow, exact. `cpu` is the fast one; memory and time go with routed
 rows. Backwards only gather, never add at an index: the result does not depend on the order in which threads run.

@@ -31,6 +31,19 @@ def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
     return rank_N
 
 
+def top_k(scores_TE: Tensor, k: int) -> Tensor:
+    """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
+    if k > 4:
+        return torch.argsort(scores_TE, dim=-1, descending=True, stable=True)[:, :k].contiguous()
+    rest_TE, found = scores_TE, []
+    for choice in range(k):
+        expert_T1 = rest_TE.argmax(-1, keepdim=True)
+        found.append(expert_T1)
+        if choice < k - 1:
+            rest_TE = rest_TE.scatter(1, expert_T1, -torch.inf)
+    return torch.cat(found, 1)
+
+
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
     """Position [T, K] of each active choice in its expert's queue of its group; inactive ones get -1."""
     tokens, choices = expert_TK.shape
@@ -191,3 +204,19 @@ def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out
+
+
+def routed_ffn(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: Plan,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+) -> Tensor:
+    """permute, grouped_ffn and combine in one: where all experts are here."""
+    rows_RD = grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped_RF)
+    return combine(rows_RD, gate_TK, plan)

@@ -14,6 +14,12 @@ from moe.kernels.plan import Plan
 # T tokens, K choices, R rows, E experts, D model, F hidden
 
 
+def top_k(scores_TE: Tensor, k: int) -> Tensor:
+    """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
+    rows = [sorted(range(scores_TE.shape[1]), key=lambda e: (-row[e], e))[:k] for row in scores_TE.tolist()]
+    return torch.tensor(rows, dtype=torch.int64, device=scores_TE.device).view(-1, k)
+
+
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
     """Position [T, K] of each active choice in its expert's queue of its group, 0 for the first; inactive ones get -1.
 
@@ -77,3 +83,19 @@ def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=torch.float32)
     weighted_RD = rows_RD.float() * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
     return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)
+
+
+def routed_ffn(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: Plan,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+) -> Tensor:
+    """permute, grouped_ffn and combine in one: where all experts are here."""
+    rows_RD = grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped_RF)
+    return combine(rows_RD, gate_TK, plan)
