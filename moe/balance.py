@@ -1,16 +1,21 @@
-"""Losses that keep experts evenly used, as pure functions of a routing; all in fp32.
+"""Losses that keep experts evenly used, as pure functions of a routing; all in fp32, over valid tokens: padding counts nowhere.
 
-    balance = E * sum_e f_e P_e     f_e: share of choices for e, before dropping, over all k choices, no gradient
-                                    P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
-    z       = mean_t logsumexp(logits_t)^2                                       (ST-MoE, arXiv 2202.08906, eq. 5)
+    balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
+                                        P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
+    importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
+    z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
-The balance loss is 1 when all is even, whatever k is. It is taken per capacity group and averaged over groups, so that
-its value and gradient do not depend on how groups are spread over ranks and micro-batches. Layers are summed.
+Balance is 1 when all is even, whatever k is; importance is 0. Over which tokens f, P and gates are taken is the scope:
+each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products
+and squares do not add up over parts, so a part must know the whole step's sums; with them a part's loss has the whole's
+gradient, and the parts' mean is the whole's value. Layers are summed.
 `join` puts a loss into the backward pass where it arises, so that it needs no global list and crosses pipeline stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +25,110 @@ from torch import Tensor
 # T tokens, K choices, E experts, G groups, S tokens of a group
 
 
-def balance_loss(probs_TE: Tensor, expert_TK: Tensor, *, num_groups: int) -> Tensor:
-    """Scalar fp32; gradient through probs only."""
+def balance_loss(
+    probs_TE: Tensor, expert_TK: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None
+) -> Tensor:
+    """Scalar fp32; gradient through probs only. With `step`, f is the whole step's and groups play no part."""
     num_experts = probs_TE.shape[1]
-    chosen_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts)
-    f_GE = chosen_GE.float() * (num_groups / expert_TK.numel())
-    p_GE = rearrange(probs_TE.float(), "(g s) e -> g s e", g=num_groups).mean(1)
-    return num_experts * (f_GE * p_GE).sum(1).mean()
+    if step is not None:
+        return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
+    chosen_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, valid_T=valid_T).float()
+    f_GE = chosen_GE / chosen_GE.sum(1, keepdim=True).clamp(min=1)
+    p_GE = group_means(probs_TE, num_groups=num_groups, valid_T=valid_T)
+    return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
 
 
-def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
+def importance_loss(
+    gate_TK: Tensor,
+    expert_TK: Tensor,
+    *,
+    num_experts: int,
+    num_groups: int = 1,
+    valid_T: Tensor | None = None,
+    step: StepMeans | None = None,
+) -> Tensor:
+    """Scalar fp32; gradient through the gates. With `step`, the value is the whole step's and the gradient this part's share of it."""
+    gate_TE = spread_gates(gate_TK, expert_TK, num_experts=num_experts)
+    if step is None:
+        return _weighted(cv_squared(group_means(gate_TE, num_groups=num_groups, valid_T=valid_T)), valid_T)
+    mean_E = group_means(gate_TE, num_groups=1, valid_T=valid_T)[0]
+    return cv_squared(step.gate_E + (mean_E - mean_E.detach()))
+
+
+def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
+    """Scalar fp32."""
+    return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
+
+
+# --- what they are made of ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepMeans:
+    """One layer's whole step: `share_E` of all counted choices, `gate_E` mean gate of each expert over all tokens; fp32."""
+
+    share_E: Tensor
+    gate_E: Tensor
+
+
+def step_means(
+    gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int, valid_T: Tensor | None, whole: Callable[[Tensor], Tensor]
+) -> StepMeans:
+    """`whole` sums a float64 [2 E + 1] of this part over all parts of the step."""
+    count_E = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T)[0]
+    gate_TE = _masked(spread_gates(gate_TK.detach(), expert_TK, num_experts=num_experts), valid_T)
+    tokens = count_E.new_tensor([len(gate_TE)]) if valid_T is None else valid_T.sum().reshape(1)
+    sums = whole(torch.cat((count_E.double(), gate_TE.double().sum(0), tokens.double())))
+    count_E, gate_E, tokens = sums.split((num_experts, num_experts, 1))
+    return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / tokens.clamp(min=1)).float())
+
+
+def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
     """Choices of each expert in each group, before dropping: int64 [G, E]."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
-    return torch.bincount(key_TK.flatten(), minlength=num_groups * num_experts).view(num_groups, num_experts)
+    bins = num_groups * num_experts
+    if valid_T is not None:
+        key_TK = torch.where(valid_T.unsqueeze(1), key_TK, bins)
+    return torch.bincount(key_TK.flatten(), minlength=bins + 1)[:bins].view(num_groups, num_experts)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
-    """Scalar fp32."""
-    return torch.logsumexp(logits_TE.float(), dim=-1).square().mean()
+def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Tensor:
+    """Fp32 [T, E]: each token's gate at the experts it chose, 0 elsewhere."""
+    return gate_TK.new_zeros((len(gate_TK), num_experts), dtype=torch.float32).scatter(1, expert_TK, gate_TK.float())
+
+
+def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
+    """Fp32 [G, E]: means over the valid tokens of each group; 0 where a group has none."""
+    x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
+    if valid_T is None:
+        return x_GSE.mean(1)
+    return x_GSE.sum(1) / valid_T.view(num_groups, -1, 1).sum(1).clamp(min=1)
+
+
+def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
+    """Scalar: the mean over valid tokens; 0 where there are none."""
+    return group_means(x_T.unsqueeze(1), num_groups=1, valid_T=valid_T)[0, 0]
+
+
+def cv_squared(x: Tensor) -> Tensor:
+    """Variance (of the population) over squared mean, along the last dim; 0 where all is 0."""
+    return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
+
+
+def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
+    """The mean over groups, each by its share of the valid tokens."""
+    if valid_T is None:
+        return x_G.mean()
+    tokens_G = valid_T.view(len(x_G), -1).sum(1)
+    return (x_G * tokens_G).sum() / tokens_G.sum().clamp(min=1)
+
+
+def _masked(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
+    return x_TE if valid_T is None else x_TE.masked_fill(~valid_T.unsqueeze(1), 0.0)
+
+
+# --- into the backward pass ---------------------------------------------------------------------------------------------
 
 
 class _Join(torch.autograd.Function):

@@ -125,7 +125,13 @@ class Pipeline(Section):
 
 
 class Recompute(Section):
-    kind: Literal["none"] = "none"
+    """Activations that are computed again in the backward pass instead of kept."""
+
+    kind: Literal["none", "full", "selective"] = Field("none", description="full: whole blocks; selective: their feed-forward or MoE part")
+    every: int = Field(1, gt=0, description="of every n-th block (2: blocks 0, 2, ...)")
+
+    def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
+        return self.kind if layer % self.every == 0 else "none"
 
 
 class Precision(Section):

@@ -1,39 +1,68 @@
-"""What one forward pass knows beside its tokens: where they stand in the run, and the scale of auxiliary losses."""
+"""What one forward pass knows beside its tokens: where they stand in the run, which are padding, the scale of auxiliary losses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel.random import key_of, uniform
+from parallel.recompute import Replay
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Context:
     """`position_T` int64 [T]: each token's index in the whole step, so that noise is the same on every layout.
 
-    `auxiliary_scale` multiplies balance and z losses as they join the backward pass: this pass's share of the global
-    batch, times the loss scale.
+    `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's
+    tokens, times the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives
+    one layer's sums over the global batch for those of this pass; None: this pass is the whole batch. `replay` keeps
+    what must be decided once though the pass may be computed twice.
     """
 
     seed: int
     step: int
     position_T: Tensor
     auxiliary_scale: float = 1.0
+    valid_T: Tensor | None = None
+    whole_step: Callable[[int, Tensor], Tensor] | None = None
+    replay: Replay | None = None
 
     @staticmethod
-    def of(tokens_BL: Tensor, *, seed: int = 0, step: int = 0, first_sequence: int = 0, auxiliary_scale: float = 1.0) -> Context:
-        """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step."""
+    def of(
+        tokens_BL: Tensor,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        first_sequence: int = 0,
+        auxiliary_scale: float = 1.0,
+        valid_BL: Tensor | None = None,
+        whole_step: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Context:
+        """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding."""
         batch, length = tokens_BL.shape
         start = first_sequence * length
-        return Context(seed, step, torch.arange(start, start + batch * length, device=tokens_BL.device), auxiliary_scale)
+        position_T = torch.arange(start, start + batch * length, device=tokens_BL.device)
+        valid_T = None if valid_BL is None else valid_BL.flatten()
+        return Context(seed, step, position_T, auxiliary_scale, valid_T, whole_step)
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:
         """For a model that is used alone: noise seeded from torch's own generator."""
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
+
+    def remembering(self) -> Context:
+        """The same for one pass whose parts may be computed again."""
+        return replace(self, replay=Replay())
+
+    def once(self, name: str, decide: Callable[[], Value]) -> Value:
+        """decide(), or what it gave when this pass was first computed."""
+        return decide() if self.replay is None else self.replay.once(name, decide)
 
     def uniform(self, name: str, width: int) -> Tensor:
         """Float32 [T, width] in [0, 1] for one use in one layer."""

@@ -31,7 +31,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
             "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
         )
     with torch.device("meta"):
-        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=DTYPES[run.precision.compute])
+        compute = DTYPES[run.precision.compute]
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute)
         model.to(DTYPES[run.precision.master])
     layouts = lay_out(model)
     spread_experts(model, mesh, kernels=run.experts.kernels)

@@ -38,7 +38,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
-        ctx.turn = cos_LC, sin_LC
+        ctx.save_for_backward(cos_LC, sin_LC)
         a, b = x_BHLC.chunk(2, dim=-1)
         out = torch.empty_like(x_BHLC)
         first, second = out.chunk(2, dim=-1)
@@ -48,7 +48,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None]:
-        cos_LC, sin_LC = ctx.turn
+        cos_LC, sin_LC = ctx.saved_tensors
         out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC)
         return out, None, None
 

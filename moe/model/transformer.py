@@ -24,6 +24,7 @@ from moe.layer import LayerReport, MoELayer
 from moe.model.attention import Attention, RelativeBias
 from moe.model.linear import FeedForward, Linear, Norm, drop
 from parallel.random import key_of
+from parallel.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
 
@@ -37,9 +38,14 @@ class Output:
 
 
 class Block(nn.Module):
-    def __init__(self, model: config.Model, experts: config.Experts, router: config.Router, layer: int) -> None:
+    """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part."""
+
+    def __init__(
+        self, model: config.Model, experts: config.Experts, router: config.Router, layer: int, *, recompute: config.Recompute | None = None
+    ) -> None:
         super().__init__()
         self.layer, self.dropout = layer, model.dropout
+        self.recompute = (recompute or config.Recompute()).of_layer(layer)
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
@@ -53,7 +59,13 @@ class Block(nn.Module):
             self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
+        return recomputed(self._whole, x_BLD, context) if self.recompute == "full" else self._whole(x_BLD, context)
+
+    def _whole(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
         x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD)), "attention", context)
+        return recomputed(self._second, x_BLD, context) if self.recompute == "selective" else self._second(x_BLD, context)
+
+    def _second(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
         normed_BLD = self.ffn_norm(x_BLD)
         if self.moe is not None:
             y_BLD, report = self.moe(normed_BLD, context)
@@ -79,13 +91,14 @@ class Transformer(nn.Module):
         *,
         vocab_size: int = 256,
         compute: torch.dtype = torch.float32,
+        recompute: config.Recompute | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.config, self.compute, self.vocab_size = model or config.Model(), compute, vocab_size
         experts, router = experts or config.Experts(), router or config.Router()
         self.embedding = nn.Parameter(torch.empty(vocab_size, self.config.d_model))
-        self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
+        self.layers = nn.ModuleList(Block(self.config, experts, router, i, recompute=recompute) for i in range(self.config.num_layers))
         self.norm = Norm(self.config.d_model, self.config.norm)
         self.head = None if self.config.tied_embeddings else Linear(self.config.d_model, vocab_size)
         if not self.embedding.is_meta:
@@ -93,6 +106,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BL: Tensor, context: Context | None = None) -> Output:
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
+        context = context.remembering()  # a recomputed part must go where it went the first time
         x_BLD = F.embedding(tokens_BL, self.embedding).to(self.compute)
         reports = []
         for block in self.layers:
@@ -138,6 +152,9 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
                 setattr(module, name, nn.Parameter(value.to(device or "cpu")))
             else:
                 parameter.data.copy_(value)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:  # state that is no parameter starts at zero, in fp32 whatever dtype the parameters live in
+                setattr(module, name, torch.zeros(buffer.shape, device=device or "cpu"))
 
 
 def _draw(value: Tensor, name: str, *, fan_in: int, scale: float, seed: int) -> None:
