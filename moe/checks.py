@@ -73,14 +73,17 @@ def _check_experts(run: Run) -> None:
                 "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
             )
         return
-    e, ep, k = run.experts.num_experts, run.degrees.ep, run.router.num_choices
-    if isinstance(ep, int) and ep > 0 and e % ep:
-        fitting = divisors(math.gcd(e, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(e)
-        raise BadInput("experts.num_experts", got=e, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
-    if k > e:
+    _check_networks(run)
+    counts, ep, k = run.experts.counts, run.degrees.ep, run.router.num_choices
+    got = counts[0] if len(counts) == 1 else list(counts)
+    if isinstance(ep, int) and ep > 0 and any(e % ep for e in counts):
+        common = math.gcd(*counts)
+        fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
+        raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
+    if k > min(counts):
         raise BadInput(
             "experts.num_experts",
-            got=e,
+            got=got,
             needed=f"at least the {k} choices of router.preset={run.router.preset}",
             fix=f"set it to {max(k, 8)}, or router.preset to switch",
         )
@@ -94,6 +97,33 @@ def _check_experts(run: Run) -> None:
             got=run.router.second,
             needed="a top-2 preset",
             fix="set router.preset to gshard or glam, or router.second to preset",
+        )
+
+
+def _check_networks(run: Run) -> None:
+    """How many experts a layer has, and what stands beside them."""
+    x, layers = run.experts, run.model.layers_with_experts()
+    if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
+        raise BadInput(
+            "experts.num_experts",
+            got=f"{len(x.num_experts)} numbers",
+            needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
+            fix=f"list {len(layers)} numbers, or change model.moe_every",
+        )
+    for key, value in (("shared_gate", x.shared_gate), ("shared_d_ff", x.shared_d_ff)):
+        if value and not x.shared:
+            raise BadInput(
+                f"experts.{key}",
+                got=f"{str(value).lower()} without shared experts",
+                needed="experts.shared above 0",
+                fix="set experts.shared to 1",
+            )
+    if x.residual and x.shared:
+        raise BadInput(
+            "experts.residual",
+            got=f"true with experts.shared={x.shared}",
+            needed="one network that every token passes",
+            fix="set experts.shared to 0, or experts.residual to false",
         )
 
 

@@ -26,10 +26,11 @@ class Section(BaseModel):
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic lets pass: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("a number or a name, not true or false")
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise ValueError(f"at most {_LARGEST}")
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+                raise ValueError("a number or a name, not true or false")
+            if isinstance(number, int) and abs(number) > _LARGEST:
+                raise ValueError(f"at most {_LARGEST}")
         return value
 
 
@@ -62,12 +63,31 @@ class Model(Section):
 class Experts(Section):
     """The feed-forward networks of one MoE layer."""
 
-    num_experts: int = Field(8, gt=0)
+    num_experts: int | tuple[int, ...] = Field(8, description="a list (pyramid): one number for each layer with experts, in order")
     d_ff: int | None = Field(None, gt=0, description="null: model.d_ff")
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = Field(None, description="null: model.ffn")
     shared: int = Field(0, ge=0, description="experts that every token passes, as one wider network")
+    shared_d_ff: int | None = Field(None, gt=0, description="hidden width of one shared expert; null: of an expert")
+    shared_gate: bool = Field(False, description="the shared network times sigmoid(w x), as in Qwen2-MoE")
+    residual: bool = Field(False, description="a dense network beside the experts, mixed with them by a learned softmax (PR-MoE)")
     dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
     kernels: Literal["auto", "reference", "cpu"] = "auto"
+
+    @field_validator("num_experts")
+    @classmethod
+    def _some(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if min((value,) if isinstance(value, int) else value, default=0) < 1:
+            raise ValueError("a number above 0, or a list of such numbers")
+        return value
+
+    def of_layer(self, nth: int) -> int:
+        """The number of experts in the nth of the layers that have experts, from 0."""
+        return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Every number of experts that a layer has."""
+        return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
 class Router(Section):
@@ -204,7 +224,7 @@ class Run(Section):
         dp = world_size if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
-            ep = math.gcd(dp, self.experts.num_experts) if self.model.layers_with_experts() else 1
+            ep = math.gcd(dp, *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def mesh_degrees(self) -> Degrees:

@@ -1,7 +1,10 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
 
-    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD (+ shared experts)
+    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> beside: what every token passes
                 \\__ balance and z losses join the backward pass here
+
+    shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
+    residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
 
 A dropped token gets zero from here and lives on through the residual around the layer.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -19,6 +23,7 @@ from moe.balance import count_choices, join
 from moe.context import Context
 from moe.dispatch import Dispatcher, Dropout, Local
 from moe.experts import Experts
+from moe.model.linear import FeedForward, Linear
 from moe.router import Router, Routing
 
 # B batch, L length, D model, T = B*L tokens, K choices, E experts, R rows, F hidden
@@ -42,7 +47,7 @@ class LayerReport:
 
 
 class MoELayer(nn.Module):
-    """`shared` is a feed-forward network that every token passes, or None."""
+    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None."""
 
     def __init__(
         self,
@@ -53,16 +58,17 @@ class MoELayer(nn.Module):
         d_ff: int,
         ffn: str,
         layer: int,
+        nth: int = 0,
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
-        self.router = Router(
-            router, num_experts=experts.num_experts, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router"
-        )
-        self.experts = Experts(
-            experts.num_experts, d_model=d_model, d_ff=experts.d_ff or d_ff, ffn=experts.ffn or ffn, kernels=experts.kernels
-        )
+        count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
+        self.router = Router(router, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
+        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels)
+        self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
+        self.residual = FeedForward(d_model, d_ff, ffn) if experts.residual else None
+        self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
@@ -75,9 +81,19 @@ class MoELayer(nn.Module):
             s = self.router.settings
             y_TD = join(y_TD, s.balance_weight * balance + s.z_weight * z, scale=context.auxiliary_scale)
         y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
-        if self.shared is not None:
-            y_BLD = y_BLD + self.shared(x_BLD)
-        return y_BLD, _report(self.layer, routing, balance.detach(), z.detach())
+        return self._beside(x_BLD, y_BLD), _report(self.layer, routing, balance.detach(), z.detach())
+
+    def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """The routed output together with the networks that every token passes; gates and coefficients in fp32."""
+        if self.residual is not None and self.coefficient is not None:
+            c_BL2 = F.linear(x_BLD.float(), self.coefficient.weight.float()).softmax(-1).to(x_BLD.dtype)
+            y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
+        if self.shared is None:
+            return y_BLD
+        shared_BLD: Tensor = self.shared(x_BLD)
+        if self.shared_gate is not None:
+            shared_BLD = F.linear(x_BLD.float(), self.shared_gate.weight.float()).sigmoid().to(x_BLD.dtype) * shared_BLD
+        return y_BLD + shared_BLD
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
         """Dropout inside the experts, keyed by the token's own index, which travels with its row."""

@@ -11,13 +11,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe import config, recipe
 from moe.model.flops import Size, size
-from moe.model.transformer import Transformer
+from moe.model.transformer import Transformer, moe_layers
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
     "switch": {"model": {"moe_every": 2}},
     "every layer, glam": {"model": {"moe_every": 1, "ffn": "geglu"}, "experts": {"ffn": "gelu", "d_ff": 28}, "router": {"preset": "glam"}},
     "listed, gshard, shared": {"model": {"moe_layers": (0, 3), "ffn": "swiglu"}, "experts": {"shared": 2}, "router": {"preset": "gshard"}},
+    "gated shared of another width": {
+        "model": {"moe_every": 2, "ffn": "geglu"},
+        "experts": {"shared": 3, "shared_d_ff": 9, "shared_gate": True},
+    },
+    "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 8), "residual": True, "d_ff": 20}},
     "untied, grouped queries": {"model": {"moe_every": 3, "tied_embeddings": False, "num_kv_heads": 2}},
     "t5, wide heads": {"model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "norm": "layernorm"}},
 }
@@ -28,7 +33,7 @@ V, L = 53, 16
 def sections(values: dict[str, Any]) -> tuple[config.Model, config.Experts, config.Router]:
     model = {"num_layers": 4, "d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L} | values.get("model", {})
     router = {"capacity_factor": None} | values.get("router", {})
-    return config.Model(**model), config.Experts(num_experts=6, **values.get("experts", {})), config.Router(**router)
+    return config.Model(**model), config.Experts(**{"num_experts": 6} | values.get("experts", {})), config.Router(**router)
 
 
 @EVERY
@@ -42,8 +47,11 @@ def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values
     model, experts, router = sections(values)
     found = size(model, experts, router, vocab_size=V)
     held = Transformer(model, experts, router, vocab_size=V)
-    in_experts = sum(p.numel() for name, p in held.named_parameters() if ".experts." in name)
-    assert found.total - found.active == in_experts * (6 - router.num_choices) // 6
+    idle = 0
+    for layer in moe_layers(held):
+        count = layer.experts.num_experts
+        idle += sum(p.numel() for p in layer.experts.parameters()) // count * (count - router.num_choices)
+    assert found.total - found.active == idle
 
 
 def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int:

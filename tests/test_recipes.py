@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from moe.config import Run
@@ -19,7 +21,7 @@ def test_every_recipe_is_legal_on_1_2_and_8_processes(name: str) -> None:
     for world in (1, 2, 8):
         resolved = run.check(world)
         assert resolved.mesh_degrees().world == world
-        assert resolved.degrees.ep == (world if run.model.layers_with_experts() else 1)
+        assert resolved.degrees.ep == (math.gcd(world, *run.experts.counts) if run.model.layers_with_experts() else 1)
     assert set(origins.values()) > {"default"}
 
 
@@ -32,7 +34,8 @@ def test_a_resolved_recipe_reads_back_as_itself(name: str, tmp_path: object) -> 
 
 
 def test_the_tiny_recipes_have_equal_flops_and_the_sparse_ones_equal_parameters() -> None:
-    dense, switch, glam = (size_of(load(name)[0]) for name in ("dense_tiny", "switch_tiny", "glam_tiny"))
+    dense, switch, glam, pr_moe = (size_of(load(name)[0]) for name in ("dense_tiny", "switch_tiny", "glam_tiny", "pr_moe_tiny"))
+    assert pr_moe.training == pytest.approx(dense.training, rel=0.005)
     for sparse in (switch, glam):
         assert sparse.training == pytest.approx(dense.training, rel=0.005)  # the router is the difference
         assert sparse.total > 3 * dense.total

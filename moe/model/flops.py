@@ -31,18 +31,22 @@ def size(model: config.Model, experts: config.Experts, router: config.Router, *,
     attention = model.d_model * (2 * width + 2 * kv_heads * head)
     bias = RelativeBias.buckets * model.num_heads if model.positions == "t5" else 0
     dense_ffn = _ffn(model.d_model, model.d_ff, model.ffn)
-    one_expert = _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)
+    expert_ffn, expert_d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
+    one_expert = _ffn(model.d_model, expert_d_ff, expert_ffn)
     with_experts = len(model.layers_with_experts())
     dense_layers = model.num_layers - with_experts
-    router_size, shared = experts.num_experts * model.d_model, experts.shared * one_expert
+    num_experts = sum(experts.of_layer(nth) for nth in range(with_experts))  # of all layers
+    beside = _ffn(model.d_model, (experts.shared_d_ff or expert_d_ff) * experts.shared, expert_ffn)
+    beside += model.d_model if experts.shared_gate else 0
+    beside += one_expert + 2 * model.d_model if experts.residual else 0
     table = vocab_size * model.d_model
 
-    matrices = model.num_layers * attention + dense_layers * dense_ffn + with_experts * (router_size + shared) + table
+    matrices = model.num_layers * attention + dense_layers * dense_ffn + with_experts * beside + num_experts * model.d_model + table
     active = matrices + with_experts * router.num_choices * one_expert
     rest = model.num_layers * (2 * model.d_model + bias) + model.d_model + (0 if model.tied_embeddings else table)
     attended = (model.max_length + 1) / 2
     forward = 2.0 * active + 4.0 * attended * width * model.num_layers
-    return Size(matrices + with_experts * experts.num_experts * one_expert + rest, active + rest, forward, 3.0 * forward)
+    return Size(matrices + num_experts * one_expert + rest, active + rest, forward, 3.0 * forward)
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:

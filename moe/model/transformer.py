@@ -52,9 +52,9 @@ class Block(nn.Module):
         self.ffn: FeedForward | None = None
         self.moe: MoELayer | None = None
         if layer in model.layers_with_experts():
-            ffn, d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
-            shared = FeedForward(model.d_model, d_ff * experts.shared, ffn) if experts.shared else None
-            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, shared=shared)
+            nth, ffn, d_ff = model.layers_with_experts().index(layer), experts.ffn or model.ffn, experts.d_ff or model.d_ff
+            shared = FeedForward(model.d_model, (experts.shared_d_ff or d_ff) * experts.shared, ffn) if experts.shared else None
+            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared)
         else:
             self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
 
