@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from moe.config import Run
+from moe.router_checks import check_causal, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import divisors
 
@@ -74,24 +75,16 @@ def _check_experts(run: Run) -> None:
             )
         return
     _check_networks(run)
-    counts, ep, k = run.experts.counts, run.degrees.ep, run.router.num_choices
+    counts, ep = run.experts.counts, run.degrees.ep
     got = counts[0] if len(counts) == 1 else list(counts)
     if isinstance(ep, int) and ep > 0 and any(e % ep for e in counts):
         common = math.gcd(*counts)
         fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
-    if k > min(counts):
-        raise BadInput(
-            "experts.num_experts",
-            got=got,
-            needed=f"at least the {k} choices of router.preset={run.router.preset}",
-            fix=f"set it to {max(k, 8)}, or router.preset to switch",
-        )
-    if isinstance(run.router.group, int) and run.router.group < 1:
-        raise BadInput(
-            "router.group", got=run.router.group, needed="at least 1 sequence, or sequence, or rank", fix="set router.group to sequence"
-        )
-    if run.router.second != "preset" and k == 1:
+    for count in counts:
+        check_spec(run.router.spec, count)
+    check_causal(run.router.spec, allowed=run.router.allow_noncausal)
+    if run.router.second != "preset" and run.router.spec.num_choices != 2:
         raise BadInput(
             "router.second",
             got=run.router.second,
@@ -132,6 +125,55 @@ def _check_precision(run: Run) -> None:
     if p.master == "bf16" and p.compute != "bf16":
         raise BadInput(
             "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix="set precision.master to fp32"
+def _check_dispatch(run: Run) -> None:
+    """How rows travel, and how each expert's matrices are split."""
+    d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
+    units = run.experts.d_ff or run.model.d_ff
+    if run.model.layers_with_experts() and etp > 0 and units % etp:
+        raise BadInput(
+            "degrees.etp",
+            got=etp,
+            needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
+            fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
+        )
+    if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
+        reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=f"{d.overlap_chunks} with dispatch.kind={d.kind}",
+            needed=f"1: only all_to_all can be cut ({reason})",
+            fix="set dispatch.kind to all_to_all, or dispatch.overlap_chunks to 1",
+        )
+    if d.kind == "hierarchical" and d.node_size is None:
+        raise BadInput(
+            "dispatch.node_size",
+            got="null with dispatch.kind=hierarchical",
+            needed="how many ranks of the ep axis share a node",
+            fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
+        )
+    if d.kind != "hierarchical" and d.node_size is not None:
+        raise BadInput(
+            "dispatch.node_size",
+            got=f"{d.node_size} with dispatch.kind={d.kind}",
+            needed="null: only hierarchical knows nodes",
+            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
+        )
+    if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
+        return
+    if d.node_size is not None and ep % d.node_size:
+        raise BadInput(
+            "dispatch.node_size", got=d.node_size, needed=f"a divisor of degrees.ep={ep}", fix=f"set it to one of {divisors(ep)}"
+        )
+    held = math.gcd(*(count // ep for count in run.experts.counts))
+    if held % d.overlap_chunks:
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=d.overlap_chunks,
+            needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
+            fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
+        )
+
+
         )
     if p.compute == "fp16" and p.loss_scale == "none":
         raise BadInput(
@@ -183,7 +225,7 @@ def _check_batch(run: Run) -> None:
             needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
             fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
         )
-    group, held = run.router.group, batch // (dp * m)
+    group, held = run.router.spec.group, batch // (dp * m)
     if run.model.layers_with_experts() and isinstance(group, int) and held % group:
         raise BadInput(
             "router.group",
@@ -192,7 +234,7 @@ def _check_batch(run: Run) -> None:
             fix=f"set router.group to one of {divisors(held)}",
         )
     # where evaluation has a capacity, its groups must be whole on every rank, or the loss would depend on the layout
-    grouped = run.model.layers_with_experts() and run.router.eval_capacity_factor is not None and isinstance(group, int)
+    grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp
     if run.train.eval_sequences % unit:
         raise BadInput(

@@ -9,10 +9,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from moe.presets import PRESETS
+from moe.spec import RouterSpec
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, check_world
 
@@ -90,24 +93,57 @@ class Experts(Section):
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
-class Router(Section):
-    """Who goes where: `switch` is top-1 with the gate as it is; `gshard` and `glam` are top-2 with renormalised gates."""
+Preset = Literal["preset"]  # the value that the preset has
+Count = Annotated[int, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
 
-    preset: Literal["switch", "gshard", "glam"] = "switch"
-    group: Literal["sequence", "rank"] | int = Field(
-        "sequence", description="tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)"
+
+class Router(Section):
+    """Who goes where: a published router by name, and what this recipe does differently from it."""
+
+    preset: Literal[
+        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "deepseek_v3", "deepspeed", "megatron", "expert_choice"
+    ] = "switch"
+    num_choices: Count | Preset = Field("preset", description="experts of a token")
+    score: Literal["preset", "softmax", "sigmoid", "sqrt_softplus"] = Field("preset", description="of a logit")
+    softmax_over: Literal["preset", "all", "chosen"] = Field("preset", description="all experts before selection, or the chosen ones after it")
+    jitter: Annotated[float, Field(ge=0, lt=1)] | Preset = Field(
+        "preset", description="the router's input times uniform(1 - jitter, 1 + jitter), train only"
     )
-    capacity_factor: float | None = Field(1.25, gt=0, description="null: dropless")
-    eval_capacity_factor: float | None = Field(None, gt=0, description="null: dropless")
-    min_capacity: int = Field(4, ge=0)
-    jitter: float = Field(0.0, ge=0, lt=1, description="the router's input times uniform(1 - jitter, 1 + jitter), train only")
-    second: Literal["preset", "always", "random"] = Field("preset", description="whether the second expert is always used (gshard: random)")
-    balance_weight: float = Field(0.01, ge=0, description="Switch eq. 4, summed over layers")
-    z_weight: float = Field(0.0, ge=0, description="ST-MoE: 0.001")
+    noise: Literal["preset", "none", "gumbel", "noisy_top_k"] = Field("preset", description="on logits, train only")
+    select: Literal["preset", "top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] = Field("preset", description="who is chosen")
+    expert_groups: Count | Preset = Field("preset", description="of group_limited: equal runs of experts")
+    top_groups: Count | Preset = Field("preset", description="of group_limited: runs a token may choose from")
+    second: Literal["preset", "always", "random"] = Field("preset", description="the second expert of top-2; random: with probability 2 g_2")
+    bias_rate: AtLeast0 | None | Preset = Field("preset", description="step of the selection bias (aux-loss-free balance); null: no bias")
+    gates: Literal["preset", "as_is", "before_drop", "after_drop"] = Field("preset", description="whether and when gates are made to sum to 1")
+    gate_scale: Above0 | Preset = Field("preset", description="factor on all gates")
+    group: Literal["sequence", "rank", "preset"] | Count = Field(
+        "preset", description="tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)"
+    )
+    capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
+    eval_capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
+    min_capacity: Annotated[int, Field(ge=0)] | Preset = "preset"
+    capacity_counts: Literal["preset", "choices", "tokens"] = Field("preset", description="whether k is a factor of the capacity")
+    capacity_rounding: Literal["preset", "ceil", "floor", "round"] = "preset"
+    capacity_multiple: Count | Preset = Field("preset", description="slots are rounded up to a multiple of it")
+    drop: Literal["preset", "position", "lowest_gate", "random"] = Field("preset", description="who has no slot")
+    queue: Literal["preset", "choices_first", "tokens_first"] = Field("preset", description="all first choices before second ones, or not")
+    balance_weight: AtLeast0 | Preset = Field("preset", description="Switch eq. 4, summed over layers")
+    balance_counts: Literal["preset", "all", "first"] = Field("preset", description="choices that count as load: all k, or the first (GShard)")
+    balance_scope: Literal["preset", "sequence", "micro_batch", "global_batch"] = Field(
+        "preset", description="tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free), or all of a step"
+    )
+    importance_weight: AtLeast0 | Preset = Field("preset", description="squared variation of the experts' gates (Shazeer et al. 2017)")
+    z_weight: AtLeast0 | Preset = Field("preset", description="ST-MoE: 0.001")
+    allow_noncausal: bool = Field(False, description="train a router whose choices for a token depend on later tokens")
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.preset == "switch" else 2
+    def spec(self) -> RouterSpec:
+        """The preset with this recipe's own values: complete."""
+        own = {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
+        return replace(PRESETS[self.preset], **own)
 
     @property
     def random_second(self) -> bool:

@@ -22,7 +22,7 @@ class Context:
     `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's
     tokens, times the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives
     one layer's sums over the global batch for those of this pass; None: this pass is the whole batch. `replay` keeps
-    what must be decided once though the pass may be computed twice.
+    what must be decided once though the pass may be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by.
     """
 
     seed: int
@@ -32,6 +32,7 @@ class Context:
     valid_T: Tensor | None = None
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
+    tokens_T: Tensor | None = None
 
     @staticmethod
     def of(
@@ -42,19 +43,21 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
-        whole_step: Callable[[int, Tensor], Tensor] | None = None,
     ) -> Context:
         """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding."""
         batch, length = tokens_BL.shape
         start = first_sequence * length
         position_T = torch.arange(start, start + batch * length, device=tokens_BL.device)
         valid_T = None if valid_BL is None else valid_BL.flatten()
-        return Context(seed, step, position_T, auxiliary_scale, valid_T, whole_step)
+        return Context(seed, step, position_T, auxiliary_scale, valid_T, tokens_T=tokens_BL.flatten())
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:
         """For a model that is used alone: noise seeded from torch's own generator."""
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
+
+    def with_whole_step(self, whole_step: Callable[[int, Tensor], Tensor] | None) -> Context:
+        return replace(self, whole_step=whole_step)
 
     def remembering(self) -> Context:
         """The same for one pass whose parts may be computed again."""

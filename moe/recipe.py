@@ -119,6 +119,9 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
     for section, fields in run.model_dump().items():
         for key in fields:
             origins.setdefault(f"{section}.{key}", "default")
+    for key, value in run.router:
+        if value == "preset":
+            origins[f"router.{key}"] = f"{run.router.preset}: {json.dumps(getattr(run.router.spec, key))}"
     return run, origins
 
 
@@ -180,6 +183,9 @@ def _refuse_key(path: tuple[Any, ...]) -> None:
     raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(keys)}", fix=fix)
 
 
+_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
 def _explain(error: dict[str, Any], more: int) -> BadInput:
     """pydantic's first complaint as one line in our form."""
     loc = tuple(p for p in error["loc"])
@@ -193,7 +199,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     choices = _choices(field.annotation) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {field.default!r}" if field is not None else f"write {dotted}: {{key: value}}"
-    if choices:
+    if choices and error["type"] not in _RANGES:
         near = did_you_mean(str(error["input"]), choices)
         numbers = " or a number" if field is not None and _takes_number(field.annotation) else ""
         needed = f"{', '.join(choices)}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
@@ -217,7 +223,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _takes_number(annotation: Any) -> bool:
-    return any(a in (int, float) for a in get_args(annotation))
+    return annotation in (int, float) or any(_takes_number(a) for a in get_args(annotation))
 
 
 def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
