@@ -125,55 +125,6 @@ def _check_precision(run: Run) -> None:
     if p.master == "bf16" and p.compute != "bf16":
         raise BadInput(
             "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix="set precision.master to fp32"
-def _check_dispatch(run: Run) -> None:
-    """How rows travel, and how each expert's matrices are split."""
-    d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
-    units = run.experts.d_ff or run.model.d_ff
-    if run.model.layers_with_experts() and etp > 0 and units % etp:
-        raise BadInput(
-            "degrees.etp",
-            got=etp,
-            needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
-            fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
-        )
-    if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
-        reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
-        raise BadInput(
-            "dispatch.overlap_chunks",
-            got=f"{d.overlap_chunks} with dispatch.kind={d.kind}",
-            needed=f"1: only all_to_all can be cut ({reason})",
-            fix="set dispatch.kind to all_to_all, or dispatch.overlap_chunks to 1",
-        )
-    if d.kind == "hierarchical" and d.node_size is None:
-        raise BadInput(
-            "dispatch.node_size",
-            got="null with dispatch.kind=hierarchical",
-            needed="how many ranks of the ep axis share a node",
-            fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
-        )
-    if d.kind != "hierarchical" and d.node_size is not None:
-        raise BadInput(
-            "dispatch.node_size",
-            got=f"{d.node_size} with dispatch.kind={d.kind}",
-            needed="null: only hierarchical knows nodes",
-            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
-        )
-    if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
-        return
-    if d.node_size is not None and ep % d.node_size:
-        raise BadInput(
-            "dispatch.node_size", got=d.node_size, needed=f"a divisor of degrees.ep={ep}", fix=f"set it to one of {divisors(ep)}"
-        )
-    held = math.gcd(*(count // ep for count in run.experts.counts))
-    if held % d.overlap_chunks:
-        raise BadInput(
-            "dispatch.overlap_chunks",
-            got=d.overlap_chunks,
-            needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
-            fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
-        )
-
-
         )
     if p.compute == "fp16" and p.loss_scale == "none":
         raise BadInput(

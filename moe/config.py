@@ -145,10 +145,6 @@ class Router(Section):
         own = {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
         return replace(PRESETS[self.preset], **own)
 
-    @property
-    def random_second(self) -> bool:
-        return self.num_choices == 2 and (self.second == "random" or (self.second == "preset" and self.preset == "gshard"))
-
 
 class Parallel(Section):
     """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp and the experts."""
