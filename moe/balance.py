@@ -26,29 +26,29 @@ from torch import Tensor
 
 
 def balance_loss(
-    probs_TE: Tensor, expert_TK: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None
+    probs_TE: Tensor,
+    expert_TK: Tensor,
+    *,
+    num_groups: int = 1,
+    valid_T: Tensor | None = None,
+    counted_TK: Tensor | None = None,
+    step: StepMeans | None = None,
 ) -> Tensor:
     """Scalar fp32; gradient through probs only. With `step`, f is the whole step's and groups play no part."""
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
-    chosen_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, valid_T=valid_T).float()
+    chosen_GE = count_choices(expert_TK, num_groups=num_groups, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK).float()
     f_GE = chosen_GE / chosen_GE.sum(1, keepdim=True).clamp(min=1)
     p_GE = group_means(probs_TE, num_groups=num_groups, valid_T=valid_T)
     return num_experts * _weighted((f_GE * p_GE).sum(1), valid_T)
 
 
-def importance_loss(
-    gate_TK: Tensor,
-    expert_TK: Tensor,
-    *,
-    num_experts: int,
-    num_groups: int = 1,
-    valid_T: Tensor | None = None,
-    step: StepMeans | None = None,
-) -> Tensor:
-    """Scalar fp32; gradient through the gates. With `step`, the value is the whole step's and the gradient this part's share of it."""
-    gate_TE = spread_gates(gate_TK, expert_TK, num_experts=num_experts)
+def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+    """Scalar fp32 of each token's gates, 0 at experts it did not choose (`spread_gates`).
+
+    With `step`, the value is the whole step's and the gradient this part's share of it.
+    """
     if step is None:
         return _weighted(cv_squared(group_means(gate_TE, num_groups=num_groups, valid_T=valid_T)), valid_T)
     mean_E = group_means(gate_TE, num_groups=1, valid_T=valid_T)[0]
@@ -72,24 +72,33 @@ class StepMeans:
 
 
 def step_means(
-    gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int, valid_T: Tensor | None, whole: Callable[[Tensor], Tensor]
+    expert_TK: Tensor,
+    gate_TE: Tensor | None,
+    *,
+    num_experts: int,
+    valid_T: Tensor | None = None,
+    counted_TK: Tensor | None = None,
+    whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """`whole` sums a float64 [2 E + 1] of this part over all parts of the step."""
-    count_E = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T)[0]
-    gate_TE = _masked(spread_gates(gate_TK.detach(), expert_TK, num_experts=num_experts), valid_T)
-    tokens = count_E.new_tensor([len(gate_TE)]) if valid_T is None else valid_T.sum().reshape(1)
-    sums = whole(torch.cat((count_E.double(), gate_TE.double().sum(0), tokens.double())))
-    count_E, gate_E, tokens = sums.split((num_experts, num_experts, 1))
+    """`whole` sums a float64 [2 E + 1] of this part over all parts of the step; without gates theirs are 0."""
+    count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
+    count_E = count_GE[0].double()
+    gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
+    tokens = count_E.new_tensor([len(expert_TK)]) if valid_T is None else valid_T.sum().double().reshape(1)
+    count_E, gate_E, tokens = whole(torch.cat((count_E, gate_E, tokens))).split((num_experts, num_experts, 1))
     return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / tokens.clamp(min=1)).float())
 
 
-def count_choices(expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None) -> Tensor:
-    """Choices of each expert in each group, before dropping: int64 [G, E]."""
+def count_choices(
+    expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
+) -> Tensor:
+    """Choices of each expert in each group, before dropping: int64 [G, E]; not those of padding, nor what only fills a row."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
-    if valid_T is not None:
-        key_TK = torch.where(valid_T.unsqueeze(1), key_TK, bins)
+    for mask in (None if valid_T is None else valid_T.unsqueeze(1), counted_TK):
+        if mask is not None:
+            key_TK = torch.where(mask, key_TK, bins)
     return torch.bincount(key_TK.flatten(), minlength=bins + 1)[:bins].view(num_groups, num_experts)
 
 

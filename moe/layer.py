@@ -19,22 +19,24 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe import config
-from moe.balance import count_choices, join
+from moe.balance import balance_loss, count_choices, importance_loss, join, mean_over_tokens, spread_gates, step_means, z_loss
 from moe.context import Context
 from moe.dispatch import Dispatcher, Dropout, Local
 from moe.experts import Experts
 from moe.model.linear import FeedForward, Linear
 from moe.router import Router, Routing
+from moe.spec import RouterSpec
 
 # B batch, L length, D model, T = B*L tokens, K choices, E experts, R rows, F hidden
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer did with the tokens held here; sums, so that ranks and micro-batches add up.
+    """What one layer did with the valid tokens held here.
 
-    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to tokens * k;
-    `balance_loss`, `z_loss`: fp32 means over this pass's groups and tokens; `entropy`: of the router, mean over tokens, nats.
+    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to tokens * k. The others are
+    fp32 means over this pass's tokens, so that passes add up by their shares of the tokens; `importance_loss` is 0 where its
+    weight is; `entropy` of the router in nats.
     """
 
     layer: int
@@ -42,6 +44,7 @@ class LayerReport:
     kept: Tensor
     dropped: Tensor
     balance_loss: Tensor
+    importance_loss: Tensor
     z_loss: Tensor
     entropy: Tensor
 
@@ -76,12 +79,11 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
-        balance, z = routing.balance_loss(), routing.z_loss()
+        losses = _losses(self.layer, self.router.settings, routing, context)
         if self.training:
-            s = self.router.settings
-            y_TD = join(y_TD, s.balance_weight * balance + s.z_weight * z, scale=context.auxiliary_scale)
+            y_TD = join(y_TD, losses.weighted(self.router.settings), scale=context.auxiliary_scale)
         y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
-        return self._beside(x_BLD, y_BLD), _report(self.layer, routing, balance.detach(), z.detach())
+        return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """The routed output together with the networks that every token passes; gates and coefficients in fp32."""
@@ -105,8 +107,42 @@ class MoELayer(nn.Module):
         return Dropout(context.position_T, scale)
 
 
-def _report(layer: int, routing: Routing, balance: Tensor, z: Tensor) -> LayerReport:
+@dataclass(frozen=True)
+class _Losses:
+    """Scalars, fp32, before their weights."""
+
+    balance: Tensor
+    importance: Tensor
+    z: Tensor
+
+    def weighted(self, s: RouterSpec) -> Tensor:
+        return s.balance_weight * self.balance + s.importance_weight * self.importance + s.z_weight * self.z
+
+
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
+    """Over the scope that the spec names; of the global batch where the context can tell its sums."""
+    probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
+    choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
+    expert_TK = routing.expert_TK[:, :choices]
+    counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
+    num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
+    gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
+    step, whole = None, context.whole_step
+    if s.balance_scope == "global_batch" and whole is not None:
+        step = step_means(
+            expert_TK, gate_TE, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK, whole=lambda mine: whole(layer, mine)
+        )
+    return _Losses(
+        balance_loss(probs_TE, expert_TK, num_groups=num_groups, valid_T=valid_T, counted_TK=counted_TK, step=step),
+        probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, num_groups=num_groups, valid_T=valid_T, step=step),
+        z_loss(routing.logits_TE, valid_T=valid_T),
+    )
+
+
+def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
+    valid_T, num_experts = routing.valid_T, routing.probs_TE.shape[1]
+    load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
     kept = routing.kept_TK.sum()
-    load_E = count_choices(routing.expert_TK, num_groups=1, num_experts=routing.probs_TE.shape[1])[0]
-    entropy = torch.special.entr(routing.probs_TE.detach()).sum(-1).mean()
-    return LayerReport(layer, load_E, kept, routing.kept_TK.numel() - kept, balance, z, entropy)
+    entropy = mean_over_tokens(torch.special.entr(routing.probs_TE.detach()).sum(-1), valid_T=valid_T)
+    means = (losses.balance.detach(), losses.importance.detach(), losses.z.detach(), entropy)
+    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

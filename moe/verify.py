@@ -183,7 +183,6 @@ def compute(case: Case, *, rank: int = 0) -> Result:
             mine,
             mesh=mesh,
             microbatches=case.microbatches,
-            global_batch=BATCH,
             seed=run.train.seed,
             step=step,
             loss_scale=scale.value,
@@ -192,6 +191,7 @@ def compute(case: Case, *, rank: int = 0) -> Result:
         gradients = _owned(engine, mesh, "gradient", scale.value) if kept is None else {}
         norm = finish(
             engine,
+            numbers,
             world=mesh.axis("world"),
             scale=scale,
             lr=run.optimizer.lr,

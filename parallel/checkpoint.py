@@ -245,9 +245,9 @@ class Reader:
             self.entries.setdefault((entry["name"], entry["kind"]), []).append(entry)
         self._open: dict[str, Any] = {}
 
-    def names(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every logical parameter."""
-        return {name: tuple(found[0]["shape"]) for (name, kind), found in self.entries.items() if kind == "weight"}
+    def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
+        """Full shape of every logical tensor of a kind: with "weight", of every parameter."""
+        return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
 
     def region(self, name: str, kind: str, region: tuple[slice, ...]) -> Tensor:
         """Any part of one logical tensor, put together from whatever pieces it was saved in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe import config
-from moe.balance import balance_loss, count_choices, join, z_loss
+from moe.balance import balance_loss, count_choices, importance_loss, join, spread_gates, step_means, z_loss
 from moe.context import Context
 from moe.layer import MoELayer
 from moe.router import Router
@@ -199,8 +200,120 @@ def test_a_layer_adds_its_weighted_losses_to_the_backward_pass(scale: float) -> 
     torch.testing.assert_close(grads["joined"], grads["none"])
 
     layer.eval()
-    layer.router.settings = layer.router.settings.model_copy(update={"balance_weight": 1e6})
+    layer.router.settings = replace(layer.router.settings, balance_weight=1e6)
     (quiet,) = torch.autograd.grad(layer(x_BLD, context)[0].square().mean(), layer.router.weight)
-    layer.router.settings = layer.router.settings.model_copy(update={"balance_weight": 0.0})
+    layer.router.settings = replace(layer.router.settings, balance_weight=0.0)
     (same,) = torch.autograd.grad(layer(x_BLD, context)[0].square().mean(), layer.router.weight)
     assert torch.equal(quiet, same)
+
+
+# --- padding ------------------------------------------------------------------------------------------------------------
+
+PADDED = [(3, [4, 0, 7]), (1, [5]), (2, [7, 7])]  # groups of 7 tokens, and how many of each are valid
+
+
+def padded(lengths: list[int], k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits with gradient, experts, gates and which tokens are valid: groups of 7 with a tail of padding that means nothing."""
+    logits = (torch.randn(7 * len(lengths), 5, generator=torch.Generator().manual_seed(8)) * 2).requires_grad_()
+    probs = logits.softmax(-1)
+    gate, expert = probs.topk(k)
+    valid = torch.cat([torch.arange(7) < n for n in lengths])
+    return logits, expert, gate, valid
+
+
+def gathered(loss: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return loss.detach(), torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("groups", "lengths"), PADDED)
+def test_padding_counts_in_no_loss(groups: int, lengths: list[int], k: int) -> None:
+    """Value and gradient are those of the valid tokens alone: each group's loss, weighted by its tokens; padding's gradient is 0."""
+    logits, expert, gate, valid = padded(lengths, k)
+    probs, importance = logits.softmax(-1), spread_gates(gate, expert, num_experts=5)
+    per_group = [valid & (torch.arange(7 * groups) // 7 == g) for g in range(groups)]
+    share = [rows.sum() / valid.sum() for rows in per_group]
+    held = [(w, rows) for w, rows in zip(share, per_group, strict=True) if rows.any()]
+    pairs = {
+        "balance": (
+            balance_loss(probs, expert, num_groups=groups, valid_T=valid),
+            sum(w * balance_loss(probs[rows], expert[rows]) for w, rows in held),
+        ),
+        "importance": (
+            importance_loss(importance, num_groups=groups, valid_T=valid),
+            sum(w * importance_loss(importance[rows]) for w, rows in held),
+        ),
+        "z": (z_loss(logits, valid_T=valid), z_loss(logits[valid])),
+    }
+    for got, want in pairs.values():
+        assert isinstance(want, Tensor)
+        torch.testing.assert_close(gathered(got, logits), gathered(want, logits))
+        assert not gathered(got, logits)[1][~valid].any()
+    counts = count_choices(expert, num_groups=groups, num_experts=5, valid_T=valid)
+    assert counts.sum(1).tolist() == [n * k for n in lengths]
+
+
+def test_all_padding_gives_zero_and_no_nan() -> None:
+    logits, expert, gate, _ = padded([3, 4], 2)
+    nothing = torch.zeros(14, dtype=torch.bool)
+    importance = spread_gates(gate, expert, num_experts=5)
+    for loss in (
+        balance_loss(logits.softmax(-1), expert, num_groups=2, valid_T=nothing),
+        importance_loss(importance, num_groups=2, valid_T=nothing),
+        z_loss(logits, valid_T=nothing),
+    ):
+        value, grad = gathered(loss, logits)
+        assert value == 0 and torch.equal(grad, torch.zeros_like(grad))
+
+
+# --- importance and scopes ----------------------------------------------------------------------------------------------
+
+
+def test_importance_is_the_squared_coefficient_of_variation_of_the_summed_gates() -> None:
+    """Shazeer et al., eq. 6 and 7, written out; 0 when even, E - 1 when one expert has every gate."""
+    _, expert, gate, _ = padded([7, 7], 2)
+    sums = [sum(float(gate.detach()[t, j]) for t in range(14) for j in range(2) if expert[t, j] == e) for e in range(5)]
+    mean = sum(sums) / 5
+    want = sum((s - mean) ** 2 for s in sums) / 5 / mean**2
+    assert importance_loss(spread_gates(gate, expert, num_experts=5)).item() == pytest.approx(want, rel=1e-5)
+    assert importance_loss(torch.full((6, 4), 0.25)).item() == 0
+    assert importance_loss(torch.tensor([[0.0, 2.0, 0.0]]).repeat(5, 1)).item() == pytest.approx(2)
+
+
+@pytest.mark.parametrize("counted", [1, 2])
+@pytest.mark.parametrize("cut", [[0, 14], [0, 3, 14], [0, 5, 6, 14]])
+def test_parts_that_know_the_whole_steps_sums_add_up_to_the_whole(cut: list[int], counted: int) -> None:
+    """Value and gradient over the global batch, whatever parts it is cut into, of any size and with padding."""
+    logits, expert, gate, valid = padded([6, 2], 2)
+    probs, importance = logits.softmax(-1), spread_gates(gate, expert, num_experts=5)
+    parts = [slice(a, b) for a, b in zip(cut, cut[1:], strict=False)]
+    sums: list[Tensor] = []
+
+    def note(mine: Tensor) -> Tensor:
+        sums.append(mine)
+        return mine
+
+    for rows in parts:
+        step_means(expert[rows, :counted], importance[rows], num_experts=5, valid_T=valid[rows], whole=note)
+    total = torch.stack(sums).sum(0)
+    got = torch.zeros(())
+    for rows in parts:
+        known = step_means(expert[rows, :counted], importance[rows], num_experts=5, valid_T=valid[rows], whole=lambda _: total)
+        balance = balance_loss(probs[rows], expert[rows, :counted], valid_T=valid[rows], step=known)
+        got = got + valid[rows].sum() / valid.sum() * (balance + importance_loss(importance[rows], valid_T=valid[rows], step=known))
+    want = balance_loss(probs[valid], expert[valid, :counted]) + importance_loss(importance[valid])
+    torch.testing.assert_close(gathered(got, logits), gathered(want, logits))
+
+
+def test_the_scope_decides_which_collapse_is_seen() -> None:
+    """Every sequence on an expert of its own: uneven within a sequence, even over the batch."""
+    x_BLD = torch.eye(4).unsqueeze(1).repeat(1, 6, 1)
+    found = {}
+    for scope in ("sequence", "micro_batch", "global_batch"):
+        settings_ = config.Router(balance_scope=scope, capacity_factor=None)
+        layer = MoELayer(config.Experts(num_experts=4), settings_, d_model=4, d_ff=8, ffn="relu", layer=0)
+        for p in layer.parameters():
+            p.data.normal_(generator=torch.Generator().manual_seed(1))
+        layer.router.weight.data.copy_(30 * torch.eye(4))
+        found[scope] = layer(x_BLD, Context.of(x_BLD[..., 0]))[1].balance_loss.item()
+    assert found == pytest.approx({"sequence": 4, "micro_batch": 1, "global_batch": 1}, rel=1e-4)

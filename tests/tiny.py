@@ -15,7 +15,7 @@ from moe.config import Run
 from moe.model.transformer import Transformer
 from moe.parallelize import build, start_engine
 from moe.train.step import Numbers, accumulate, finish
-from moe.verify import BATCH, Case, batch
+from moe.verify import Case, batch
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
@@ -34,24 +34,28 @@ class Tiny:
     model: Transformer
     engine: Engine
     scale: LossScale
+    numbers: Numbers | None = None  # of the last accumulate
 
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
         """Forward and backward of one step's batch."""
         mine = batch(step).chunk(self.mesh.axis("dp").size)[self.mesh.axis("dp").index]
-        return accumulate(
+        self.numbers = accumulate(
             self.engine,
             mine,
             mesh=self.mesh,
             microbatches=self.run.pipeline.microbatches,
-            global_batch=BATCH,
             seed=self.run.train.seed,
             step=step,
             loss_scale=self.scale.value if scale is None else scale,
         )
+        return self.numbers
 
     def finish(self) -> GradientNorm:
         o = self.run.optimizer
-        return finish(self.engine, world=self.mesh.axis("world"), scale=self.scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
+        assert self.numbers is not None
+        return finish(
+            self.engine, self.numbers, world=self.mesh.axis("world"), scale=self.scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU
+        )
 
     def step(self, step: int) -> GradientNorm:
         self.accumulate(step)

@@ -128,6 +128,11 @@ def global_name(name: str) -> str:
     return name.replace(".moe.", ".")
 
 
+def extra_state(model: nn.Module) -> dict[str, Tensor]:
+    """What a model learns beside its parameters, by global name and the same on every rank: `layers.3.router.bias`."""
+    return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
+
+
 def initialise(model: Transformer, *, seed: int, device: torch.device | str | None = None) -> None:
     """Give every weight its first value, on `device` if the model was made on the meta device."""
     scale = model.config.init_scale

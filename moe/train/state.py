@@ -1,4 +1,4 @@
-"""A training run's state on disk and back: weights, moments, counters, loss scale, through the project's checkpoints."""
+"""A training run's state on disk and back: weights, moments, routers' biases, counters, loss scale, through the project's checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.model.transformer import global_name
+from moe.model.transformer import extra_state, global_name
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters
 from parallel.data.engine import MOMENTS, Engine
@@ -15,6 +15,7 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
+EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
 ORDER = (("train", "global_batch"), ("train", "seed"), ("model", "max_length"))  # what the order of samples depends on
 
 
@@ -52,6 +53,9 @@ def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
             for kind, tensor in parts.items():
                 for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
                     yield kind, piece
+    if mesh.rank == 0:
+        for name, tensor in extra_state(engine.module).items():
+            yield EXTRA, Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
 def resume(
@@ -88,8 +92,21 @@ def resume(
     }
     vars(counters).update(reader.state["counters"])
     engine.load_state(states, steps=counters.updates)
+    _load_extra(reader, engine, log)
     scale.load(reader.state["loss_scale"])
     return True
+
+
+def _load_extra(reader: Reader, engine: Engine, log: Callable[[str], None]) -> None:
+    """Routers' biases, which a recipe may gain or lose between two lives of a run: that is said, and no reason to refuse."""
+    stored, held = reader.names(EXTRA), extra_state(engine.module)
+    for name, tensor in held.items():
+        if name in stored:
+            tensor.copy_(reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape)))
+        else:
+            log(f"the checkpoint has no {name}: it starts at zero")
+    for name in stored.keys() - held.keys():
+        log(f"this recipe has no {name}: the checkpoint's is left out")
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:

@@ -30,7 +30,7 @@ from moe.train.progress import Progress, open_progress
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.state import Counters
-from moe.train.step import Numbers, accumulate, finish, validation_loss
+from moe.train.step import LayerNumbers, Numbers, accumulate, finish, validation_loss
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
@@ -147,7 +147,6 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             sequences,
             mesh=job.mesh,
             microbatches=run.pipeline.microbatches,
-            global_batch=run.train.global_batch,
             seed=run.train.seed,
             step=counters.step,
             loss_scale=job.scale.value,
@@ -155,7 +154,13 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         )
         used_scale = job.scale.value
         norm = finish(
-            job.engine, world=job.mesh.axis("world"), scale=job.scale, lr=rate, clip_norm=run.optimizer.clip_norm, device=job.world.device
+            job.engine,
+            numbers,
+            world=job.mesh.axis("world"),
+            scale=job.scale,
+            lr=rate,
+            clip_norm=run.optimizer.clip_norm,
+            device=job.world.device,
         )
         _count(job, norm)
         _record(job, numbers, norm, rate, used_scale, time.perf_counter() - started)
@@ -201,11 +206,17 @@ def _record(job: Job, numbers: Numbers, norm: GradientNorm, rate: float, scale: 
         "skipped": not norm.finite,
         "skipped_total": c.skipped,
         "dropped_share": numbers.dropped_share,
-        "moe": [vars(layer) | {"load": [round(share, 5) for share in layer.load]} for layer in numbers.layers],
+        "moe": [_layer_line(layer) for layer in numbers.layers],
         "time": time.time(),
     }
     job.records.write(line)
     job.progress.step(line)
+
+
+def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
+    line = vars(layer) | {"load": [round(share, 5) for share in layer.load]}
+    del line["choices"]  # the load says it, in fewer digits
+    return line
 
 
 def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:

@@ -32,7 +32,10 @@ class DDP:
         self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
         if dp.size > 1:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self.apart)
-            self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
+            # buffers are the trainer's: it keeps them equal on all ranks, without a message a pass
+            self.model = DistributedDataParallel(
+                model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False, broadcast_buffers=False
+            )
             self.model.register_comm_hook(dp, _sum_bucket)
 
     def forward(self, *args: Any, last: bool) -> Any:
