@@ -15,6 +15,7 @@ def check_together(run: Run) -> None:
     """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
     _check_model(run)
     _check_experts(run)
+    _check_dispatch(run)
     _check_precision(run)
     _check_data(run)
     _check_batch(run)
@@ -73,6 +74,10 @@ def _check_experts(run: Run) -> None:
             raise BadInput(
                 "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
             )
+        if run.degrees.etp != 1:
+            raise BadInput(
+                "degrees.etp", got=run.degrees.etp, needed="1 for a dense model", fix="set degrees.etp to 1, or model.moe_every to 2"
+            )
         return
     _check_networks(run)
     counts, ep = run.experts.counts, run.degrees.ep
@@ -117,6 +122,55 @@ def _check_networks(run: Run) -> None:
             got=f"true with experts.shared={x.shared}",
             needed="one network that every token passes",
             fix="set experts.shared to 0, or experts.residual to false",
+        )
+
+
+def _check_dispatch(run: Run) -> None:
+    """How rows travel, and how each expert's matrices are split."""
+    d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
+    units = run.experts.d_ff or run.model.d_ff
+    if run.model.layers_with_experts() and etp > 0 and units % etp:
+        raise BadInput(
+            "degrees.etp",
+            got=etp,
+            needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
+            fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
+        )
+    if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
+        reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=f"{d.overlap_chunks} with dispatch.kind={d.kind}",
+            needed=f"1: only all_to_all can be cut ({reason})",
+            fix="set dispatch.kind to all_to_all, or dispatch.overlap_chunks to 1",
+        )
+    if d.kind == "hierarchical" and d.node_size is None:
+        raise BadInput(
+            "dispatch.node_size",
+            got="null with dispatch.kind=hierarchical",
+            needed="how many ranks of the ep axis share a node",
+            fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
+        )
+    if d.kind != "hierarchical" and d.node_size is not None:
+        raise BadInput(
+            "dispatch.node_size",
+            got=f"{d.node_size} with dispatch.kind={d.kind}",
+            needed="null: only hierarchical knows nodes",
+            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
+        )
+    if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
+        return
+    if d.node_size is not None and ep % d.node_size:
+        raise BadInput(
+            "dispatch.node_size", got=d.node_size, needed=f"a divisor of degrees.ep={ep}", fix=f"set it to one of {divisors(ep)}"
+        )
+    held = math.gcd(*(count // ep for count in run.experts.counts))
+    if held % d.overlap_chunks:
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=d.overlap_chunks,
+            needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
+            fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
         )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from moe import verbs
 from moe.flags import check_words, take_overrides
 from moe.verbs import Bench, Doctor, Generate, Recipes, Report, Show, Train, Verify
+from parallel.agreement import DEBUG
 from parallel.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -41,12 +42,20 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         run.check(world)
     if not alone:
         return start.start(
-            flags.recipe, overrides, nproc=flags.nproc, launcher=launcher, out=flags.out, fresh=flags.fresh, hostfile=flags.hostfile
+            flags.recipe,
+            overrides,
+            nproc=flags.nproc,
+            launcher=launcher,
+            out=flags.out,
+            fresh=flags.fresh,
+            hostfile=flags.hostfile,
+            debug_collectives=flags.debug_collectives,
         )
     from moe.train import launch
 
     words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items())]
     words += ["--out", str(flags.out)] if flags.out else []
+    words += ["--debug-collectives"] if flags.debug_collectives else []
     return launch.main(words + (["--fresh"] if flags.fresh else []))
 
 
@@ -57,6 +66,8 @@ def _is_rank(environment: Mapping[str, str]) -> bool:
 def _verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
+    if flags.debug_collectives:
+        os.environ[DEBUG] = "20"  # seconds; its ranks are forks of this process
     return _call("moe.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only)
 
 

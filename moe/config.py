@@ -107,7 +107,7 @@ class Router(Section):
     ] = "switch"
     num_choices: Count | Preset = Field("preset", description="experts of a token")
     score: Literal["preset", "softmax", "sigmoid", "sqrt_softplus"] = Field("preset", description="of a logit")
-    softmax_over: Literal["preset", "all", "chosen"] = Field("preset", description="all experts before selection, or the chosen ones after it")
+    softmax_over: Literal["preset", "all", "chosen"] = Field("preset", description="all experts, or the chosen ones after selection")
     jitter: Annotated[float, Field(ge=0, lt=1)] | Preset = Field(
         "preset", description="the router's input times uniform(1 - jitter, 1 + jitter), train only"
     )
@@ -115,9 +115,9 @@ class Router(Section):
     select: Literal["preset", "top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] = Field("preset", description="who is chosen")
     expert_groups: Count | Preset = Field("preset", description="of group_limited: equal runs of experts")
     top_groups: Count | Preset = Field("preset", description="of group_limited: runs a token may choose from")
-    second: Literal["preset", "always", "random"] = Field("preset", description="the second expert of top-2; random: with probability 2 g_2")
+    second: Literal["preset", "always", "random"] = Field("preset", description="the second of top-2; random: with probability 2 g_2")
     bias_rate: AtLeast0 | None | Preset = Field("preset", description="step of the selection bias (aux-loss-free balance); null: no bias")
-    gates: Literal["preset", "as_is", "before_drop", "after_drop"] = Field("preset", description="whether and when gates are made to sum to 1")
+    gates: Literal["preset", "as_is", "before_drop", "after_drop"] = Field("preset", description="when gates are made to sum to 1")
     gate_scale: Above0 | Preset = Field("preset", description="factor on all gates")
     group: Literal["sequence", "rank", "preset"] | Count = Field(
         "preset", description="tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)"
@@ -131,9 +131,9 @@ class Router(Section):
     drop: Literal["preset", "position", "lowest_gate", "random"] = Field("preset", description="who has no slot")
     queue: Literal["preset", "choices_first", "tokens_first"] = Field("preset", description="all first choices before second ones, or not")
     balance_weight: AtLeast0 | Preset = Field("preset", description="Switch eq. 4, summed over layers")
-    balance_counts: Literal["preset", "all", "first"] = Field("preset", description="choices that count as load: all k, or the first (GShard)")
+    balance_counts: Literal["preset", "all", "first"] = Field("preset", description="choices that count as load; GShard: first")
     balance_scope: Literal["preset", "sequence", "micro_batch", "global_batch"] = Field(
-        "preset", description="tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free), or all of a step"
+        "preset", description="tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"
     )
     importance_weight: AtLeast0 | Preset = Field("preset", description="squared variation of the experts' gates (Shazeer et al. 2017)")
     z_weight: AtLeast0 | Preset = Field("preset", description="ST-MoE: 0.001")
@@ -146,12 +146,22 @@ class Router(Section):
         return replace(PRESETS[self.preset], **own)
 
 
+class Dispatch(Section):
+    """How rows travel to the ranks that hold their experts, and back; all kinds give the same numbers."""
+
+    kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] = Field(
+        "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
+    )
+    overlap_chunks: int = Field(1, gt=0, description="of all_to_all: so many runs of the experts held; one computes, the next travels")
+    node_size: int | None = Field(None, gt=0, description="of hierarchical: ranks of the ep axis that share a node")
+
+
 class Parallel(Section):
-    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp and the experts."""
+    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp / etp and the experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
-    etp: Literal[1] = 1
+    etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
     tp: Literal[1] = 1
     sp: Literal[1] = 1
     pp: Literal[1] = 1
@@ -236,6 +246,7 @@ class Run(Section):
     model: Model = Model()
     experts: Experts = Experts()
     router: Router = Router()
+    dispatch: Dispatch = Dispatch()
     degrees: Parallel = Parallel()
     sharding: Sharding = Sharding()
     tensor: Tensor = Tensor()
@@ -256,7 +267,7 @@ class Run(Section):
         dp = world_size if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
-            ep = math.gcd(dp, *self.experts.counts) if self.model.layers_with_experts() else 1
+            ep = math.gcd(dp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def mesh_degrees(self) -> Degrees:
@@ -264,7 +275,8 @@ class Run(Section):
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
-        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp)
+        inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1)
 
     def check(self, world_size: int) -> Run:
         """Resolve for so many processes and refuse what cannot work together. Raises BadInput."""

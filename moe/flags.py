@@ -65,6 +65,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
             given.append(word)
             continue
         name, equals, value = word.partition("=")
+        name = "--" + name[2:].replace("-", "_") if "--" + name[2:].replace("-", "_") in flags else name
         if name not in flags:
             _refuse_flag(verb, name, list(flags))
         if name in checked:

@@ -1,6 +1,6 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
-model on the meta device -> experts of this rank -> exchange over ep -> weights born here -> data-parallel engine
+model on the meta device -> experts of this rank -> how rows reach them -> weights born here -> data-parallel engine
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe import config
+from moe import config, dispatch
 from moe.config import Run
-from moe.dispatch import AllToAll
-from moe.experts import Experts
+from moe.experts import HIDDEN_DIM, Experts
 from moe.model.transformer import Transformer, global_name, initialise, moe_layers
 from moe.router import Router
 from parallel.data.engine import AdamW, Engine
@@ -35,34 +34,33 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute)
         model.to(DTYPES[run.precision.master])
     layouts = lay_out(model)
-    spread_experts(model, mesh, kernels=run.experts.kernels)
+    spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
     initialise(model, seed=run.train.seed, device=device)
     return model, layouts
 
 
 def lay_out(model: Transformer) -> dict[str, Layout]:
-    """Layouts of the whole model, before anything is split: experts by ep, the rest copied."""
+    """Layouts of the whole model, before anything is split: experts by ep, their hidden units by etp, the rest copied."""
     layouts: dict[str, Layout] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
             if isinstance(module, Experts):
                 stem, matrix = global_name(full).rsplit(".", 1)
-                layouts[full] = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}")
+                layouts[full] = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}", also={HIDDEN_DIM[matrix]: "etp"})
             else:
                 layouts[full] = dense(shape, "router" if isinstance(module, Router) else "dense")
     return layouts
 
 
-def spread_experts(model: nn.Module, mesh: Mesh, *, kernels: str) -> None:
-    """Each rank of the ep axis holds an equal run of every layer's experts."""
-    axis = mesh.axis("ep")
-    if axis.size == 1:
-        return
+def spread_experts(model: nn.Module, mesh: Mesh, *, settings: config.Dispatch, kernels: str) -> None:
+    """Each rank of the ep axis holds an equal run of every layer's experts, and each rank of etp a run of their hidden units."""
+    ep, etp = mesh.axis("ep"), mesh.axis("etp")
     for layer in moe_layers(model):
-        each = layer.experts.num_experts // axis.size
-        layer.experts.hold(range(axis.index * each, (axis.index + 1) * each))
-        layer.dispatcher = AllToAll(axis, kernels)
+        each, units = layer.experts.num_experts // ep.size, layer.experts.d_ff // etp.size
+        held = range(ep.index * each, (ep.index + 1) * each)
+        layer.experts.hold(held, hidden=slice(etp.index * units, (etp.index + 1) * units))
+        layer.dispatcher = dispatch.build(settings, mesh, kernels=kernels, label=f"layers.{layer.layer}")
 
 
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:

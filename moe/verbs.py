@@ -43,6 +43,7 @@ class Train:
     out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
+    debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Verify:
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
     only: str | None = _flag(None, "only layouts whose name holds this text")
+    debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Bench:
     steps: int | None = _flag(None, "training steps, where it trains")
     seeds: int | None = _flag(None, "repetitions with another seed")
     out: Path | None = _flag(None, "folder of the runs it trains")
+    peers: str | None = _flag(None, "all, none, or names with commas between")
+    only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
+    rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
     json: Path | None = _flag(None, "also write the table as JSON")
 
 

@@ -53,7 +53,7 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
     if layout.unstack is None:
         yield Piece(name, layout.shape, tuple(s.start for s in region), local)
         return
-    for i, number in enumerate(range(region[0].start, region[0].stop)):
+    for i, number in enumerate(layout.stacked(mesh)):
         yield Piece(layout.unstack.format(number), layout.shape[1:], tuple(s.start for s in region[1:]), local[i])
 
 
@@ -271,7 +271,7 @@ class Reader:
         region = layout.region(mesh)
         if layout.unstack is None:
             return self.region(name, kind, region)
-        return torch.stack([self.region(layout.unstack.format(i), kind, region[1:]) for i in range(region[0].start, region[0].stop)])
+        return torch.stack([self.region(layout.unstack.format(i), kind, region[1:]) for i in layout.stacked(mesh)])
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

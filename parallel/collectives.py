@@ -5,50 +5,82 @@
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
-    all_to_all       all_to_all with the splits exchanged
+    all_to_all       all_to_all with the splits exchanged          (also started and finished apart, both ways)
     shift            shift the other way
 
-On an axis of size 1 each is the identity and costs nothing. Bytes are counted logically (what this rank hands
-to the collective), never from time: `counts()` returns calls and bytes per axis and collective.
+On an axis of size 1 each is the identity and costs nothing. Sums of a backward pass are fp32, whatever the dtype.
+Bytes are counted logically, never from time: `counts()` returns calls, bytes handed to the collective, and bytes that
+leave this rank, per axis and collective.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.agreement import Agreement
 from parallel.mesh import Axis
+
+_agreement: Agreement | None = None
+
+
+def agree(agreement: Agreement | None) -> None:
+    """Have every collective compared over its axis before it runs (parallel/agreement.py), or with None no more."""
+    global _agreement
+    _agreement = agreement
+
+
+def comparing() -> bool:
+    return _agreement is not None
 
 
 @dataclass(frozen=True)
 class Count:
+    """`bytes`: handed to the collective; `sent`: what of them, or of their sums, goes to other ranks (all_reduce, all_gather and
+    reduce_scatter: as in a ring, which no algorithm undercuts)."""
+
     calls: int
     bytes: int
+    sent: int
 
 
 _calls: Counter[tuple[str, str]] = Counter()
 _bytes: Counter[tuple[str, str]] = Counter()
+_sent: Counter[tuple[str, str]] = Counter()
 
 
 def counts() -> dict[tuple[str, str], Count]:
     """Calls and bytes since the last `reset_counts`, by (axis, collective)."""
-    return {key: Count(_calls[key], _bytes[key]) for key in _calls}
+    return {key: Count(_calls[key], _bytes[key], _sent[key]) for key in _calls}
 
 
 def reset_counts() -> None:
-    _calls.clear()
-    _bytes.clear()
+    for counter in (_calls, _bytes, _sent):
+        counter.clear()
 
 
-def count(axis: Axis, name: str, tensor: Tensor) -> None:
-    """Note one collective: for those that an engine makes on its own."""
+def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
+    """Note one collective before it is made, and in debug mode compare it: for those too that an engine makes on its own.
+
+    `send`, `receive`: rows to and from each rank. Raises Disagreement.
+    """
+    if _agreement is not None:
+        _agreement.check(axis, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), send=send, receive=receive)
     _calls[axis.name, name] += 1
-    _bytes[axis.name, name] += tensor.numel() * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    _bytes[axis.name, name] += size
+    if send is not None:
+        size = (sum(send) - send[axis.index]) * (size // len(tensor) if len(tensor) else 0)
+    elif name == "all_gather":
+        size *= axis.size - 1
+    elif name != "shift":
+        size = size * (axis.size - 1) * (2 if name == "all_reduce" else 1) // axis.size
+    _sent[axis.name, name] += size
 
 
 # --- plain, in place or returning a new tensor; no autograd ---------------------------------------------------------
@@ -91,7 +123,7 @@ def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    count(axis, "all_to_all", rows)
+    count(axis, "all_to_all", rows, send=send, receive=receive)
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group)
     return out
@@ -108,6 +140,11 @@ def _shift(tensor: Tensor, axis: Axis, steps: int) -> Tensor:
 
 
 # --- with autograd ----------------------------------------------------------------------------------------------------
+
+
+def _backward(axis: Axis) -> Axis:
+    """The same axis; where ranks disagree, the line tells forward from backward."""
+    return replace(axis, label=f"{axis.label} backward".lstrip())
 
 
 class _AllReduce(torch.autograd.Function):
@@ -128,7 +165,7 @@ class _ReduceBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad.clone(), ctx.axis), None
+        return sum_over(grad.clone(), _backward(ctx.axis)), None
 
 
 class _AllGather(torch.autograd.Function):
@@ -139,7 +176,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_sum(grad, ctx.axis, ctx.dim), None, None
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        return _scatter_sum(wide, _backward(ctx.axis), ctx.dim).to(grad.dtype), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -150,7 +188,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.axis, ctx.dim), None, None
+        return _gather(grad, _backward(ctx.axis), ctx.dim), None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -161,7 +199,56 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.receive, ctx.send, ctx.axis), None, None, None
+        return _exchange(grad, ctx.receive, ctx.send, _backward(ctx.axis)), None, None, None
+
+
+class Flight:
+    """An all_to_all on its way, forward and later backward: between start and finish, others may compute.
+
+    `buffer` is what arrives, not to be read before `finish_all_to_all`.
+    """
+
+    def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
+        self.axis, self.send, self.receive = axis, send, receive
+        self.buffer: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def leave(self, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+        count(axis, "all_to_all", rows, send=send, receive=receive)
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self.work = dist.all_to_all_single(out, rows.contiguous(), receive, send, group=self.axis.group, async_op=True)
+        return out
+
+    def land(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.leave(rows, flight.send, flight.receive, flight.axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        ctx.flight.land()  # `grad` is what _Finish was given; what it sent for has come
+        back, ctx.flight.buffer = ctx.flight.buffer, None
+        return back, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.land()
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.buffer = ctx.flight.leave(grad, ctx.flight.receive, ctx.flight.send, _backward(ctx.flight.axis))
+        return grad, None
 
 
 class _Shift(torch.autograd.Function):
@@ -172,7 +259,7 @@ class _Shift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _shift(grad, ctx.axis, -ctx.steps), None, None
+        return _shift(grad, _backward(ctx.axis), -ctx.steps), None, None
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
@@ -206,6 +293,24 @@ def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int])
     are exchanged before (see `exchange.py`).
     """
     out: Tensor = rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)
+    return out
+
+
+def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Flight:
+    """`all_to_all` up to where its rows are on their way; backward, this is where the gradients have arrived.
+
+    Every rank must start and finish the same ones in the same order. Backward runs in the opposite order of the calls.
+    """
+    flight = Flight(axis, send, receive)
+    flight.buffer = rows if axis.size == 1 else _Start.apply(rows, flight)
+    return flight
+
+
+def finish_all_to_all(flight: Flight) -> Tensor:
+    """The rows [sum(receive), ...] that arrived; backward, this is where their gradients set out. Once for each start."""
+    buffer, flight.buffer = flight.buffer, None  # a buffer kept here would keep its own graph alive
+    assert buffer is not None
+    out: Tensor = buffer if flight.axis.size == 1 else _Finish.apply(buffer, flight)
     return out
 
 

@@ -6,10 +6,15 @@
 
 Counts go first: no rank can know how many rows will arrive, and gloo answers disagreeing splits with wrong
 numbers rather than an error. A rank without rows still takes part, or the others would wait for ever.
+
+Rows may also lie apart, in slots of which some are empty: `spread` puts rows into slots, `collect` takes them out again.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,3 +35,56 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 def exchange_rows(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
     """Rows sorted by destination rank to their owners; returns the rows received, sorted by source rank. Differentiable."""
     return all_to_all(rows, axis, send=send, receive=receive)
+
+
+def runs(counts_N: Tensor, start_N: Tensor) -> Tensor:
+    """Indices start_n, start_n + 1, ... of each bin, counts_n of them, bin after bin: int64 [sum(counts)]."""
+    before_N = counts_N.cumsum(0) - counts_N
+    return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
+
+
+def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
+    """Where the rows that arrived stand, sorted by bin and then by source rank.
+
+    They arrived sorted by (source, bin), each source's rows right after the last one's, or from `stride` to `stride`.
+    """
+    if stride is None:
+        flat = counts_RB.flatten()
+        start_RB = (flat.cumsum(0) - flat).view_as(counts_RB)
+    else:
+        start_RB = counts_RB.cumsum(1) - counts_RB + torch.arange(len(counts_RB), device=counts_RB.device).unsqueeze(1) * stride
+    return runs(counts_RB.t().flatten(), start_RB.t().flatten())
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slot_R: Tensor, slots: int) -> Tensor:
+        ctx.slot_R = slot_R
+        return rows.new_zeros(slots, *rows.shape[1:]).index_copy_(0, slot_R, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.slot_R), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, slot_R: Tensor) -> Tensor:
+        ctx.slot_R, ctx.slots = slot_R, len(table)
+        return table.index_select(0, slot_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, ctx.slot_R, grad), None
+
+
+def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
+    """Row i into slot slot_R[i] of `slots`, each slot at most once; the others are zero. Backward: `collect`."""
+    out: Tensor = _Spread.apply(rows, slot_R, slots)
+    return out
+
+
+def collect(table: Tensor, slot_R: Tensor) -> Tensor:
+    """Row i is slot slot_R[i], each slot at most once. Backward: `spread`."""
+    out: Tensor = _Collect.apply(table, slot_R)
+    return out

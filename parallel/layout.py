@@ -4,7 +4,7 @@ Initialisation, gradient reduction, gradient norm, checkpoints and the memory mo
 so that "which ranks hold this element" is answered in one place.
 
     dense parameter    view (pp, dp, sp, tp)    split {}         copies on every dp, sp, tp rank
-    expert weights     view (pp, edp, ep, etp)  split {0: "ep"}  copies on edp (and etp) only
+    expert weights     view (pp, edp, ep, etp)  split {0: "ep"}  copies on edp only (etp splits another dim)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Layout:
 
     `split` maps a tensor dim to the axis that cuts it; `view` names the axes that see the parameter; `family` is a free
     label by which norms are broken down; `unstack` is a name with `{}` where dim 0 is stored as separate tensors
-    (`layers.3.experts.{}.w1`), so that a checkpoint names each by its global number.
+    (`layers.3.experts.{}.w1`), so that a checkpoint names each by its global number. `placement`: the global number of
+    each place along dim 0, where they do not stand in order.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +30,7 @@ class Layout:
     view: tuple[str, ...] = DENSE
     family: str = "dense"
     unstack: str | None = None
+    placement: tuple[int, ...] | None = None
 
     def copies(self) -> tuple[str, ...]:
         """The axes whose ranks hold the same elements: gradients are summed over them."""
@@ -52,6 +54,11 @@ class Layout:
         starts = [mesh.axis(self.split[d]).index * n if d in self.split else 0 for d, n in enumerate(local)]
         return tuple(slice(start, start + n) for start, n in zip(starts, local, strict=True))
 
+    def stacked(self, mesh: Mesh) -> tuple[int, ...]:
+        """The global numbers of what this rank holds along dim 0, in order."""
+        places = self.region(mesh)[0]
+        return tuple(range(self.shape[0]))[places] if self.placement is None else self.placement[places]
+
     def is_owner(self, mesh: Mesh) -> bool:
         """True on exactly one rank per element: the first of its copies, the one that counts it in a norm and saves it."""
         return all(mesh.axis(a).index == 0 for a in self.copies())
@@ -62,6 +69,6 @@ def dense(shape: tuple[int, ...], family: str = "dense") -> Layout:
     return Layout(shape, {}, DENSE, family)
 
 
-def stacked_over(axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert") -> Layout:
-    """A stack of tensors cut along dim 0, in the expert view."""
-    return Layout(shape, {0: axis}, EXPERT, family, unstack)
+def stacked_over(axis: str, shape: tuple[int, ...], *, unstack: str, family: str = "expert", also: dict[int, str] | None = None) -> Layout:
+    """A stack of tensors cut along dim 0, in the expert view; `also`: further dims and the axes that cut them."""
+    return Layout(shape, {0: axis} | (also or {}), EXPERT, family, unstack)

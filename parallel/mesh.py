@@ -2,6 +2,7 @@
 
     dense view   pp x dp  x sp x tp      (tp varies fastest: neighbours share the fastest links)
     expert view  pp x edp x ep x etp     (the same dp*sp*tp ranks of a stage, cut again for experts)
+                            ep = ep_outer x ep_inner   (between nodes and within one, for exchanges in two steps)
 
 With sp = tp = etp = 1 the expert view cuts dp into edp groups of ep neighbours; with larger sp and tp
 the same arithmetic lets ep fold over them. This file is arithmetic only: it needs no process group
@@ -22,6 +23,9 @@ from parallel.errors import BadInput
 
 DENSE = ("pp", "dp", "sp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
+NODES = ("pp", "edp", "ep_outer", "ep_inner", "etp")  # the expert view with ep cut in two
+VIEWS = (DENSE, EXPERT, NODES)
+AXES = tuple(dict.fromkeys(DENSE + EXPERT + NODES))
 
 
 def divisors(n: int) -> list[int]:
@@ -32,7 +36,10 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp."""
+    """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp.
+
+    `ep_inner` neighbours of the ep axis share a node; it divides ep.
+    """
 
     dp: int = 1
     pp: int = 1
@@ -40,9 +47,10 @@ class Degrees:
     sp: int = 1
     ep: int = 1
     etp: int = 1
+    ep_inner: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "tp", "sp", "ep", "etp"):
+        for name in ("dp", "pp", "tp", "sp", "ep", "etp", "ep_inner"):
             value = getattr(self, name)
             if value < 1:
                 raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=f"set degrees.{name} to 1")
@@ -54,11 +62,18 @@ class Degrees:
                 needed=f"a divisor of dp * sp * tp = {stage}",
                 fix=f"set degrees.ep to one of {divisors(stage)}",
             )
+        if self.ep % self.ep_inner:
+            raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
 
     @property
     def edp(self) -> int:
         """How many copies of each expert there are."""
         return self.dp * self.sp * self.tp // (self.ep * self.etp)
+
+    @property
+    def ep_outer(self) -> int:
+        """Over how many nodes one set of experts lies."""
+        return self.ep // self.ep_inner
 
     @property
     def world(self) -> int:
@@ -68,9 +83,9 @@ class Degrees:
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis of both views."""
+        """Where a rank stands on every axis of every view."""
         place: dict[str, int] = {}
-        for view in (DENSE, EXPERT):
+        for view in VIEWS:
             rest = rank
             for axis in reversed(view):
                 rest, place[axis] = divmod(rest, self.size(axis))
@@ -78,7 +93,7 @@ class Degrees:
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """The groups of ranks along one axis, each ordered by the ranks' place on it; together they cover the world once."""
-        view = DENSE if axis in DENSE else EXPERT
+        view = next(view for view in VIEWS if axis in view)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = self.coordinates(rank)
@@ -90,13 +105,15 @@ class Degrees:
 class Axis:
     """One rank's view of one mesh axis: its place among `ranks`, and the process group once connected.
 
-    `group` is None on an axis of size 1 and before `Mesh.connect`; collectives over such an axis do nothing.
+    `group` is None on an axis of size 1 and before `Mesh.connect`; collectives over such an axis do nothing. `label` says
+    on whose behalf they are called ("layers.3"): it names them where something goes wrong.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     group: Any = None
+    label: str = ""
 
     @property
     def size(self) -> int:
@@ -116,14 +133,14 @@ class Mesh:
         if not 0 <= rank < degrees.world:
             raise BadInput("rank", got=rank, needed=f"0 to {degrees.world - 1}", fix="start as many processes as the degrees multiply to")
         axes = {}
-        for name in dict.fromkeys(DENSE + EXPERT):
+        for name in AXES:
             ranks = next(g for g in degrees.groups(name) if rank in g)
             axes[name] = Axis(name, ranks, ranks.index(rank))
         axes["world"] = Axis("world", tuple(range(degrees.world)), rank)
         return Mesh(degrees, rank, axes)
 
-    def axis(self, name: str) -> Axis:
-        return self.axes[name]
+    def axis(self, name: str, *, label: str = "") -> Axis:
+        return replace(self.axes[name], label=label) if label else self.axes[name]
 
     def connect(self, new_group: Callable[[tuple[int, ...]], Any]) -> Mesh:
         """The same mesh with a process group on every axis longer than 1.
@@ -132,7 +149,7 @@ class Mesh:
         sets of ranks share one group.
         """
         made: dict[tuple[int, ...], Any] = {}
-        lists = [self.degrees.groups(name) for name in dict.fromkeys(DENSE + EXPERT)]
+        lists = [self.degrees.groups(name) for name in AXES]
         for ranks in [g for groups in lists for g in groups] + [self.axes["world"].ranks]:
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = new_group(ranks)

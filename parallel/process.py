@@ -16,6 +16,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from parallel import collectives
+from parallel.agreement import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
 from parallel.mesh import Axis, Degrees, Mesh
 
@@ -66,6 +68,20 @@ def start(world: World, *, timeout_s: float = 600.0) -> None:
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo", rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
     )
+    _debug_if_asked(world)
+
+
+def _debug_if_asked(world: World) -> None:
+    """Compare collectives before they run, where the environment says so (`--debug-collectives`)."""
+    asked = os.environ.get(DEBUG)
+    if not asked or not dist.is_initialized() or collectives.comparing():
+        return
+    try:
+        timeout_s = float(asked)
+    except ValueError:
+        raise BadInput(DEBUG, got=asked, needed="seconds to wait for a rank", fix=f"set it to {TIMEOUT_S:g}, or unset it") from None
+    store = dist.distributed_c10d._get_default_store()
+    collectives.agree(Agreement(store, rank=world.rank, timeout_s=timeout_s))
 
 
 def share_cores(world: World) -> None:
@@ -77,6 +93,8 @@ def share_cores(world: World) -> None:
 def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh:
     """The mesh of this process with its process groups. Every rank must call it."""
     mesh = Mesh.of(degrees, world.rank)
+    if world.size > 1:
+        _debug_if_asked(world)
     return mesh.connect(lambda ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)))
 
 

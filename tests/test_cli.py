@@ -165,7 +165,9 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     assert here == [["switch_tiny", "--train.steps=3", "--out", "o", "--fresh"]] and not launched
     assert cli.main(["train", "switch_tiny", "--nproc", "2", "--degrees.ep=2"]) == 1
     assert cli.main(["train", "switch_tiny", "--launcher", "torchrun"]) == 1
-    flags = {"nproc": 2, "launcher": "deepspeed", "out": None, "fresh": False, "hostfile": None}
+    assert cli.main(["train", "switch_tiny", "--nproc", "2", "--debug-collectives"]) == 1
+    flags = {"nproc": 2, "launcher": "deepspeed", "out": None, "fresh": False, "hostfile": None, "debug_collectives": False}
+    assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})
     assert launched == [
         ("switch_tiny", {"degrees.ep": "2"}, flags),
         ("switch_tiny", {}, flags | {"nproc": None, "launcher": "torchrun"}),

@@ -194,7 +194,22 @@ def test_plain_sum_and_maximum_are_in_place() -> None:
 def test_counts_add_up_by_axis_and_start_anew() -> None:
     reset_counts()
     for axis, numel in (("dp", 3), ("dp", 5), ("ep", 7)):
-        count(Axis(axis), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
-    assert counts() == {("dp", "all_reduce"): Count(2, 16), ("ep", "all_reduce"): Count(1, 14)}
+        count(Axis(axis, (0, 1)), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
+    assert counts() == {("dp", "all_reduce"): Count(2, 16, 16), ("ep", "all_reduce"): Count(1, 14, 14)}
     reset_counts()
     assert counts() == {}
+
+
+def test_sent_is_what_must_leave_the_rank() -> None:
+    """On 4 ranks, of 12 numbers in fp32; an all_to_all keeps what is for its own rank."""
+    axis, handed = Axis("ep", (0, 2, 4, 6), index=1), torch.zeros(6, 2)
+    theory = {"counts": 36, "reduce_scatter": 36, "all_gather": 144, "all_reduce": 72, "shift": 48, "all_to_all": 40}
+    reset_counts()
+    for name in theory:
+        splits = {"send": [3, 1, 0, 2], "receive": [0, 1, 0, 9]} if name == "all_to_all" else {}
+        count(axis, name, handed, **splits)
+    assert {name: c.sent for (_, name), c in counts().items()} == theory
+    assert {c.bytes for c in counts().values()} == {48}
+    reset_counts()
+    count(axis, "all_to_all", torch.zeros(0, 2), send=[0] * 4, receive=[5] * 4)
+    assert counts() == {("ep", "all_to_all"): Count(1, 0, 0)}

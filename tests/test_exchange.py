@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel import process
 from parallel.collectives import counts, reset_counts
-from parallel.exchange import exchange_counts, exchange_rows
+from parallel.exchange import by_bin, collect, exchange_counts, exchange_rows, runs, spread
 from parallel.fork import run_on_ranks
 from parallel.mesh import Axis, Degrees
 from parallel.process import World
@@ -74,3 +74,38 @@ def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
     assert exchange_counts(alone, Axis("ep")) is alone
     rows = torch.randn(7, WIDTH)
     assert exchange_rows(rows, Axis("ep"), send=[7], receive=[7]) is rows and counts() == {}
+
+
+# --- rows in slots --------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_the_indices_bin_after_bin() -> None:
+    assert runs(torch.tensor([2, 0, 3]), torch.tensor([10, 5, 1])).tolist() == [10, 11, 1, 2, 3]
+    assert runs(torch.zeros(4, dtype=torch.int64), torch.arange(4)).tolist() == []
+
+
+@pytest.mark.parametrize("stride", [None, 9])
+def test_arrived_rows_are_sorted_by_bin_then_source(stride: int | None) -> None:
+    """Against sorting (bin, source, number) of each row where it arrived."""
+    generator = torch.Generator().manual_seed(4)
+    counts_RB = torch.randint(0, 4, (3, 2), generator=generator)
+    counts_RB[1] = 0
+    arrived: list[tuple[int, int, int]] = []
+    where: list[int] = []
+    for source, row in enumerate(counts_RB.tolist()):
+        at = len(arrived) if stride is None else source * stride
+        mine = [(bin_, source, number) for bin_, n in enumerate(row) for number in range(n)]
+        arrived += mine
+        where += range(at, at + len(mine))
+    want = [place for _, place in sorted(zip(arrived, where, strict=True))]
+    assert by_bin(counts_RB, stride=stride).tolist() == want
+
+
+def test_spread_and_collect_undo_each_other_in_both_passes() -> None:
+    slot_R = torch.tensor([4, 0, 3])
+    rows = torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    table = spread(rows, slot_R, slots=6)
+    assert torch.equal(table[slot_R], rows) and torch.equal(table[[1, 2, 5]], torch.zeros(3, WIDTH))
+    assert torch.equal(collect(table, slot_R), rows)
+    assert torch.autograd.gradcheck(lambda r: spread(r, slot_R, slots=6), rows)
+    assert torch.autograd.gradcheck(lambda t: collect(t, slot_R), table.detach().requires_grad_())

@@ -1,4 +1,4 @@
-"""Laws of the mesh: groups and coordinates say the same, both views cover the same ranks, and every rank makes the same groups."""
+"""Laws of the mesh: groups and coordinates say the same, all views cover the same ranks, and every rank makes the same groups."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.errors import BadInput
-from parallel.mesh import DENSE, EXPERT, Degrees, Mesh, check_world, divisors
+from parallel.mesh import AXES, VIEWS, Degrees, Mesh, check_world, divisors
 
-AXES = tuple(dict.fromkeys(DENSE + EXPERT))
 SIZES = [sizes for sizes in itertools.product(range(1, 5), repeat=4) if math.prod(sizes) <= 24]
 
 
@@ -21,7 +20,7 @@ def degrees(draw: st.DrawFn) -> Degrees:
     dp, pp, tp, sp = draw(st.sampled_from(SIZES))
     ep = draw(st.sampled_from(divisors(dp * sp * tp)))
     etp = draw(st.sampled_from(divisors(dp * sp * tp // ep)))
-    return Degrees(dp=dp, pp=pp, tp=tp, sp=sp, ep=ep, etp=etp)
+    return Degrees(dp=dp, pp=pp, tp=tp, sp=sp, ep=ep, etp=etp, ep_inner=draw(st.sampled_from(divisors(ep))))
 
 
 @given(degrees())
@@ -41,7 +40,7 @@ def test_groups_of_every_axis_cover_the_world_once(d: Degrees) -> None:
 @given(degrees())
 def test_a_group_is_the_ranks_that_differ_on_its_axis_alone(d: Degrees) -> None:
     places = [d.coordinates(rank) for rank in range(d.world)]
-    for view in (DENSE, EXPERT):
+    for view in VIEWS:
         assert len({tuple(place[a] for a in view) for place in places}) == d.world  # a place belongs to one rank
         for axis in view:
             for group in d.groups(axis):
@@ -58,6 +57,7 @@ def test_both_views_cut_the_same_ranks_of_a_stage(d: Degrees) -> None:
         dense = (place["dp"] * d.sp + place["sp"]) * d.tp + place["tp"]
         expert = (place["edp"] * d.ep + place["ep"]) * d.etp + place["etp"]
         assert dense == expert == rank % stage
+        assert place["ep"] == place["ep_outer"] * d.ep_inner + place["ep_inner"]
 
 
 @given(degrees(), st.data())
@@ -85,6 +85,26 @@ def test_experts_fold_over_sequence_and_tensor_parallel_ranks() -> None:
     assert d.groups("ep") == [tuple(range(8)), tuple(range(8, 16))]
     d = Degrees(dp=2, sp=2, tp=2, ep=2, etp=2)
     assert d.edp == 2 and d.groups("etp") == d.groups("tp") and d.groups("ep") == d.groups("sp") and d.groups("edp") == d.groups("dp")
+
+
+def test_an_exchange_in_two_steps_meets_neighbours_first() -> None:
+    d = Degrees(dp=8, ep=4, etp=2, ep_inner=2)
+    assert d.groups("ep") == [(0, 2, 4, 6), (1, 3, 5, 7)] and d.groups("etp") == [(r, r + 1) for r in (0, 2, 4, 6)]
+    assert d.groups("ep_inner") == [(0, 2), (1, 3), (4, 6), (5, 7)] and d.groups("ep_outer") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert (d.ep_outer, Degrees(dp=4, ep=4).ep_outer, Degrees(dp=4, ep=4).groups("ep_inner")) == (2, 4, [(0,), (1,), (2,), (3,)])
+    with pytest.raises(BadInput, match="^ep_inner: got 3, needed a divisor of ep=4"):
+        Degrees(dp=4, ep=4, ep_inner=3)
+
+
+@given(degrees())
+def test_a_token_finds_every_expert_once_in_its_own_copy(d: Degrees) -> None:
+    """The ranks of one ep x etp block hold each part of each expert once; the blocks are the edp copies, and tile a stage."""
+    blocks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for rank in range(d.world):
+        place = d.coordinates(rank)
+        blocks.setdefault((place["pp"], place["edp"]), []).append((place["ep"], place["etp"]))
+    assert len(blocks) == d.pp * d.edp
+    assert all(sorted(parts) == list(itertools.product(range(d.ep), range(d.etp))) for parts in blocks.values())
 
 
 @pytest.mark.parametrize("axis", ["dp", "pp", "tp", "sp", "ep", "etp"])

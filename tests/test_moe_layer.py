@@ -233,7 +233,7 @@ def experts_with(weights: list[Tensor]) -> Experts:
 
 
 def expert_weights() -> list[Tensor]:
-    return [random(*shape, seed=i) for i, shape in enumerate([(E, D, F), (E, F, D), (E, D, F)])]
+    return [random(*shape, seed=i) / 3 for i, shape in enumerate([(E, D, F), (E, F, D), (E, D, F)])]
 
 
 def _dispatch_on_rank(rank: int, world: int) -> dict[str, list[Tensor]]:
@@ -257,8 +257,10 @@ def test_all_to_all_equals_local(world: int) -> None:
             for rank, routing in enumerate(hand_routing(kind, world, 13, k)):
                 y, grads = dispatched(Local(), random(13 + rank, D, seed=50 + rank), routing, expert_weights())
                 got = ranks[rank][f"{kind} {k}"]
-                torch.testing.assert_close(got[0], y, rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(got[1:3], grads[:2], rtol=1e-5, atol=1e-6)
+                for mine, whole in zip(
+                    got[:3], [y, *grads[:2]], strict=True
+                ):  # one fuses the gate, the other does not: sums round otherwise
+                    assert (mine - whole).abs().max() <= 1e-6 * whole.abs().max()
                 for total, grad in zip(sums, grads[2:], strict=True):
                     total += grad
             for i, total in enumerate(sums):

@@ -9,16 +9,15 @@ Counts are agreed before rows move. `send` returns the rows and a `Sent` that kn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from moe.dispatch.base import Dropout
+from moe.dispatch.base import Dropout, Network, plan_rows, whole
 from moe.experts import Experts
 from moe.kernels import Plan, choose
 from moe.router import Routing
-from parallel.exchange import exchange_counts, exchange_rows
+from parallel.exchange import by_bin, exchange_counts, exchange_rows
 from parallel.mesh import Axis
 
 # T tokens, D model, R rows held here, W any width, K choices, E experts, P ranks of the ep axis
@@ -37,18 +36,19 @@ class Sent:
 
 
 class AllToAll:
-    def __init__(self, axis: Axis, kernels: str = "auto") -> None:
-        self.axis = axis
-        self.kernels: ModuleType = choose(kernels)
+    def __init__(self, axis: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None) -> None:
+        self.axis, self.network, self.placement = axis, network, placement
+        self.kernels = choose(kernels)
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, sent = self.send(x_TD, routing)
-        dropped_RF = None if dropout is None else dropout.scale(self.follow(dropout.position_T.unsqueeze(1), sent)[:, 0])
-        return self.bring_back(experts(rows_RD, counts=sent.counts, dropped_RF=dropped_RF), sent)
+        position_R = None if dropout is None else self.follow(dropout.position_T.unsqueeze(1), sent)[:, 0]
+        out_RD = self.network(rows_RD, experts, weights=experts.weights, counts=sent.counts, position_R=position_R, dropout=dropout)
+        return self.bring_back(out_RD, sent)
 
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
         """Rows [R, D] for the experts held here, sorted by expert."""
-        plan = self.kernels.plan(routing.expert_TK, routing.kept_TK, num_experts=routing.probs_TE.shape[1])
+        plan = plan_rows(self.kernels, routing, placement=self.placement)
         mine_PE = plan.counts_E.view(self.axis.size, -1)
         theirs_PE = exchange_counts(mine_PE, self.axis)
         sent = Sent(
@@ -57,7 +57,7 @@ class AllToAll:
             theirs_PE.sum(0).tolist(),
             mine_PE.sum(1).tolist(),
             theirs_PE.sum(1).tolist(),
-            by_expert(theirs_PE),
+            by_bin(theirs_PE),
         )
         rows = exchange_rows(self.kernels.permute(x_TD, plan), self.axis, send=sent.send, receive=sent.receive)
         return self.kernels.reorder(rows, sent.order_R), sent
@@ -69,14 +69,14 @@ class AllToAll:
 
     def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
         """The experts' results as tokens [T, D], weighted by the gates."""
-        back_R = torch.empty_like(sent.order_R)
-        back_R[sent.order_R] = torch.arange(len(back_R), device=back_R.device)
-        rows = exchange_rows(self.kernels.reorder(rows_RD, back_R), self.axis, send=sent.receive, receive=sent.send)
+        rows = self.kernels.reorder(rows_RD, inverse(sent.order_R))
+        rows = exchange_rows(rows, self.axis, send=sent.receive, receive=sent.send)
         out: Tensor = self.kernels.combine(rows, sent.gate_TK, sent.plan)
         return out
 
 
-def by_expert(counts_PE: Tensor) -> Tensor:
-    """Rows arrive sorted by (source rank, expert); the order that sorts them by (expert, source rank)."""
-    experts = torch.arange(counts_PE.shape[1], device=counts_PE.device).repeat(counts_PE.shape[0])
-    return torch.argsort(torch.repeat_interleave(experts, counts_PE.flatten()), stable=True)
+def inverse(order_R: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    back_R = torch.empty_like(order_R)
+    back_R[order_R] = torch.arange(len(back_R), device=back_R.device)
+    return back_R

@@ -141,9 +141,11 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
             full = global_name(f"{path}.{name}" if path else name)
             value = torch.empty(parameter.shape)
             if isinstance(module, Experts):
+                stem, matrix = full.rsplit(".", 1)
+                whole = torch.empty(module.whole_shape(matrix))  # drawn whole, so that its bits do not depend on what is held of it
                 for i, expert in enumerate(module.held):
-                    stem, matrix = full.rsplit(".", 1)
-                    _draw(value[i], f"{stem}.{expert}.{matrix}", fan_in=value.shape[1], scale=scale, seed=seed)
+                    _draw(whole, f"{stem}.{expert}.{matrix}", fan_in=whole.shape[0], scale=scale, seed=seed)
+                    value[i] = module.part(matrix, whole)
             elif isinstance(module, Norm):
                 value.fill_(1.0)
             elif isinstance(module, RelativeBias):

@@ -22,9 +22,11 @@ from moe.flags import take_overrides
 from moe.recipe import load
 from moe.train.environment import extensions_dir
 from moe.train.processes import die_with_parent
+from parallel.agreement import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput
 
-USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh]"
+USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--debug-collectives]"
+DEBUG_FLAG = "--debug-collectives"
 
 
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
@@ -63,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     error: str | None = None
     code = 1
     try:
-        recipe, overrides, out, fresh = parse(sys.argv[1:] if argv is None else argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        if DEBUG_FLAG in words:
+            os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
+        recipe, overrides, out, fresh = parse([word for word in words if word != DEBUG_FLAG])
         run, origins = load(recipe, overrides)
         name = Path(recipe).stem
         out = out or Path("runs") / name

@@ -42,6 +42,7 @@ def start(
     launcher: Launcher = "deepspeed",
     out: Path | None = None,
     fresh: bool = False,
+    debug_collectives: bool = False,
     hostfile: Path | None = None,
     module: str = "moe.train.launch",
     grace_s: float = 60.0,
@@ -55,6 +56,7 @@ def start(
     out = out or Path("runs") / Path(recipe).stem
     status = _empty_status(out)
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
+    words += ["--debug-collectives"] if debug_collectives else []
     token = secrets.token_hex(8)
     env = child_environment(os.environ, nproc or 1) | {TOKEN: token}
     visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None

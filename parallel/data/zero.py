@@ -29,12 +29,13 @@ class Zero1:
     """Stage 1. `layouts` by module parameter name; the model's weights are in the master dtype."""
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
-        deepspeed = _start_deepspeed()
+        deepspeed = start_deepspeed()
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.parameters = dict(model.named_parameters())
-        groups, self.families = _groups(self.parameters, layouts, optimizer, ep=mesh.axis("ep").size)
+        shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
+        groups, self.families = _groups(self.parameters, layouts, optimizer, ep=shards)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=_marked(model, ep=mesh.axis("ep").size) if mesh.axis("ep").size > 1 else model,
+            model=_marked(model, ep=shards) if shards > 1 else model,
             optimizer=optimizer.build(groups),
             dist_init_required=False,
             config={
@@ -148,7 +149,7 @@ def load_deepspeed() -> Any:
     return deepspeed
 
 
-def _start_deepspeed() -> Any:
+def start_deepspeed() -> Any:
     """DeepSpeed with its communication up."""
     deepspeed = load_deepspeed()
     if not dist.is_initialized():  # one process: DeepSpeed wants a group all the same

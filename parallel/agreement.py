@@ -1,0 +1,118 @@
+"""Debug mode: before a collective runs, its ranks tell each other what they are about to do, and compare.
+
+    rank 0   all_to_all, layers.3, number 12, [9, 64] float32, sends 5 4        rank 1   all_to_all, layers.3, number 12, ... sends 3 2
+             \\______ each rank writes its own line to the group's store and reads the others' ______/
+    equal: go on        not equal: every rank raises, naming rank, collective, layer and both sides        missing: the same, in timeout_s
+
+Without it a rank that makes another collective than its peers makes them wait for ever, and with gloo splits that
+disagree give wrong numbers without an error. It costs some round trips to the store for each collective, so it is off
+unless asked for; then nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from parallel.mesh import Axis
+
+DEBUG = "MOE_DEBUG_COLLECTIVES"  # in the environment of ranks: seconds to wait for one that does not come
+TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may hold up a rank that is well
+_LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
+
+
+class Disagreement(RuntimeError):
+    """Ranks of one axis are not about to make the same collective; the message is one line, the same fault on each."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is about to do. `splits`: rows to and from each rank of the axis, where ranks may differ."""
+
+    name: str
+    axis: str
+    label: str
+    number: int
+    shape: list[int]
+    dtype: str
+    send: list[int] | None = None
+    receive: list[int] | None = None
+
+    def said(self) -> str:
+        splits = "" if self.send is None else f" sending {self.send} receiving {self.receive}"
+        return f"{self.name} over {self.axis}{f' in {self.label}' if self.label else ''} of {self.shape} {self.dtype}{splits}"
+
+
+class Agreement:
+    """One for each process. `store`: what the process group met through (set, get, wait, check, delete_key)."""
+
+    def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
+        self.store, self.rank, self.timeout_s = store, rank, timeout_s
+        self._numbers: Counter[tuple[int, ...]] = Counter()
+
+    def check(
+        self, axis: Axis, name: str, shape: list[int], dtype: str, *, send: list[int] | None = None, receive: list[int] | None = None
+    ) -> None:
+        """Return when every rank of the axis is about to make this collective. Raises Disagreement."""
+        self._numbers[axis.ranks] += 1
+        mine = Call(name, axis.name, axis.label, self._numbers[axis.ranks], shape, dtype, send, receive)
+        key = f"agree/{'-'.join(map(str, axis.ranks))}/{{}}/{{}}"
+        self.store.set(key.format(mine.number, self.rank), json.dumps(asdict(mine)))
+        self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.said()}")
+        calls = {self.rank: mine}
+        deadline = time.monotonic() + self.timeout_s
+        for rank in axis.ranks:
+            if rank != self.rank:
+                calls[rank] = self._read(key.format(mine.number, rank), rank, mine, axis, deadline)
+        problem = compare([calls[rank] for rank in axis.ranks], axis.ranks)
+        if problem:
+            self._fail(problem)
+        if mine.number > 2:  # who is here has seen all of the last one, so nobody reads the one before that any more
+            with suppress(RuntimeError):
+                self.store.delete_key(key.format(mine.number - 2, self.rank))
+
+    def _read(self, key: str, rank: int, mine: Call, axis: Axis, deadline: float) -> Call:
+        while True:
+            with suppress(RuntimeError):  # of a wait that was too short
+                self.store.wait([key], timedelta(seconds=_LOOK_S))
+                return Call(**json.loads(self.store.get(key)))
+            if self.store.check(["agree/failed"]):
+                raise Disagreement(self.store.get("agree/failed").decode())
+            if time.monotonic() > deadline:
+                at = f"agree/at/{rank}"
+                last = f"was last seen at {self.store.get(at).decode()}" if self.store.check([at]) else "has not made any"
+                waited = f"within {self.timeout_s:g} s to collective {mine.number} of ranks {list(axis.ranks)}"
+                self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.said()}; rank {rank} {last}")
+
+    def _fail(self, problem: str) -> None:
+        self.store.set("agree/failed", problem)
+        raise Disagreement(problem)
+
+
+def compare(calls: list[Call], ranks: tuple[int, ...]) -> str | None:
+    """One line that names the first two ranks that differ and both sides, or None. `calls` in the order of `ranks`."""
+    first = calls[0]
+    for rank, call in zip(ranks[1:], calls[1:], strict=True):
+        if _same_for_all(call) != _same_for_all(first):
+            return f"collective {first.number} differs: rank {ranks[0]} is at {first.said()}, but rank {rank} at {call.said()}"
+    if first.send is None:
+        return None
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            assert sender.send is not None and receiver.receive is not None
+            if sender.send[j] != receiver.receive[i]:
+                return (
+                    f"collective {first.number} differs, {first.name} over {first.axis}{f' in {first.label}' if first.label else ''}: "
+                    f"rank {ranks[i]} sends {sender.send[j]} rows to rank {ranks[j]}, which expects {receiver.receive[i]}"
+                )
+    return None
+
+
+def _same_for_all(call: Call) -> tuple[Any, ...]:
+    """Where splits are given, the number of rows may differ, and their width may not."""
+    return call.name, call.axis, call.label, call.dtype, call.shape if call.send is None else call.shape[1:], call.send is None
