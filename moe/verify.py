@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe.config import Run
 from moe.context import Context
-from moe.model.transformer import Transformer
+from moe.model.transformer import Transformer, extra_state
 from moe.parallelize import build, decays, lay_out, start_engine
 from moe.recipe import build as build_run
 from moe.results import write_json
@@ -50,7 +50,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
         "model": {"positions": "t5", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.1},
     },
-}
+    "deepseek": {
+        "router": {
+            "preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 3, "bias_rate": 0.02, "capacity_factor": 1.25,
+            "balance_weight": 0.05, "balance_scope": "global_batch", "importance_weight": 0.02,
+        },
+        "experts": {"shared": 1},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,12 @@ class Case:
     ep: int
     microbatches: int
     precision: str
+    recompute: str = "none"
 
     @property
     def layout(self) -> str:
-        return f"{self.model} dp{self.world} ep{self.ep} m{self.microbatches}"
+        again = "" if self.recompute == "none" else f" {self.recompute}"
+        return f"{self.model} dp{self.world} ep{self.ep} m{self.microbatches}{again}"
 
     def run(self) -> Run:
         """The recipe: sizes that differ from each other, one layer with experts and one without."""
@@ -79,6 +88,7 @@ class Case:
             "degrees": {"dp": self.world, "ep": self.ep},
             "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
             "pipeline": {"microbatches": self.microbatches},
+            "recompute": {"kind": self.recompute},
             "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
@@ -100,9 +110,9 @@ class Result:
 
 
 def cases(nproc: int) -> list[Case]:
-    """Every legal layout of up to nproc processes."""
+    """Every legal layout of up to nproc processes; with DDP in fp32 also with recompute, which knows neither engine nor precision."""
     return [
-        Case(model, kind, world, ep, microbatches, precision)
+        Case(model, kind, world, ep, microbatches, precision, recompute)
         for world in range(1, nproc + 1)
         if BATCH % world == 0
         for kind in ("ddp", "zero1")
@@ -112,6 +122,8 @@ def cases(nproc: int) -> list[Case]:
         if 4 % ep == 0
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
     ]
 
 
@@ -150,9 +162,12 @@ def reference(model_name: str) -> Result:
             assert p.grad is not None
             p.grad.mul_(min(1.0, (run.optimizer.clip_norm or norm) / norm))
         optimizer.step()
+        for bias_E, report in zip(extra_state(model).values(), output.layers, strict=False):  # each layer has one, or none has
+            bias_E += (run.router.spec.bias_rate or 0.0) * torch.sign(report.load_E.double().mean() - report.load_E).float()
         if kept is None:
             balance = sum(r.balance_loss.item() for r in output.layers)
-            kept = balance, norm, _whole(model, gradients), _whole(model, {n: p.detach() for n, p in named.items()})
+            weights = _whole(model, {n: p.detach() for n, p in named.items()}) | _biases(model)
+            kept = balance, norm, _whole(model, gradients), weights
     assert kept is not None
     return Result(losses, *kept)
 
@@ -162,6 +177,10 @@ def _whole(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     names = dict(zip(layouts, global_layouts(layouts), strict=True))
     mesh = Mesh.of(Degrees())
     return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(names[n], layouts[n], mesh, t)}
+
+
+def _biases(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: bias_E.clone() for name, bias_E in extra_state(model).items()}
 
 
 # --- one layout, through the trainer's own step --------------------------------------------------------------------------
@@ -199,7 +218,7 @@ def compute(case: Case, *, rank: int = 0) -> Result:
             device=torch.device("cpu"),
         )
         if kept is None:
-            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0)
+            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0) | _biases(model)
     assert kept is not None
     return Result(losses, *kept)
 
@@ -329,4 +348,4 @@ def _row(case: Case, got: Result | str, want: Result, tolerance: dict[str, float
 
 
 def _line(layout: str, kind: str, world: object, precision: str, *cells: str) -> str:
-    return f"{layout:<18} {kind:<6} {world:>5} {precision:<9} " + " ".join(f"{cell:>9}" for cell in cells)
+    return f"{layout:<29} {kind:<6} {world:>5} {precision:<9} " + " ".join(f"{cell:>9}" for cell in cells)

@@ -44,13 +44,15 @@ def test_every_legal_layout_is_listed_once(nproc: int) -> None:
     found = cases(nproc)
     assert len(set(found)) == len(found)
     everything = {
-        Case(model, kind, world, ep, microbatches, precision)
+        Case(model, kind, world, ep, microbatches, precision, recompute)
         for model in MODELS
         for kind in ("ddp", "zero1")
         for world in range(1, nproc + 1)
         for ep in range(1, world + 1)
         for microbatches in (1, 3)
         for precision in ("fp32", "bf16", "fp16")
+        for recompute in ("none", "full", "selective")
+        if recompute == "none" or (kind, precision, recompute) == ("ddp", "fp32", "full" if microbatches == 1 else "selective")
     }
     assert set(found) == {case for case in everything if legal(case)}
 

@@ -106,7 +106,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BL: Tensor, context: Context | None = None) -> Output:
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
-        context = context.remembering()  # a recomputed part must go where it went the first time
+        if any(block.recompute != "none" for block in self.layers):
+            context = context.remembering()  # a recomputed part must go where it went the first time
         x_BLD = F.embedding(tokens_BL, self.embedding).to(self.compute)
         reports = []
         for block in self.layers:

@@ -31,11 +31,9 @@ class DDP:
         dp = mesh.axis("dp")
         self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
         if dp.size > 1:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, self.apart)
-            # buffers are the trainer's: it keeps them equal on all ranks, without a message a pass
-            self.model = DistributedDataParallel(
-                model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False, broadcast_buffers=False
-            )
+            buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
+            self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             self.model.register_comm_hook(dp, _sum_bucket)
 
     def forward(self, *args: Any, last: bool) -> Any:
