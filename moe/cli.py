@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe import verbs
 from moe.flags import check_words, take_overrides
-from moe.verbs import Bench, Doctor, Generate, Recipes, Report, Show, Train, Verify
+from moe.verbs import Bench, Convert, Doctor, Generate, Recipes, Report, Show, Train, Verify
 from parallel.agreement import DEBUG
 from parallel.errors import BadInput, did_you_mean
 
@@ -124,6 +124,28 @@ def _arguments_of_main(module: Path) -> list[str]:
     return [a.arg for a in (*main_function.args.args, *main_function.args.kwonlyargs)] if main_function else []
 
 
+def _convert(flags: Convert, overrides: dict[str, str]) -> int:
+    from moe.convert_checks import settings_of
+    from moe.recipe import recipe_names, recipe_path
+
+    if flags.to is None:
+        raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
+    recipe_path(flags.to)
+    source = _run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
+    given = {name: getattr(flags, name) for name in ("method", "share", "scale", "weights", "moments") if getattr(flags, name) is not None}
+    settings = settings_of(given, approximate=flags.approximate)
+    return _call(
+        "moe.convert",
+        source,
+        flags.to_run,
+        recipe=flags.to,
+        overrides=overrides,
+        settings=settings,
+        load=_text(flags.load),
+        check=flags.check,
+    )
+
+
 def _show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.recipe import load, resolved_yaml
 
@@ -163,13 +185,13 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _run_dir(name: str, holds: str) -> str:
-    if (Path(name) / holds).exists():
+def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
+    if (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
         return name
     runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []
     near = did_you_mean(name, runs) or did_you_mean(f"runs/{name}", runs)
     fix = f"did you mean {near}?" if near else f"one of {', '.join(runs)}" if runs else "train first: moe train switch_tiny"
-    raise BadInput("RUN_DIR", got=name, needed=f"a run's folder, with {holds} in it", fix=fix)
+    raise BadInput(what, got=name, needed=f"a run's folder, with {holds} in it", fix=fix)
 
 
 FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
@@ -178,6 +200,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "generate": _generate,
     "report": _report,
     "bench": _bench,
+    "convert": _convert,
     "show": _show,
     "recipes": _recipes,
     "doctor": _doctor,

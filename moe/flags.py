@@ -111,7 +111,7 @@ def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
     recipe = verb in RECIPE_VERBS
     near = did_you_mean(name, flags)
     if "." in name:
-        fix = f"recipe values go with moe {' and moe '.join(RECIPE_VERBS)}"
+        fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
     elif near:
         fix = f"did you mean {near}?"
     elif recipe and (owner := _recipe_key(name)):
@@ -171,4 +171,6 @@ def _hint(missing: str, verb: str) -> str:
     return {
         "recipe": f"moe {verb} switch_tiny; the names are in: moe recipes",
         "run_dir": f"moe {verb} runs/switch_tiny",
+        "from_run": f"moe {verb} runs/dense_tiny runs/upcycled --to glam_tiny",
+        "to_run": f"moe {verb} runs/dense_tiny runs/upcycled --to glam_tiny",
     }.get(missing, f"see: moe {verb} --help")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show")
+RECIPE_VERBS = ("train", "show", "convert")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -90,6 +90,25 @@ class Bench:
 
 
 @dataclasses.dataclass(frozen=True)
+class Convert:
+    """Make the checkpoint of one model that of another: dense layers to experts, or experts to fewer or to dense."""
+
+    from_run: str = _word("a run's folder, or one checkpoint in it")
+    to_run: str = _word("a new run's folder, from which moe train goes on")
+    to: str | None = _flag(None, "recipe of the new model: a name (see: moe recipes) or a YAML file; needed")
+    method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
+        None, "dense to experts: copy (default), granular, noise, drop; experts to fewer: merge, prune"
+    )
+    share: float | None = _flag(None, "noise: share of the weights; drop: share of the hidden units; 0.5 by default")
+    scale: float | None = _flag(None, "noise: its size in standard deviations of a matrix; 0.01 by default")
+    weights: Literal["uniform", "load"] | None = _flag(None, "merge: what experts count by; uniform by default")
+    load: Path | None = _flag(None, "prune, or merge by load: a run's folder, its metrics.jsonl, or JSON; the source's own by default")
+    moments: Literal["fresh", "copy"] | None = _flag(None, "copy: the optimizer's moments and counters go along; fresh by default")
+    approximate: bool = _flag(False, "accept gates that do not sum to a constant, so that outputs differ from the source's")
+    check: bool = _flag(False, "run both models on random tokens and print how far they are apart")
+
+
+@dataclasses.dataclass(frozen=True)
 class Show:
     """Print a recipe merged with its parents, each value with its origin."""
 
@@ -115,6 +134,7 @@ VERBS: dict[str, type] = {
     "generate": Generate,
     "report": Report,
     "bench": Bench,
+    "convert": Convert,
     "show": Show,
     "recipes": Recipes,
     "doctor": Doctor,

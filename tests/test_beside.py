@@ -19,7 +19,9 @@ from moe.model.linear import FeedForward
 from moe.model.transformer import Transformer, moe_layers
 from moe.parallelize import lay_out
 from moe.recipe import build
+from moe.report.experts import expert_load
 from moe.report.history import History
+from moe.report.style import LIGHT
 from moe.train import metrics
 from parallel.errors import BadInput
 from tests import trained
@@ -248,9 +250,12 @@ def test_what_does_not_fit_is_refused_in_one_line(experts: dict[str, Any], said:
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_pyramid_trains_alike_on_two_ranks_and_its_records_tell_every_layer(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [{"residual": True}, {"shared": 2, "shared_d_ff": 5, "shared_gate": True}], ids=["residual", "shared"])
+def test_a_pyramid_trains_alike_on_two_ranks_and_its_records_tell_every_layer(
+    beside: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = trained.home(tmp_path, monkeypatch)
-    model, experts = {"num_layers": 4}, {"num_experts": [2, 4], "residual": True}
+    model, experts = {"num_layers": 4}, {"num_experts": [2, 4], **beside}
     run = trained.recipe(home, model=model, experts=experts, degrees={"ep": 1})
     trained.train(run, tmp_path / "one")
     trained.train(trained.recipe(home, model=model, experts=experts, degrees={"ep": 2}), tmp_path / "two", ranks=2)
@@ -260,3 +265,5 @@ def test_a_pyramid_trains_alike_on_two_ranks_and_its_records_tell_every_layer(tm
     assert [[len(layer["load"]) for layer in line["moe"]] for line in two if line["kind"] == "train"] == [[2, 4]] * 6
     told = History.of(two)
     assert [told.load_SE(layer).shape for layer in (1, 3)] == [(6, 2), (6, 4)]
+    figure = expert_load(told, LIGHT)
+    assert figure is not None and [ax.get_ylim() for ax in figure.axes[:2]] == [(1.5, -0.5), (3.5, -0.5)]

@@ -60,7 +60,7 @@ def test_help_of_a_verb_lists_its_flags(verb: str, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     for name in verbs.VERBS[verb].__dataclass_fields__:
         assert f"--{name}" in said or name.upper() in said
-    assert ("--section.key VALUE" in said) == (verb in ("train", "show"))
+    assert ("--section.key VALUE" in said) == (verb in verbs.RECIPE_VERBS)
 
 
 def test_no_word_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from moe.parallelize import build
 from moe.recipe import build as build_run
 from moe.train.data import Tokenizer
 from moe.train.data import load as load_tokenizer
+from moe.train.state import load_extra
 from parallel import checkpoint
 from parallel.checkpoint import Reader, check_same_parameters
 from parallel.errors import BadInput
@@ -50,14 +51,21 @@ def load_model(run_dir: Path) -> tuple[Transformer, Tokenizer, int]:
     path = checkpoint.newest(run_dir / "checkpoints", world=mesh.axis("world"), log=print)
     if path is None:
         raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
-    reader = Reader(path)
+    state = Reader(path).state
+    return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
+
+
+def restore(path: Path) -> Transformer:
+    """The model of one checkpoint, whole on this device, ready to evaluate."""
+    mesh, reader = Mesh.of(Degrees()), Reader(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, layouts = build(run, mesh, device=device)
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
         parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
-    return model.eval(), load_tokenizer(reader.state["tokenizer"]), int(reader.state["counters"]["step"])
+    load_extra(reader, model, log=print)
+    return model.eval()
 
 
 def main(run_dir: str, *, prompt: str = "def ", tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:

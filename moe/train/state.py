@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from moe.model.transformer import extra_state, global_name
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters
@@ -80,11 +82,12 @@ def resume(
     reader = Reader(path)
     layouts = global_layouts(engine.layouts)
     check_same_parameters(reader, layouts)
-    if reader.state["data"] != data:
+    begun = reader.state["counters"]["step"] > 0  # a converted model has seen no sample yet
+    if begun and reader.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
     before = reader.state["recipe"]
     changed = [f"{s}.{k}: {old} -> {recipe[s][k]}" for s, k in ORDER for old in [before[s][k]] if old != recipe[s][k]]
-    if changed:
+    if begun and changed:
         log(f"changed since the checkpoint, which moves the order of samples: {', '.join(changed)}")
     states = {
         name: {kind: reader.load(global_name(name), kind, layout, mesh) for kind in ("weight", *MOMENTS)}
@@ -92,14 +95,14 @@ def resume(
     }
     vars(counters).update(reader.state["counters"])
     engine.load_state(states, steps=counters.updates)
-    _load_extra(reader, engine, log)
+    load_extra(reader, engine.module, log=log)
     scale.load(reader.state["loss_scale"])
     return True
 
 
-def _load_extra(reader: Reader, engine: Engine, log: Callable[[str], None]) -> None:
+def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None]) -> None:
     """Routers' biases, which a recipe may gain or lose between two lives of a run: that is said, and no reason to refuse."""
-    stored, held = reader.names(EXTRA), extra_state(engine.module)
+    stored, held = reader.names(EXTRA), extra_state(model)
     for name, tensor in held.items():
         if name in stored:
             tensor.copy_(reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape)))

@@ -1,0 +1,92 @@
+"""What `moe convert` says: what became of each part, whether the output is still the source's, how to go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moe.convert import Conversion, feed_forward
+from moe.convert_checks import even_gate_sum, experts_of, gate_sum, layers_that, parts
+from moe.model.transformer import Transformer
+from moe.train.generate import restore
+
+
+def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
+    """One line for each family of tensors, then what to expect and the next command."""
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
+    kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
+    rows = [("as they are", f"{len(kept)} tensors: all but the feed-forward part of layers {_listed(changed)}")]
+    rows += [(f"layer {layer}", _layer(conversion, layer)) for layer in changed]
+    if s.moments == "copy":
+        step = conversion.reader.state["counters"]["step"]
+        rows += [("moments", f"the source's, those of copies divided by their number; goes on at step {step}")]
+    else:
+        rows += [("moments", "fresh; starts at step 0")]
+    width = max(len(name) for name, _ in rows)
+    return [
+        f"{s.method}: {source} -> {out}",
+        *(f"  {name:<{width}}  {what}" for name, what in rows),
+        f"output: {promise(conversion)}",
+        f"go on with: moe train {out / 'recipe.yaml'} --out {out}",
+    ]
+
+
+def _layer(conversion: Conversion, layer: int) -> str:
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    old, new = experts_of(before, layer), experts_of(run, layer)
+    if new > old:
+        one = {
+            "copy": "copies of the dense network",
+            "granular": f"{parts(before, run)} shards of it, {new // parts(before, run)} copies of each",
+            "noise": f"copies with noise of {s.scale:g} deviations on {s.share:g} of the weights",
+            "drop": f"copies with {s.share:g} of the hidden units drawn anew",
+        }[s.method]
+        factor = (parts(before, run) if s.method == "granular" else 1) / even_gate_sum(run.router, new)
+        scaled = f"; way down times {factor:g}" if factor != 1 else ""
+        beside = "; residual network: the dense one" if run.experts.residual else ""
+        beside += "; shared experts: new, their way down zero" if run.experts.shared else ""
+        return f"dense -> {new} experts, {one}{scaled}; router new, seed {run.train.seed}{beside}"
+    into = f"{new} experts" if new else "dense"
+    how = "the most used" if s.method == "prune" else f"means, {s.weights} weights"
+    beside = "; shared experts joined to it" if not new and before.experts.shared else ""
+    return f"{old} experts -> {into}: {how}{beside}{'; their router rows' if new else ''}"
+
+
+def promise(conversion: Conversion) -> str:
+    """Whether the new model computes what the source does, and when."""
+    s, before, run = conversion.settings, conversion.before, conversion.run
+    if s.method in ("noise", "drop"):
+        return "near the source's: the experts differ from its network on purpose"
+    if s.method in ("copy", "granular"):
+        if gate_sum(run.router) is None:
+            return f"not the source's: gates of {run.router.preset} depend on the token, the scale is right for a router without preference"
+        return "the source's, up to rounding, wherever no choice is dropped or declined"
+    if run.model.layers_with_experts() and before.router.spec != run.router.spec:
+        return "not the source's: the recipe has another router"
+    if s.method == "merge":
+        return "the source's only where the merged experts were equal"
+    as_is = "" if gate_sum(before.router) is not None else "; gates grow by the probability that the pruned experts had"
+    return f"the source's for tokens that chose no pruned expert{as_is}"
+
+
+@torch.no_grad()
+def compared(source: Path, model: torch.nn.Module) -> str:
+    """Both models on the same random tokens, in evaluation and fp32."""
+    assert isinstance(model, Transformer)
+    old = restore(source)
+    tokens_BL = torch.randint(old.vocab_size, (4, min(128, old.config.max_length)), generator=torch.Generator().manual_seed(0))
+    device = next(old.parameters()).device
+    was = model.compute
+    old.compute = model.compute = torch.float32
+    want = old(tokens_BL.to(device)).logits_BLV.cpu()
+    got = model.eval()(tokens_BL).logits_BLV
+    model.compute = was
+    return (
+        f"checked on {tokens_BL.numel()} random tokens: logits differ by at most {(got - want).abs().max():.2e} of {want.abs().max():.2e}"
+    )
+
+
+def _listed(layers: list[int]) -> str:
+    return ", ".join(map(str, layers))
