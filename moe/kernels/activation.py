@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,3 +15,17 @@ def activate(hidden: Tensor, gate: Tensor | None, ffn: str) -> Tensor:
         return F.relu(hidden)
     activated = F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh")
     return activated if gate is None else activated * gate
+
+
+def activate_backward(grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str) -> tuple[Tensor, Tensor | None]:
+    """The gradients of hidden and gate for that of `activate(hidden, gate, ffn)`, whose memory the first one takes."""
+    aten = torch.ops.aten
+    if ffn == "relu":
+        return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None
+    grad_gate = None
+    if gate is not None:
+        grad_gate = activate(hidden, None, ffn).mul_(grad)
+        grad.mul_(gate)
+    if ffn == "swiglu":
+        return aten.silu_backward.grad_input(grad, hidden, grad_input=grad), grad_gate
+    return aten.gelu_backward.grad_input(grad, hidden, approximate="tanh", grad_input=grad), grad_gate

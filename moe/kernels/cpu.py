@@ -1,10 +1,7 @@
 """Dispatch in time and memory proportional to routed rows; torch operations only, so it runs on any device.
 
 Positions come from one stable sort (cumulative position, never top-k on ties); moving rows is gathering in both
-directions; each expert is one matrix product on its own contiguous rows, written straight into the shared output.
-
-Row counts differ at every step, and for bf16 and fp16 the CPU's library generates code for every new shape: 15 times
-what the product itself takes (docs/measure.py). So those products run on multiples of 64 rows, and the rest as one more block.
+directions; the experts' networks are in grouped.py.
 """
 
 from __future__ import annotations
@@ -14,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.activation import activate
+from moe.kernels.grouped import grouped_ffn, routed_ffn
 from moe.kernels.plan import Plan
 
-# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
+__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+
+# T tokens, K choices, R rows, E experts, D model
 
 
 def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
@@ -33,8 +32,8 @@ def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
     """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
-    if k > 4:
-        return torch.argsort(scores_TE, dim=-1, descending=True, stable=True)[:, :k].contiguous()
+    if k > 2:
+        return _many(scores_TE, k)
     rest_TE, found = scores_TE, []
     for choice in range(k):
         expert_T1 = rest_TE.argmax(-1, keepdim=True)
@@ -42,6 +41,17 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
         if choice < k - 1:
             rest_TE = rest_TE.scatter(1, expert_T1, -torch.inf)
     return torch.cat(found, 1)
+
+
+def _many(scores_TE: Tensor, k: int) -> Tensor:
+    """topk, and rows with equal scores among the chosen or at their edge by a stable sort, which costs ten times as much."""
+    best_TK, expert_TK = scores_TE.topk(k)
+    tied_T = (scores_TE >= best_TK[:, -1:]).sum(1) > k
+    tied_T |= (best_TK[:, 1:] == best_TK[:, :-1]).any(1)
+    rows = tied_T.nonzero()[:, 0]
+    if len(rows):
+        expert_TK[rows] = torch.argsort(scores_TE[rows], dim=-1, descending=True, stable=True)[:, :k]
+    return expert_TK
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
@@ -119,63 +129,6 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_gate.view_as(gate_TK), None
 
 
-_BLOCK = 64
-
-
-def _any_shape(rows: Tensor) -> bool:
-    return rows.dtype not in (torch.bfloat16, torch.float16) or not rows.is_cpu or len(rows) % _BLOCK == 0
-
-
-def _padded(rows: Tensor) -> Tensor:
-    return torch.cat((rows, rows.new_zeros(_BLOCK - len(rows), rows.shape[1])))
-
-
-def _product(rows_NI: Tensor, weight_IO: Tensor, out_NO: Tensor) -> None:
-    """out = rows weight; the last block may overlap the one before, whose rows it computes again."""
-    if _any_shape(rows_NI):
-        torch.mm(rows_NI, weight_IO, out=out_NO)
-    elif len(rows_NI) < _BLOCK:
-        out_NO.copy_(torch.mm(_padded(rows_NI), weight_IO)[: len(rows_NI)])
-    else:
-        whole = len(rows_NI) // _BLOCK * _BLOCK
-        torch.mm(rows_NI[:whole], weight_IO, out=out_NO[:whole])
-        torch.mm(rows_NI[-_BLOCK:], weight_IO, out=out_NO[-_BLOCK:])
-
-
-def _weight_gradient(rows_NI: Tensor, grad_NO: Tensor) -> Tensor:
-    """rows^T grad; zero rows fill the last block, and parts are added in fp32."""
-    if _any_shape(rows_NI):
-        return torch.mm(rows_NI.t(), grad_NO)
-    whole = len(rows_NI) // _BLOCK * _BLOCK
-    rest_IO = torch.mm(_padded(rows_NI[whole:]).t(), _padded(grad_NO[whole:]))
-    return rest_IO if whole == 0 else torch.mm(rows_NI[:whole].t(), grad_NO[:whole]).float().add_(rest_IO)
-
-
-class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RI: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(rows_RI, weight_EIO)
-        ctx.counts = counts
-        out_RO = rows_RI.new_empty(rows_RI.shape[0], weight_EIO.shape[2])
-        for rows, out, weight in zip(rows_RI.split(counts), out_RO.split(counts), weight_EIO, strict=True):
-            if len(rows):
-                _product(rows, weight.to(rows.dtype), out)
-        return out_RO
-
-    @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_RI, weight_EIO = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
-        grad_RI = torch.empty_like(rows_RI)
-        grad_weight = torch.zeros_like(weight_EIO)  # an expert without rows has a gradient of zero, not none: nobody waits for it
-        parts = zip(rows_RI.split(ctx.counts), grad_RO.split(ctx.counts), grad_RI.split(ctx.counts), strict=True)
-        for expert, (rows, grad, grad_in) in enumerate(parts):
-            if len(rows):
-                _product(grad, weight_EIO[expert].to(rows.dtype).t(), grad_in)
-                grad_weight[expert] = _weight_gradient(rows, grad)
-        return grad_RI, grad_weight, None
-
-
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
     """Tokens [T, D] to rows [R, D]."""
     out: Tensor = _Permute.apply(x_TD, plan)
@@ -188,35 +141,7 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
     return out
 
 
-def grouped_ffn(
-    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
-) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
-    gate_RF = _GroupedLinear.apply(rows_RD, w3, counts) if w3 is not None else None
-    hidden_RF = activate(_GroupedLinear.apply(rows_RD, w1, counts), gate_RF, ffn)
-    if dropped_RF is not None:
-        hidden_RF = hidden_RF * dropped_RF
-    out: Tensor = _GroupedLinear.apply(hidden_RF, w2, counts)
-    return out
-
-
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out
-
-
-def routed_ffn(
-    x_TD: Tensor,
-    gate_TK: Tensor,
-    plan: Plan,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor | None,
-    *,
-    ffn: str,
-    dropped_RF: Tensor | None = None,
-) -> Tensor:
-    """permute, grouped_ffn and combine in one: where all experts are here."""
-    rows_RD = grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped_RF)
-    return combine(rows_RD, gate_TK, plan)

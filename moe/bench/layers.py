@@ -1,0 +1,255 @@
+"""One MoE layer as each system builds it, on the same problem: the same input, router, routing, and amount of work.
+
+A function here makes a layer for a case and returns its forward and backward pass. All have the same weights and route by the
+same matrix with orthonormal rows; inputs are made so that the wanted experts have the highest logits: routing is balanced
+exactly, or one expert is given half of the rows.
+
+    relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, bmm limit
+    swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, bmm limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe import config
+from moe.context import Context
+from moe.kernels.activation import activate
+from moe.layer import MoELayer
+from parallel.errors import BadInput
+
+# T tokens, D width, F hidden, E experts, K choices, R = T * K rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.k
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.width}x{self.hidden} E{self.experts} k{self.k}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`routing`: balanced, or skewed: one expert has half of the rows (all tokens, where k > 2)."""
+
+    shape: Shape
+    dtype: torch.dtype
+    routing: str
+    device: torch.device = torch.device("cpu")
+
+    def weights(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        values: Tensor = torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+        return values.to(self.device, dtype or self.dtype)
+
+    def router(self) -> Tensor:
+        """[E, D] fp32 with orthonormal rows."""
+        s = self.shape
+        if s.experts > s.width:
+            raise BadInput("experts", got=s.experts, needed=f"at most width={s.width}", fix="choose a wider shape")
+        q: Tensor = torch.linalg.qr(torch.randn(s.width, s.experts, generator=torch.Generator().manual_seed(1)))[0]
+        return q.t().contiguous().to(self.device)
+
+    def experts_of_tokens(self) -> Tensor:
+        """The choices [T, K] that every layer is made to take, highest first."""
+        s, generator = self.shape, torch.Generator().manual_seed(2)
+        if self.routing == "balanced":
+            chosen = torch.arange(s.rows).view(s.tokens, s.k) % s.experts
+        else:
+            others = 1 + torch.arange(s.rows).view(s.tokens, s.k) % (s.experts - 1)
+            hot = torch.arange(s.tokens) < min(s.tokens, s.rows // 2)
+            chosen = others.clone()
+            chosen[hot, 0] = 0
+        shuffled: Tensor = chosen[torch.randperm(s.tokens, generator=generator)]
+        return shuffled.to(self.device)
+
+    def inputs(self) -> Tensor:
+        """[T, D]: the sum of the chosen experts' directions, in falling strength, and a little of everything."""
+        s = self.shape
+        strength = torch.linspace(6.0, 5.0, s.k, device=self.device)
+        x_TD = (self.router()[self.experts_of_tokens()] * strength[:, None]).sum(1)
+        return (x_TD + 0.01 * torch.randn(s.tokens, s.width, generator=torch.Generator().manual_seed(3)).to(self.device)).to(self.dtype)
+
+    def gradient(self) -> Tensor:
+        return self.weights(self.shape.tokens, self.shape.width, seed=4)
+
+
+class Pass:
+    """One forward and backward pass of a layer. `leaves`: all that gets a gradient."""
+
+    def __init__(self, parameters: list[Tensor], forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
+        self.x, self.grad, self.forward = x.detach().requires_grad_(), grad, forward
+        self.leaves = [self.x, *parameters]
+
+    def clear(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def __call__(self) -> Tensor:
+        """The output; gradients lie on the leaves."""
+        self.clear()
+        y = self.forward(self.x)
+        y.backward(self.grad.view(y.shape))  # type: ignore[no-untyped-call]
+        return y
+
+
+def ours(case: Case, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
+    """The layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype weights live in."""
+    s = case.shape
+    k: dict[str, Any] = {1: {"preset": "switch"}, 2: {"preset": "glam"}}.get(s.k, {"preset": "mixtral", "num_choices": s.k})
+    with case.device:
+        layer = MoELayer(
+            config.Experts(num_experts=s.experts, kernels=kernels),
+            config.Router(capacity_factor=None, **k),
+            d_model=s.width,
+            d_ff=s.hidden,
+            ffn=ffn,
+            layer=1,
+        )
+    layer.experts.to(master or case.dtype)
+    layer.router.weight.data.copy_(case.router())
+    for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), _stack(case, ffn), strict=True):
+        if parameter is not None and weight is not None:
+            parameter.data.copy_(weight)
+    context = Context.of(torch.zeros(1, s.tokens, device=case.device))
+    return Pass(list(layer.parameters()), lambda x: layer(x, context)[0], case.inputs().unsqueeze(0), case.gradient())
+
+
+def limit(case: Case, ffn: str) -> Pass:
+    """The same rows in equal parts through batched matrix products; nothing is routed."""
+    s = case.shape
+    each = -(-s.rows // s.experts)
+    x_ERD = case.weights(s.experts, each, s.width, seed=5)
+    w1, w2, w3 = _stack(case, ffn)
+
+    def forward(x_ERD: Tensor) -> Tensor:
+        gate = torch.bmm(x_ERD, w3) if w3 is not None else None
+        return torch.bmm(activate(torch.bmm(x_ERD, w1), gate, ffn), w2)
+
+    parameters = [w for w in (w1, w2, w3) if w is not None]
+    return Pass(parameters, forward, x_ERD, case.weights(s.experts, each, s.width, seed=6))
+
+
+def dense(case: Case) -> Pass:
+    """One feed-forward network of the same FLOPs for every token: hidden size k * F."""
+    s = case.shape
+    w1 = case.weights(s.width, s.hidden * s.k, seed=10).requires_grad_()
+    w2 = case.weights(s.hidden * s.k, s.width, seed=11).requires_grad_()
+    return Pass([w1, w2], lambda x: F.relu(x @ w1) @ w2, case.inputs(), case.gradient())
+
+
+def _stack(case: Case, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    s = case.shape
+    w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
+    w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
+    return w1, w2, case.weights(s.experts, s.width, s.hidden, seed=12).requires_grad_() if ffn == "swiglu" else None
+
+
+def grouped_mm(case: Case) -> Pass:
+    """torch's grouped product written plainly: sort rows by expert, two grouped products, gather back and sum."""
+    s = case.shape
+    router = case.router().requires_grad_()
+    w1, w2, _ = _stack(case, "relu")
+
+    def forward(x_TD: Tensor) -> Tensor:
+        probs_TE = F.linear(x_TD.float(), router).softmax(-1)
+        gate_TK, expert_TK = probs_TE.topk(s.k)
+        order_R = expert_TK.flatten().argsort(stable=True)
+        offsets = torch.bincount(expert_TK.flatten(), minlength=s.experts).cumsum(0).int()
+        hidden = F.relu(F.grouped_mm(x_TD[order_R // s.k], w1, offs=offsets))
+        rows_RD = F.grouped_mm(hidden, w2, offs=offsets)
+        back_RD = torch.empty_like(rows_RD).index_copy(0, order_R, rows_RD)
+        return (back_RD.view(s.tokens, s.k, s.width) * gate_TK.unsqueeze(-1).to(rows_RD.dtype)).sum(1)
+
+    return Pass([router, w1, w2], forward, case.inputs(), case.gradient())
+
+
+def deepspeed(case: Case) -> Pass:
+    """DeepSpeed's MoE: exactly filled slots where routing is balanced, its dropless form (padded to the fullest expert) where not."""
+    moe = _deepspeed_moe()
+    s, balanced = case.shape, case.routing == "balanced"
+    expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
+    layer = moe.MoE(
+        s.width,
+        expert,
+        num_experts=s.experts,
+        k=s.k,
+        capacity_factor=1.0,
+        drop_tokens=balanced,
+        use_rts=False,
+        top2_2nd_expert_sampling=False,
+    )
+    layer.set_deepspeed_parallelism()
+    layer = layer.to(case.device, case.dtype)
+    layer.deepspeed_moe.gate.wg.weight.data = case.router()
+    w1, w2, _ = _stack(case, "relu")
+    for expert, up, down in zip(layer.deepspeed_moe.experts.deepspeed_experts, w1, w2, strict=True):
+        expert[0].weight.data.copy_(up.t())
+        expert[2].weight.data.copy_(down.t())
+    return Pass(list(layer.parameters()), lambda x: layer(x)[0], case.inputs().unsqueeze(0), case.gradient())
+
+
+def _deepspeed_moe() -> ModuleType:
+    from parallel.data.zero import start_deepspeed
+
+    start_deepspeed()
+    import importlib
+
+    return importlib.import_module("deepspeed.moe.layer")
+
+
+def hf_switch(case: Case) -> Pass:
+    """transformers' Switch block, with slots for every token."""
+    from transformers.models.switch_transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
+
+    s = case.shape
+    settings = SwitchTransformersConfig(
+        d_model=s.width, d_ff=s.hidden, num_experts=s.experts, expert_capacity=s.tokens, router_jitter_noise=0.0, dropout_rate=0.0
+    )
+    layer: Any = SwitchTransformersSparseMLP(settings).to(case.device, case.dtype)
+    layer.router.classifier.weight.data = case.router()
+    w1, w2, _ = _stack(case, "relu")
+    for expert, up, down in zip(layer.experts.values(), w1, w2, strict=True):
+        expert.wi.weight.data.copy_(up.t())
+        expert.wo.weight.data.copy_(down.t())
+    return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
+
+
+def hf_mixtral(case: Case, form: str) -> Pass:
+    """transformers' Mixtral block with its experts as `eager`, `batched_mm` or `grouped_mm`."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    s = case.shape
+    settings = MixtralConfig(hidden_size=s.width, intermediate_size=s.hidden, num_local_experts=s.experts, num_experts_per_tok=s.k)
+    settings._experts_implementation = form
+    layer = MixtralSparseMoeBlock(settings).to(case.device, case.dtype)
+    layer.gate.weight.data = case.router().to(case.dtype)
+    w1, w2, w3 = _stack(case, "swiglu")
+    assert w3 is not None
+    layer.experts.gate_up_proj.data.copy_(torch.cat((w1, w3), dim=2).transpose(1, 2))
+    layer.experts.down_proj.data.copy_(w2.transpose(1, 2))
+    return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
+
+
+def bytes_of_batched_mm(case: Case) -> int:
+    """What Mixtral's batched_mm holds at least: every row's copy of its expert's matrices, and their gradients."""
+    s = case.shape
+    return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -1,0 +1,323 @@
+"""Every expert's feed-forward network on its own rows, in torch operations: a few batched products instead of one a row or one an expert.
+
+    rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
+    blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
+
+Neighbours with about as many rows each form a block, padded to its largest expert, and go through one batched product; an expert
+with many more than its neighbours is a block of its own. Padding never exceeds a fixed share of the rows, so time and memory
+go with routed rows. A block's hidden rows stay in the cache from the first product to the last.
+
+Saved for the backward are the input and the pre-activation (SonicMoE, arXiv 2512.14080): the permuted copies are gathered
+again, the activation is computed again, and the gate's gradient is <dA, A>, with dA the gradient of the activation A before the
+gate, which needs no copy of the experts' outputs. Weights' gradients are written once, in place, in the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels.activation import activate, activate_backward
+from moe.kernels.plan import Plan
+
+# N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
+
+_HALF = (torch.bfloat16, torch.float16)
+_BLOCK_BYTES = 3 * 2**20  # of scratch a thread, in fp32: what a core's cache holds, and little beside the gradients
+
+
+@dataclass(frozen=True)
+class Block:
+    """Experts [first, last), `each` rows for every one of them from padded row `start`; their own rows are [begin, end) of R."""
+
+    first: int
+    last: int
+    each: int
+    start: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return (self.last - self.first) * self.each
+
+    @property
+    def padded(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def padding(self) -> int:
+        return self.size - (self.end - self.begin)
+
+
+def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
+    """Cut experts into blocks; experts without rows at a block's edge belong to none.
+
+    The CPU's 16-bit products are generated for every new shape (15 times what the product takes, docs/measure.py) and are
+    fastest on multiples of 32 rows; a batched one is up to four times as fast as one an expert, so more padding pays than in fp32.
+    """
+    half = dtype in _HALF and device.type == "cpu"
+    share, unit, scale = (1.5, 32, 4) if half else (1.25, 1, 1)
+    most = max(1, scale * _BLOCK_BYTES * torch.get_num_threads() // row_bytes)
+    found: list[Block] = []
+    first = rows = largest = begin = start = 0
+
+    def close(last: int) -> None:
+        nonlocal first, rows, largest, begin, start
+        if rows:
+            step = unit if largest < 8 * unit else 2 * unit
+            each = -(-largest // step) * step
+            found.append(Block(first, last, each, start, begin, begin + rows))
+            start += (last - first) * each
+        first, begin, rows, largest = last, begin + rows, 0, 0
+
+    for expert, count in enumerate(counts):
+        grown = (expert + 1 - first) * max(largest, count)
+        if rows and (grown > most or grown > max(share * (rows + count), 32 * (expert + 1 - first) if half else 0)):
+            close(expert)
+        if not rows and not count:
+            first = expert + 1
+            continue
+        rows, largest = rows + count, max(largest, count)
+    close(len(counts))
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How blocks find their rows: `source_Q` the source row of each padded row (any, for padding); `place_R` each row's padded
+    place, None where nothing is padded; `real_Q` fp32 1 for rows and 0 for padding, None likewise. `sums`: results are added to
+    their source rows, else each row has its own."""
+
+    blocks: list[Block]
+    source_Q: Tensor
+    place_R: Tensor | None
+    real_Q: Tensor | None
+    sums: bool
+
+
+def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool) -> Rows:
+    """Blocks for rows sorted by expert; row r is the source's row source_R[r]."""
+    cut = blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
+    if not any(b.padding for b in cut):
+        return Rows(cut, source_R, None, None, sums)
+    shifts = [0] * len(counts)
+    begin = 0
+    block = iter(cut)
+    now = next(block)
+    for expert, count in enumerate(counts):
+        if expert >= now.last:
+            now = next(block, now)
+        shifts[expert] = now.start + (expert - now.first) * now.each - begin
+        begin += count
+    device = source_R.device
+    place_R = torch.arange(begin, device=device) + torch.repeat_interleave(
+        torch.tensor(shifts, device=device), torch.tensor(counts, device=device), output_size=begin
+    )
+    size = cut[-1].start + cut[-1].size
+    source_Q = source_R.new_zeros(size).index_copy_(0, place_R, source_R)
+    real_Q = torch.zeros(size, device=device).index_fill_(0, place_R, 1.0)
+    return Rows(cut, source_Q, place_R, real_Q, sums)
+
+
+class _Network(torch.autograd.Function):
+    """Rows through their experts: summed into their source rows with weights `gate_R`, or, where that is None, one result a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        gate_R: Tensor | None,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        mask_RF: Tensor | None,
+        rows: Rows,
+        ffn: str,
+    ) -> Tensor:
+        size, hidden = len(rows.source_Q), w1.shape[2]
+        gate_Q, mask_QF = _spread(gate_R, rows), _spread(mask_RF, rows)
+        keep = any(ctx.needs_input_grad)
+        h_QF = x_ND.new_empty(size if keep else 0, hidden)
+        g_QF = None if w3 is None else torch.empty_like(h_QF)
+        out = x_ND.new_zeros(x_ND.shape, dtype=torch.float32) if gate_Q is not None else torch.empty_like(x_ND)
+        for b in rows.blocks:
+            x = _gather(x_ND, rows, b)
+            h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
+            _multiply(x, _weights(w1, b, x), h)
+            g = None
+            if w3 is not None:
+                g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
+                _multiply(x, _weights(w3, b, x), g)
+            if ffn == "relu":
+                h.relu_()  # its own derivative can be read off it, so it is what is saved
+            a = _activation(h, g, ffn, None if mask_QF is None else mask_QF[b.padded])
+            y = x  # its rows are used up
+            _multiply(a, _weights(w2, b, x), y)
+            _put(out, y, rows, b, gate_Q)
+        ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
+        ctx.rows, ctx.ffn = rows, ffn
+        return out.to(x_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        grad_out = grad_out.contiguous()
+        grad_x = x_ND.new_zeros(x_ND.shape, dtype=torch.float32) if gate_Q is not None else torch.empty_like(x_ND)
+        grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
+        grads = [None if w is None else torch.empty_like(w) for w in (w1, w2, w3)]
+        for grad in grads:
+            _zero_without_rows(grad, rows)
+        for b in rows.blocks:
+            h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
+            mask = None if mask_QF is None else mask_QF[b.padded]
+            gate = None if gate_Q is None else gate_Q[b.padded]
+            grad_y, x = _gather(grad_out, rows, b, real=gate is None), _gather(x_ND, rows, b)
+            a = _activation(h, g, ctx.ffn, mask)
+            grad_a = torch.empty_like(h)
+            _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)
+            if ctx.ffn != "relu" and grad_gate_Q is not None:
+                grad_gate_Q[b.padded] = _dot(grad_a, a)
+            # the gate multiplies rows of width D, x's and those of the output's gradient, rather than the hidden ones
+            _weight_gradient(a, _times(grad_y, gate), grads[1], b)
+            if mask is not None:
+                grad_a.mul_(mask)
+            grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn)
+            back = torch.empty_like(x)
+            _multiply(grad_h, _weights(w1, b, x).transpose(1, 2), back)
+            if w3 is not None and grad_g is not None:
+                _multiply(grad_g, _weights(w3, b, x).transpose(1, 2), other := torch.empty_like(x))
+                back += other
+            if ctx.ffn == "relu" and grad_gate_Q is not None:
+                grad_gate_Q[b.padded] = _dot(back, x)  # Euler: a network of relu is homogeneous, J x = y, so <dX, X> = <dY, Y>
+            x = _times(x, gate)
+            _weight_gradient(x, grad_h, grads[0], b)
+            if grad_g is not None:
+                _weight_gradient(x, grad_g, grads[2], b)
+            _put(grad_x, back, rows, b, gate_Q)
+        grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
+        return grad_x.to(x_ND.dtype), grad_gate_R, grads[0], grads[1], grads[2], None, None, None
+
+
+def _activation(h: Tensor, g: Tensor | None, ffn: str, mask: Tensor | None) -> Tensor:
+    """A, from what is saved."""
+    a = h if ffn == "relu" else activate(h, g, ffn)
+    return a if mask is None else a * mask
+
+
+def _times(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
+    """Each row times its fp32 gate, in the rows' dtype, in place where that is fp32."""
+    if gate_Q is None:
+        return rows_QD
+    if rows_QD.dtype == gate_Q.dtype:
+        return rows_QD.mul_(gate_Q.unsqueeze(1))
+    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # in two parts of 16 bits: a third of the traffic of going through fp32
+    low_Q1 = (gate_Q.unsqueeze(1) - high_Q1).to(rows_QD.dtype)
+    return (rows_QD * high_Q1).addcmul_(rows_QD, low_Q1)
+
+
+def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
+    """Row by row, fp32 [Q]. Sums of 16 in the rows' dtype come first: a cast of all products would cost more than they do."""
+    products_QW = a_QW * b_QW
+    if products_QW.dtype != torch.float32 and products_QW.shape[1] % 16 == 0:
+        products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)
+    return products_QW.sum(1, dtype=torch.float32)
+
+
+def _spread(values_R: Tensor | None, rows: Rows) -> Tensor | None:
+    """Values of rows at their padded places, 0 elsewhere."""
+    if values_R is None or rows.place_R is None:
+        return values_R
+    return values_R.new_zeros(len(rows.source_Q), *values_R.shape[1:]).index_copy_(0, rows.place_R, values_R)
+
+
+def _gather(source_ND: Tensor, rows: Rows, b: Block, *, real: bool = False) -> Tensor:
+    """The block's rows, a copy; `real`: zeros in the padding instead of some row."""
+    taken = source_ND.index_select(0, rows.source_Q[b.padded])
+    if real and rows.real_Q is not None and b.padding:
+        taken.mul_(rows.real_Q[b.padded].unsqueeze(1))
+    return taken
+
+
+def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
+    """The block's results to where they belong: added to source rows in fp32, or copied to the block's own rows."""
+    if rows.sums:
+        weighted = y.float() if gate_Q is None else y.float().mul_(gate_Q[b.padded].unsqueeze(1))
+        out.index_add_(0, rows.source_Q[b.padded], weighted)
+    elif rows.place_R is None:
+        out[b.begin : b.end] = y
+    else:
+        out[b.begin : b.end] = y.index_select(0, rows.place_R[b.begin : b.end] - b.start)
+
+
+def _weights(weight_EIO: Tensor, b: Block, like: Tensor) -> Tensor:
+    return weight_EIO[b.first : b.last].to(like.dtype)
+
+
+def _multiply(rows_QI: Tensor, weights_nIO: Tensor, out_QO: Tensor) -> None:
+    n = len(weights_nIO)
+    if n == 1:
+        torch.mm(rows_QI, weights_nIO[0], out=out_QO)
+    else:
+        torch.bmm(rows_QI.view(n, -1, rows_QI.shape[1]), weights_nIO, out=out_QO.view(n, -1, out_QO.shape[1]))
+
+
+def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b: Block) -> None:
+    """rows^T grad of each of the block's experts into its place; products of another dtype are cast there."""
+    assert out_EIO is not None
+    n, out_nIO = b.last - b.first, out_EIO[b.first : b.last]
+    left_nIQ, right_nQO = rows_QI.view(n, b.each, -1).transpose(1, 2), grad_QO.view(n, b.each, -1)
+    if out_EIO.dtype != rows_QI.dtype:
+        out_nIO.copy_(torch.bmm(left_nIQ, right_nQO))
+    elif n == 1:
+        torch.mm(left_nIQ[0], right_nQO[0], out=out_nIO[0])
+    else:
+        torch.bmm(left_nIQ, right_nQO, out=out_nIO)
+
+
+def _zero_without_rows(grad_EIO: Tensor | None, rows: Rows) -> None:
+    """An expert without rows has a gradient of zero, not none: nobody waits for it."""
+    if grad_EIO is None:
+        return
+    done = 0
+    for b in [*rows.blocks, None]:
+        grad_EIO[done : len(grad_EIO) if b is None else b.first].zero_()
+        done = done if b is None else b.last
+
+
+def _row_bytes(rows: Tensor, w1: Tensor) -> int:
+    """Scratch of one row: its hidden units, and about four copies of its width."""
+    return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
+
+
+def grouped_ffn(
+    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+) -> Tensor:
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    source_R = torch.arange(len(rows_RD), device=rows_RD.device)
+    rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
+    out: Tensor = _Network.apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn)
+    return out
+
+
+def routed_ffn(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: Plan,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+) -> Tensor:
+    """permute, grouped_ffn and combine fused: tokens [T, D] in x's dtype, summed in fp32 in the order of experts."""
+    counts: list[int] = plan.counts_E.tolist()
+    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True)
+    gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
+    out: Tensor = _Network.apply(x_TD, gate_R, w1, w2, w3, dropped_RF, rows, ffn)
+    return out
