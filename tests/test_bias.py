@@ -17,6 +17,7 @@ from moe.train.state import Counters
 from moe.train.step import update_biases, validation_loss
 from moe.verify import Case, batch
 from parallel.checkpoint import Reader
+from parallel.data.zero import load_deepspeed
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from tests.ranks import run_on_ranks
@@ -25,6 +26,11 @@ from tests.tiny import Tiny, start
 RATE = 0.05
 BIAS = "layers.1.router.bias"
 RECIPE = {"train": {"global_batch": 12, "seed": 7}, "model": {"max_length": 10}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    load_deepspeed()  # once, not in every forked rank
 
 
 def tiny_of(

@@ -23,7 +23,9 @@ from moe.context import Context
 from moe.dispatch import AllToAll, Dispatcher, Dropout
 from moe.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
+from moe.recipe import build
 from moe.router import Routing
+from parallel.errors import BadInput
 from parallel.mesh import Axis
 from parallel.recompute import Replay, recomputed
 from tests.ranks import run_on_ranks
@@ -70,6 +72,19 @@ def test_loss_gradients_and_reports_are_those_without_recompute(kind: str, every
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     for a, b in zip(again.layers, plain.layers, strict=True):
         assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+
+
+def test_every_nth_block_is_the_recipes_choice() -> None:
+    found = [[block.recompute for block in model_of("selective", every).layers] for every in (1, 2, 3)]
+    again = "selective"
+    assert found == [[again] * 4, [again, "none"] * 2, [again, "none", "none", again]]
+
+
+@pytest.mark.parametrize(("values", "line"), [({"kind": "ful"}, "recompute.kind: got 'ful'"), ({"every": 0}, "recompute.every: got 0")])
+def test_what_does_not_exist_is_refused(values: dict[str, Any], line: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        build({"recompute": values})
+    assert str(refused.value).startswith(line), refused.value
 
 
 # --- what is kept -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from moe.model.transformer import global_name
 from moe.train.step import PADDING, LayerNumbers, accumulate, validation_loss
 from moe.verify import BATCH, LENGTH, Case, batch
 from parallel.checkpoint import pieces
+from parallel.data.zero import load_deepspeed
 from parallel.errors import BadInput
 from tests.ranks import run_on_ranks
 from tests.tiny import Tiny, start
@@ -31,12 +32,18 @@ class Layout:
     world: int = 1
     microbatches: int = 1
     recompute: str = "none"
+    kind: str = "ddp"
 
 
 PLAIN = Layout()
-LAYOUTS = [Layout(1, 3), Layout(2, 1), Layout(2, 3), Layout(1, 1, "full"), Layout(2, 3, "selective"), Layout(2, 1, "full")]
+LAYOUTS = [Layout(1, 3), Layout(2, 1), Layout(2, 3), Layout(1, 1, "full"), Layout(2, 3, "selective"), Layout(2, 1, "full", "zero1")]
 ONE_OF_ALL = {"importance_weight": 0.05, "balance_weight": 0.3, "z_weight": 0.01}
 Found = tuple[float, list[LayerNumbers], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    load_deepspeed()  # once, not in every forked rank
 
 
 def lengthened(lengths: list[int]) -> Tensor:
@@ -49,7 +56,7 @@ def lengthened(lengths: list[int]) -> Tensor:
 
 def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[str, Any]) -> Found:
     """Loss, each layer's numbers, and every gradient by its global name, put together from the ranks that own it."""
-    case = Case("gshard", "ddp", layout.world, layout.world, layout.microbatches, "fp32")
+    case = Case("gshard", layout.kind, layout.world, layout.world, layout.microbatches, "fp32")
 
     def work(rank: int) -> tuple[float, list[dict[str, Any]], dict[str, Tensor]]:
         tiny = start(case, rank, recompute={"kind": layout.recompute}, **sections)
