@@ -9,6 +9,7 @@ import torch
 from moe.convert import Conversion, feed_forward
 from moe.convert_checks import even_gate_sum, experts_of, gate_sum, layers_that, parts
 from moe.model.transformer import Transformer
+from moe.train import state
 from moe.train.generate import restore
 
 
@@ -22,6 +23,8 @@ def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
     if s.moments == "copy":
         step = conversion.reader.state["counters"]["step"]
         rows += [("moments", f"the source's, those of copies divided by their number; goes on at step {step}")]
+        changed_order = state.order_changes(before.model_dump(mode="json"), run.model_dump(mode="json"))
+        rows += [("samples", f"in another order than the source's: {changed_order}")] if changed_order else []
     else:
         rows += [("moments", "fresh; starts at step 0")]
     width = max(len(name) for name, _ in rows)

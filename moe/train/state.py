@@ -85,10 +85,9 @@ def resume(
     begun = reader.state["counters"]["step"] > 0  # a converted model has seen no sample yet
     if begun and reader.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
-    before = reader.state["recipe"]
-    changed = [f"{s}.{k}: {old} -> {recipe[s][k]}" for s, k in ORDER for old in [before[s][k]] if old != recipe[s][k]]
+    changed = order_changes(reader.state["recipe"], recipe)
     if begun and changed:
-        log(f"changed since the checkpoint, which moves the order of samples: {', '.join(changed)}")
+        log(f"changed since the checkpoint, which moves the order of samples: {changed}")
     states = {
         name: {kind: reader.load(global_name(name), kind, layout, mesh) for kind in ("weight", *MOMENTS)}
         for name, layout in engine.layouts.items()
@@ -98,6 +97,11 @@ def resume(
     load_extra(reader, engine.module, log=log)
     scale.load(reader.state["loss_scale"])
     return True
+
+
+def order_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What differs between two recipes, given as plain values, of what the order of samples depends on; empty if nothing does."""
+    return ", ".join(f"{s}.{k}: {before[s][k]} -> {after[s][k]}" for s, k in ORDER if before[s][k] != after[s][k])
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None]) -> None:
