@@ -74,7 +74,8 @@ class Experts(Section):
     shared_gate: bool = Field(False, description="the shared network times sigmoid(w x), as in Qwen2-MoE")
     residual: bool = Field(False, description="a dense network beside the experts, mixed with them by a learned softmax (PR-MoE)")
     dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
-    kernels: Literal["auto", "reference", "cpu"] = "auto"
+    rebalance_every: int = Field(0, ge=0, description="steps between moves of experts to even out the ranks' load; 0: never")
+    kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
 
     @field_validator("num_experts")
     @classmethod

@@ -44,6 +44,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def routing_of(kind: str, rank: int, k: int) -> Routing:
     """A decision for 5 + 3 * rank tokens (none on the first rank, if the kind says so); gates take gradients."""
     tokens = 0 if kind == "a rank without tokens" and rank == 0 else 5 + 3 * rank
+    k += rank if kind == "another number of choices on each rank" else 0  # as expert choice makes them
     scores_TE = random(tokens, E, seed=rank)
     if kind == "all to one expert":
         scores_TE[:, 2] += 100
@@ -55,7 +56,7 @@ def routing_of(kind: str, rank: int, k: int) -> Routing:
     return Routing(expert_TK, gate_TK, kept_TK, scores_TE.softmax(-1), scores_TE, None, 1)
 
 
-KINDS = ("uneven", "drops", "a rank without tokens", "all to one expert", "nothing is kept")
+KINDS = ("uneven", "drops", "a rank without tokens", "all to one expert", "nothing is kept", "another number of choices on each rank")
 CASES = [(kind, k) for kind in KINDS for k in (1, 2)]
 
 

@@ -9,6 +9,7 @@ the all-to-all sends k (ep - 1) / ep. It pays where ep is at most about k.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.dispatch.base import Dropout, Network, place_of, whole
@@ -27,15 +28,15 @@ class AllGather:
         self.kernels = choose(kernels)
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        tokens = len(x_TD)
-        longest = int(max_over(torch.tensor(tokens, device=x_TD.device), self.axis))
+        tokens, choices = routing.expert_TK.shape  # expert choice gives each rank as many choices as its tokens need
+        longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
 
-        def gathered(values: Tensor) -> Tensor:
-            padding = values.new_zeros(longest - tokens, *values.shape[1:])
-            return all_gather(torch.cat((values, padding)) if len(padding) else values, self.axis)
+        def gathered(values: Tensor, *, wider: int = 0) -> Tensor:
+            missing = (0, wider, 0, longest - tokens) if values.ndim > 1 else (0, longest - tokens)
+            return all_gather(F.pad(values, missing) if any(missing) else values, self.axis)
 
-        x_AD, gate_AK = gathered(x_TD), gathered(routing.gate_TK)
-        plan = self._plan_held(gathered(self._places(routing)), held=len(experts.weights.w1))
+        x_AD, gate_AK = gathered(x_TD), gathered(routing.gate_TK, wider=most - choices)
+        plan = self._plan_held(gathered(self._places(routing), wider=most - choices), held=len(experts.weights.w1))
         position_R = None if dropout is None else gathered(dropout.position_T)[plan.token_R]
         rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
         out_RD = self.network(rows_RD, experts, weights=experts.weights, counts=counts, position_R=position_R, dropout=dropout)

@@ -27,6 +27,7 @@ from moe.train.generate import sample
 from moe.train.metrics import Records, read, read_summary, write_summary
 from moe.train.place import asked_to_stop, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
+from moe.train.rebalance import Rebalancer
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.state import Counters
@@ -61,6 +62,7 @@ class Job:
     records: Records
     progress: Progress
     scale: LossScale
+    rebalancer: Rebalancer
     counters: Counters = field(default_factory=Counters)
     evaluated: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0  # of this life
@@ -132,7 +134,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if found:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step})
-    return Job(run, name, out, world, mesh, engine, data, records, progress, scale, counters)
+    return Job(run, name, out, world, mesh, engine, data, records, progress, scale, Rebalancer(run, engine, mesh), counters)
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
@@ -165,6 +167,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         _count(job, norm)
         _record(job, numbers, norm, rate, used_scale, time.perf_counter() - started)
         _refuse_endless_skips(job, norm)
+        job.rebalancer.after_step(numbers, step=counters.step, updates=counters.updates, record=job.records.write)
         last = counters.step == run.train.steps
         if last or due(run.train.eval_every):
             _evaluate(job)

@@ -72,5 +72,5 @@ class Engine(Protocol):
         ...
 
     def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        """Replace every parameter's state by what `state` gave, and the optimizer's step counter."""
+        """Replace the state of these parameters by what `state` gave, and the optimizer's step counter; every rank must call it."""
         ...

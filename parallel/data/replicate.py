@@ -88,9 +88,10 @@ class DDP:
         return {"weight": parameter.detach()} | {m: moments.get(m, torch.zeros_like(parameter)) for m in MOMENTS}
 
     def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.data.copy_(states[name]["weight"])
-            self.optimizer.state[parameter] = {m: states[name][m].to(parameter.device, parameter.dtype).clone() for m in MOMENTS} | {
+        for name, state in states.items():
+            parameter = self.parameters[name]
+            parameter.data.copy_(state["weight"])
+            self.optimizer.state[parameter] = {m: state[m].to(parameter.device, parameter.dtype).clone() for m in MOMENTS} | {
                 "step": torch.tensor(float(steps), device=parameter.device)
             }
 

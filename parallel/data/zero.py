@@ -103,10 +103,11 @@ class Zero1:
     def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        for name, parameter in self.parameters.items():
-            safe_set_full_fp32_param(parameter, states[name]["weight"].to(parameter.device, torch.float32))
+        for name, new in states.items():
+            parameter = self.parameters[name]
+            safe_set_full_fp32_param(parameter, new["weight"].to(parameter.device, torch.float32))
             for moment in MOMENTS:
-                safe_set_full_optimizer_state(parameter, states[name][moment].to(parameter.device, torch.float32), moment)
+                safe_set_full_optimizer_state(parameter, new[moment].to(parameter.device, torch.float32), moment)
         for state in self.zero.optimizer.state.values():
             state["step"].fill_(float(steps))
         self.zero.update_lp_params()

@@ -1,0 +1,99 @@
+"""Live rebalancing: between steps experts move to other ranks by the load measured since the last time, with their optimizer state.
+
+    every n steps, each layer:  load of its experts -> balanced_placement -> less on the fullest rank?  -> move, else stay
+
+The decision is a pure function of numbers that all ranks have (each step's choices, summed over them), so nobody has to be asked.
+An expert's weights and both moments travel over the ep axis; layouts then say where it is, so norms and checkpoints go on
+by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe import dispatch
+from moe.config import Run
+from moe.dispatch.placement import Placement, balanced_placement, rank_loads
+from moe.layer import MoELayer
+from moe.model.transformer import moe_layers
+from moe.train.step import Numbers
+from parallel.collectives import all_to_all
+from parallel.data.engine import Engine
+from parallel.mesh import Axis, Mesh
+
+# E experts of a layer, P ranks of ep
+
+
+class Rebalancer:
+    """Counts load by layer and moves experts where `experts.rebalance_every` says so. All ranks must call it alike."""
+
+    def __init__(self, run: Run, engine: Engine, mesh: Mesh) -> None:
+        self.run, self.engine, self.mesh = run, engine, mesh
+        self.every = run.experts.rebalance_every if mesh.axis("ep").size > 1 else 0
+        self.load: dict[int, list[int]] = {}
+        self.placements: dict[int, Placement] = {}
+
+    def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
+        """Once after every step; `updates`: optimizer steps made so far. Writes an event for the layers that moved."""
+        if not self.every:
+            return
+        for layer in numbers.layers:
+            before = self.load.get(layer.layer, [0] * len(layer.choices))
+            self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
+        if step % self.every:
+            return
+        moved = [said for layer in moe_layers(self.engine.module) if (said := self._rebalance(layer, updates=updates))]
+        self.load.clear()
+        if moved:
+            record({"kind": "event", "event": "rebalanced", "step": step, "largest_rank": ", ".join(moved)})
+
+    def _rebalance(self, layer: MoELayer, *, updates: int) -> str | None:
+        load_E, ranks = self.load[layer.layer], self.mesh.axis("ep").size
+        now = self.placements.get(layer.layer, tuple(range(len(load_E))))
+        better = balanced_placement(load_E, ranks)
+        before, after = (max(rank_loads(load_E, placement, ranks)) for placement in (now, better))
+        if after >= before:
+            return None
+        self.move(layer, now, better, updates=updates)
+        total = sum(load_E)
+        return f"layer {layer.layer}: {before / total:.3f} to {after / total:.3f} of the load"
+
+    def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
+        """Weights and moments of one layer's experts to their new places. Collective."""
+        ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
+        own = {id(parameter) for parameter in layer.experts.parameters()}
+        names = [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
+        states = {}
+        for name in names:
+            states[name] = {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()}
+            self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
+        self.engine.load_state(states, steps=updates)
+        places = len(then) // ep.size
+        layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
+        layer.dispatcher = dispatch.build(
+            self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
+        )
+        self.placements[layer.layer] = then
+
+
+@torch.no_grad()
+def exchange_experts(stack: Tensor, now: Placement, then: Placement, ep: Axis) -> Tensor:
+    """A rank's experts [E / P, ...] at the places `now` to those that it holds at the places `then`. Collective over ep."""
+    places = len(now) // ep.size
+    mine = range(ep.index * places, (ep.index + 1) * places)
+    goal = {expert: place for place, expert in enumerate(then)}
+    source = {expert: place for place, expert in enumerate(now)}
+    out = sorted(mine, key=lambda place: goal[now[place]])  # by their new rank, and there by their new place
+    come = sorted(mine, key=lambda place: (source[then[place]] // places, place))
+    send = [sum(goal[now[place]] // places == rank for place in mine) for rank in range(ep.size)]
+    receive = [sum(source[then[place]] // places == rank for place in mine) for rank in range(ep.size)]
+    flat = stack[[place - mine.start for place in out]].reshape(places, -1)
+    there = all_to_all(flat, ep, send=send, receive=receive)
+    result = torch.empty_like(there)
+    result[[place - mine.start for place in come]] = there
+    return result.view(stack.shape)
