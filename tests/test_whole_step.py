@@ -101,6 +101,19 @@ def test_a_scope_gives_the_same_on_every_layout(scope: str) -> None:
         assert_same(computed(layout, router=router), want)
 
 
+def test_recompute_goes_with_every_way_that_rows_travel() -> None:
+    """The second pass makes each exchange again, between counting passes and gradients, and changes nothing."""
+    router = ONE_OF_ALL | {"balance_scope": "global_batch"}
+    want = computed(PLAIN, router=router)
+    for world, dispatch in (
+        (2, {"kind": "padded"}),
+        (2, {"kind": "all_gather"}),
+        (2, {"kind": "all_to_all", "overlap_chunks": 2}),
+        (4, {"kind": "hierarchical", "node_size": 2}),
+    ):
+        assert_same(computed(Layout(world, 3, "selective" if world == 2 else "full"), router=router, dispatch=dispatch), want)
+
+
 def test_first_choices_alone_count_over_the_global_batch_too() -> None:
     router = ONE_OF_ALL | {"balance_scope": "global_batch", "balance_counts": "first"}
     want = computed(PLAIN, router=router)
