@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from moe.convert import Conversion, feed_forward
 from moe.convert_checks import even_gate_sum, experts_of, gate_sum, layers_that, parts
+from moe.convert_layers import Conversion, feed_forward
 from moe.model.transformer import Transformer
 from moe.train import state
 from moe.train.generate import restore
