@@ -45,7 +45,7 @@ def capacity(
         return None
     # the decimal first: 200 * 1.1 / 4 is 55 and must not become 56 by a binary tail
     exact = round(group_tokens * num_choices * factor / num_experts, 9)
-    slots = {"ceil": math.ceil, "floor": math.floor, "round": round}[rounding](exact)
+    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
     return min(group_tokens, max(minimum, -(-slots // multiple) * multiple))
 
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe import config
-from moe.balance import balance_loss, z_loss
 from moe.capacity import kept_choices, slots_of
 from moe.context import Context
 from moe.kernels import choose
@@ -61,12 +60,6 @@ class Routing:
     num_groups: int
     valid_T: Tensor | None = None
     counted_TK: Tensor | None = None
-
-    def balance_loss(self) -> Tensor:
-        return balance_loss(self.probs_TE, self.expert_TK, num_groups=self.num_groups, valid_T=self.valid_T)
-
-    def z_loss(self) -> Tensor:
-        return z_loss(self.logits_TE, valid_T=self.valid_T)
 
 
 class Router(nn.Module):
@@ -161,9 +154,7 @@ class Router(nn.Module):
             return group_limited(preferred_TE, k, expert_groups=s.expert_groups, top_groups=s.top_groups, kernels=self.kernels)
         if s.select == "hash":
             if context.tokens_T is None:
-                raise BadInput(
-                    "router.select", got="hash without token ids", needed="Context.tokens_T", fix="make the context by Context.of"
-                )
+                raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
             return hashed(context.tokens_T, k, num_experts=self.num_experts, name=self.name, kernels=self.kernels)
         expert_TK: Tensor = self.kernels.top_k(preferred_TE, k)
         return expert_TK

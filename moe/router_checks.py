@@ -39,8 +39,8 @@ def _check_gates(s: RouterSpec) -> None:
         key, value = ("softmax_over", "chosen") if s.softmax_over == "chosen" else ("gates", s.gates)
         raise BadInput(
             f"router.{key}",
-            got=f"{value} with one choice a token",
-            needed=f"{'all' if key == 'softmax_over' else 'as_is'}: a gate made to sum to 1 is always 1, and the router would learn nothing",
+            got=f"{value} with one choice",
+            needed=f"{'all' if key == 'softmax_over' else 'as_is'}: a gate that sums to 1 is always 1, and the router learns nothing",
             fix=f"set router.{key} to {'all' if key == 'softmax_over' else 'as_is'}, or router.num_choices to 2",
         )
     if s.softmax_over == "chosen" and s.score != "softmax":
@@ -51,7 +51,7 @@ def _check_gates(s: RouterSpec) -> None:
         raise BadInput(
             "router.gates",
             got="before_drop with softmax_over chosen",
-            needed="as_is: they sum to 1 already",
+            needed="as_is: their sum is 1",
             fix="set router.gates to as_is",
         )
     if s.second == "random" and s.num_choices != 2:

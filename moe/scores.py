@@ -36,10 +36,8 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
 
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
     """Gates [T, K] of the chosen experts. `of_TK` bool: the others' gates are 0, before anything is made to sum to 1."""
-    if spec.softmax_over == "chosen":
-        gate_TK = logits_TE.gather(1, expert_TK).softmax(-1)
-    else:
-        gate_TK = scores_TE.gather(1, expert_TK)
+    over_chosen = spec.softmax_over == "chosen"
+    gate_TK = logits_TE.gather(1, expert_TK).softmax(-1) if over_chosen else scores_TE.gather(1, expert_TK)
     if of_TK is not None:
         gate_TK = gate_TK * of_TK
     if spec.gates != "as_is":

@@ -97,7 +97,7 @@ def test_choices_are_counted_before_dropping() -> None:
         router = Router(settings_, num_experts=4, d_model=8)
         router.weight.data.copy_(weight)
         routed = router(x_TD, sequence_tokens=24, context=Context.of(torch.zeros(2, 24)))
-        loss = routed.balance_loss()
+        loss = balance_loss(routed.probs_TE, routed.expert_TK, num_groups=routed.num_groups)
         found.append((int(routed.kept_TK.sum()), loss.item(), torch.autograd.grad(loss, router.weight)[0]))
     (few, *tight), (every, *free) = found
     assert few == 2 * 4 and every == 2 * 24 * 2
@@ -194,7 +194,9 @@ def test_a_layer_adds_its_weighted_losses_to_the_backward_pass(scale: float) -> 
         loss = layer(x_BLD, context)[0].square().mean() * scale
         if name == "none":
             routed = layer.router(x_BLD.flatten(0, 1), sequence_tokens=10, context=context)
-            loss = loss + scale * (0.3 * routed.balance_loss() + 0.07 * routed.z_loss())
+            loss = loss + scale * (
+                0.3 * balance_loss(routed.probs_TE, routed.expert_TK, num_groups=routed.num_groups) + 0.07 * z_loss(routed.logits_TE)
+            )
         loss.backward()
         grads[name] = [p.grad / scale for p in layer.parameters() if p.grad is not None]
     torch.testing.assert_close(grads["joined"], grads["none"])

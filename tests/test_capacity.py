@@ -135,3 +135,68 @@ def test_groups_that_do_not_divide_the_tokens_are_refused() -> None:
     expert_TK = torch.zeros(10, 1, dtype=torch.int64)
     with pytest.raises(BadInput, match="router.group"):
         kept_choices(expert_TK, expert_TK == 0, num_groups=3, num_experts=2, slots_each=4, kernels=cpu)
+
+
+# --- other orders -------------------------------------------------------------------------------------------------------
+
+QUEUES = pytest.mark.parametrize("queue", ["choices_first", "tokens_first"])
+
+
+@KERNELS
+@QUEUES
+@pytest.mark.parametrize("by", ["position", "token", "choice"])
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_an_expert_serves_in_the_order_of_the_queue(
+    kernels: ModuleType, queue: str, by: str, seed: int, groups: int, each: int, k: int, slots: int
+) -> None:
+    """Highest priority first, then the queue: (choice, token) or (token, choice); with choices first, no second choice before a first."""
+    expert_TK = choices(groups * each, k, 4, seed=seed, skew=1.5)
+    generator = torch.Generator().manual_seed(seed + 1)
+    active_TK = torch.rand(expert_TK.shape, generator=generator) < 0.8
+    priority = {
+        "position": None,
+        "token": torch.randint(3, (groups * each, 1), generator=generator).float().expand_as(expert_TK),
+        "choice": torch.randint(3, expert_TK.shape, generator=generator).float(),
+    }[by]
+    kept_TK = kept_choices(
+        expert_TK, active_TK, num_groups=groups, num_experts=4, slots_each=slots, kernels=kernels, queue=queue, priority_TK=priority
+    )
+
+    def turn(choice: tuple[int, int]) -> tuple[float, ...]:
+        t, c = choice
+        rank = 0.0 if priority is None else -priority[t, c].item()
+        return (c, rank, t) if queue == "choices_first" else (rank, t, c)
+
+    want_TK = torch.zeros_like(active_TK)
+    for group in range(groups):
+        for expert in range(4):
+            asked = (active_TK & (expert_TK == expert))[group * each : (group + 1) * each].nonzero().tolist()
+            for t, c in sorted(((group * each + t, c) for t, c in asked), key=turn)[:slots]:
+                want_TK[t, c] = True
+    assert torch.equal(kept_TK, want_TK)
+
+
+@KERNELS
+def test_in_token_order_a_later_token_takes_nothing(kernels: ModuleType) -> None:
+    """Both choices of token 0 come before the first choice of token 3: Megatron's queue, where GShard's drops them."""
+    expert_TK = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0], [1, 0]])
+    active_TK = torch.ones(5, 2, dtype=torch.bool)
+    kept_TK = kept_choices(expert_TK, active_TK, num_groups=1, num_experts=2, slots_each=3, kernels=kernels, queue="tokens_first")
+    assert kept_TK.tolist() == [[True, True]] * 3 + [[False, False]] * 2
+
+
+# --- other roundings ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 400))
+@settings(max_examples=200, deadline=None)
+def test_roundings_are_those_of_the_exact_number(tokens: int, num_experts: int, hundredths: int) -> None:
+    exact = Fraction(tokens * hundredths, 100 * num_experts)
+    wanted = {"ceil": math.ceil(exact), "floor": math.floor(exact), "round": round(exact)}
+    for rounding, slots in wanted.items():
+        for multiple in (1, 4):
+            got = capacity(
+                tokens, num_experts=num_experts, num_choices=1, factor=hundredths / 100, minimum=0, rounding=rounding, multiple=multiple
+            )
+            assert got == min(tokens, math.ceil(slots / multiple) * multiple)

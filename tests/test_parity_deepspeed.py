@@ -4,7 +4,7 @@ capacity        the same formula, but theirs is never cut to the number of token
 balance loss    top-1: the same; top-2: theirs counts first choices only
 drops           top-1: as many per expert; which ones is torch.topk's order of ties there, and by position here
                 top-2: the same choices
-top-2 gates     theirs are renormalised after dropping, ours before: equal where nothing was dropped
+top-2 gates     theirs are renormalised after dropping, as in our preset deepspeed; in glam before: equal where nothing was dropped
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def test_capacity(gating: ModuleType, factor: float, minimum: int) -> None:
 def test_top_1_balance_loss_and_gradient(gating: ModuleType, skew: float) -> None:
     logits = logits_of(seed=1, skew=skew).requires_grad_()
     want, _, _ = top1(gating, logits, 1.0)
-    got = ours(logits, preset="switch", capacity_factor=1.0).balance_loss()
+    routing = ours(logits, preset="switch", capacity_factor=1.0)
+    got = balance_loss(routing.probs_TE, routing.expert_TK)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(*(torch.autograd.grad(v, logits)[0] for v in (got, want)))
 
@@ -124,6 +125,23 @@ def test_top_2_without_drops_has_the_same_gates_and_gradients(gating: ModuleType
     torch.testing.assert_close(routing.gate_TK, want_TK)
     weights = torch.randn(T, 2, generator=torch.Generator().manual_seed(4))
     torch.testing.assert_close(*(torch.autograd.grad((v * weights).sum(), logits)[0] for v in (routing.gate_TK, want_TK)))
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.4])
+@pytest.mark.parametrize("factor", [0.4, 0.8, 1.0])
+def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType, skew: float, factor: float) -> None:
+    """preset deepspeed: gates that sum to 1 over the choices that found a slot, and the loss of first choices with its gradient."""
+    logits = logits_of(seed=7, skew=skew).requires_grad_()
+    loss, combine_TEC, mask_TEC = top2(gating, logits, factor)
+    routing = ours(logits, preset="deepspeed", capacity_factor=factor)
+    assert torch.equal(dispatched(routing), mask_TEC.any(2)) and 0 < routing.kept_TK.sum() < routing.kept_TK.numel()
+    want_TK = combine_TEC.sum(2).gather(1, routing.expert_TK)
+    torch.testing.assert_close(routing.gate_TK, want_TK)
+    weights = torch.randn(T, 2, generator=torch.Generator().manual_seed(4))
+    mine = balance_loss(routing.probs_TE, routing.expert_TK[:, :1])
+    torch.testing.assert_close(mine, loss)
+    got, want = ((gate * weights).sum() + aux for gate, aux in ((routing.gate_TK, mine), (want_TK, loss)))
+    torch.testing.assert_close(*(torch.autograd.grad(v, logits)[0] for v in (got, want)))
 
 
 def test_trap_top_2_gates_after_dropping_are_one_and_teach_nothing(gating: ModuleType) -> None:

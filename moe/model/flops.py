@@ -39,10 +39,10 @@ def size(model: config.Model, experts: config.Experts, router: config.Router, *,
     beside = _ffn(model.d_model, (experts.shared_d_ff or expert_d_ff) * experts.shared, expert_ffn)
     beside += model.d_model if experts.shared_gate else 0
     beside += one_expert + 2 * model.d_model if experts.residual else 0
-    routers = 2 if router.spec.noise == "noisy_top_k" else 1  # matrices of a router
+    router_size = model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)  # of all layers
     table = vocab_size * model.d_model
 
-    matrices = model.num_layers * attention + dense_layers * dense_ffn + with_experts * beside + num_experts * routers * model.d_model + table
+    matrices = model.num_layers * attention + dense_layers * dense_ffn + with_experts * beside + router_size + table
     active = matrices + with_experts * router.spec.num_choices * one_expert
     rest = model.num_layers * (2 * model.d_model + bias) + model.d_model + (0 if model.tied_embeddings else table)
     attended = (model.max_length + 1) / 2
