@@ -83,6 +83,7 @@ class Bench:
     steps: int | None = _flag(None, "training steps, where it trains")
     seeds: int | None = _flag(None, "repetitions with another seed")
     out: Path | None = _flag(None, "folder of the runs it trains")
+    nproc: int | None = _flag(None, "processes, where it runs on several")
     peers: str | None = _flag(None, "all, none, or names with commas between")
     only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")

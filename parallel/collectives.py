@@ -16,6 +16,7 @@ leave this rank, per axis and collective.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,10 @@ from torch import Tensor
 
 from parallel.agreement import Agreement
 from parallel.mesh import Axis
+
+# torch 2.13 gives them these names, and warns of the old ones
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _agreement: Agreement | None = None
 
@@ -110,7 +115,7 @@ def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     count(axis, "all_gather", tensor)
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
-    dist.all_gather_into_tensor(out, first, group=axis.group)
+    _all_gather(out, first, group=axis.group)
     return out.movedim(0, dim)
 
 
@@ -118,7 +123,7 @@ def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     count(axis, "reduce_scatter", tensor)
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((first.shape[0] // axis.size, *first.shape[1:]))
-    dist.reduce_scatter_tensor(out, first, group=axis.group)
+    _reduce_scatter(out, first, group=axis.group)
     return out.movedim(0, dim)
 
 
