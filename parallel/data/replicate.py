@@ -72,9 +72,12 @@ class DDP:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        # zeroed, not freed: DDP's buckets are the gradients' memory
-        for parameter in self.parameters.values():
-            if parameter.grad is not None:
+        """DDP's buckets are its gradients' memory, so those are zeroed; others are freed: zeroing and adding cost two passes over them."""
+        freed = set(self.parameters if self.model is self.module else self.apart)
+        for name, parameter in self.parameters.items():
+            if name in freed:
+                parameter.grad = None
+            elif parameter.grad is not None:
                 parameter.grad.zero_()
 
     def gradient(self, name: str) -> Tensor:
