@@ -53,6 +53,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "listed layers": {"moe_every": 0, "moe_layers": (0, 2), "router": {"preset": "gshard", "jitter": 0.1}},
     "GLaM's": {"ffn": "geglu", "experts": {"ffn": "gelu", "d_ff": 30, "shared": 2}, "router": {"preset": "glam"}},
     "dropout": {"dropout": 0.2, "experts": {"dropout": 0.4}},
+    "DeepSeek's": {
+        "ffn": "swiglu",
+        "experts": {"shared": 1, "d_ff": 20},
+        "router": {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 2, "top_groups": 1},
+    },
+    "Megatron's queue": {
+        "router": {"preset": "megatron", "drop": "position", "capacity_factor": 0.8, "eval_capacity_factor": 0.8, "group": 1}
+    },
+    "noisy top-k": {"router": {"preset": "mixtral", "noise": "noisy_top_k", "importance_weight": 0.1}},
+    "hash": {"router": {"select": "hash", "balance_weight": 0, "capacity_factor": 0.7, "eval_capacity_factor": 0.7}},
 }
 EVERY = pytest.mark.parametrize("options", [pytest.param(o, id=name) for name, o in MODELS.items()])
 
@@ -92,7 +102,7 @@ def test_every_parameter_learns(options: dict[str, Any]) -> None:
 @EVERY
 def test_reports_come_from_the_layers_with_experts_in_order(options: dict[str, Any]) -> None:
     model = model_of(**options)
-    k = 1 if options.get("router", {}).get("preset", "switch") == "switch" else 2
+    k = config.Router(**options.get("router", {})).spec.num_choices
     output = model(tokens())
     assert tuple(r.layer for r in output.layers) == model.config.layers_with_experts() == tuple(layer.layer for layer in moe_layers(model))
     for r in output.layers:
