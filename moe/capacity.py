@@ -86,7 +86,7 @@ def kept_choices(
         )
     if slots_each is None:
         return active_TK
-    if expert_TK.shape[1] == 1 and priority_TK is None or queue == "choices_first" and priority_TK is None:
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order that the kernels count in
         slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
         return active_TK & (slot_TK < slots_each)
     order_N = _service_order(expert_TK, num_groups, queue, priority_TK)

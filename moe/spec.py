@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
+
 
 @dataclass(frozen=True)
 class RouterSpec:
@@ -79,7 +81,7 @@ class RouterSpec:
     def looks_ahead(self) -> str | None:
         """Why the experts of a token may depend on tokens after it, in training or in evaluation; None: they never do."""
         if self.select == "expert_choice":
-            return "an expert chooses its tokens among those of the whole sequence"
+            return "an expert chooses its tokens among those of the whole group"
         if self.select == "sinkhorn":
             return "the balanced plan is made over all tokens of the group"
         if self.drops and self.drop == "lowest_gate":
@@ -87,7 +89,7 @@ class RouterSpec:
         if self.drops and self.drop == "random" and self.capacity_factor is not None:
             return "a later token may be drawn to take an earlier one's slot"
         if self.drops and self.queue == "choices_first" and self.num_choices > 1:
-            return "a later token's first choice takes the slot of an earlier one's second choice"
+            return _SECOND_CHOICES
         return None
 
     @property
@@ -98,4 +100,4 @@ class RouterSpec:
     @property
     def second_choices_only(self) -> bool:
         """It looks ahead, but through GShard's queue alone: never at a first choice. So GShard and GLaM train, and so may a recipe."""
-        return not self.causal and self.select in ("top_k", "group_limited", "hash") and self.drop == "position"
+        return self.looks_ahead == _SECOND_CHOICES

@@ -91,6 +91,7 @@ def test_evaluation_counts_as_well() -> None:
     dropless = RouterSpec(num_choices=1, drop="lowest_gate")
     assert dropless.causal and not replace(dropless, eval_capacity_factor=1.0).causal
     assert RouterSpec(num_choices=1, drop="random", eval_capacity_factor=1.0).causal, "a lot is drawn in training only"
+    assert RouterSpec(num_choices=2, drop="random", eval_capacity_factor=1.0).second_choices_only
 
 
 def test_second_choices_only_means_that_no_first_choice_is_lost_to_a_later_token() -> None:
