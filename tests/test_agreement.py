@@ -172,6 +172,24 @@ def test_a_long_run_leaves_nothing_in_the_store() -> None:
     assert len(store) <= 6
 
 
+def test_a_rank_of_a_launcher_ends_with_that_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    from moe.train import launch
+
+    def disagree(*_: Any) -> int:
+        assert os.environ[DEBUG] == "60"
+        raise Disagreement("collective 3 differs")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(DEBUG, "")
+    monkeypatch.delenv(DEBUG)
+    monkeypatch.setattr(launch, "_train", disagree)
+    monkeypatch.setattr(launch, "die_with_parent", lambda: None)
+    assert launch.main(["switch_tiny", "--out", str(tmp_path), "--debug-collectives"]) == 1
+    assert capfd.readouterr().err == "error on rank 1: collective 3 differs\n"
+
+
 def test_nothing_is_compared_unless_asked() -> None:
     reset_counts()
     assert not collectives.comparing()

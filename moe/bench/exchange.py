@@ -62,7 +62,10 @@ class Shape:
 
 def expected(kind: str, s: Shape, *, ranks: int, node: int, number_bytes: int) -> int:
     """Bytes that leave a rank for one layer, forward and backward, with balanced routing."""
-    away = lambda n, axis: n * (axis - 1) // axis  # noqa: E731 (what is not for the rank itself)
+
+    def away(handed: int, axis: int) -> int:  # what is not for the rank itself
+        return handed * (axis - 1) // axis
+
     row, table = s.width * number_bytes, 8 * s.experts
     if kind == "padded":
         return away(4 * s.experts * s.slots * row + table, ranks)

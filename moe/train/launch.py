@@ -22,7 +22,7 @@ from moe.flags import take_overrides
 from moe.recipe import load
 from moe.train.environment import extensions_dir
 from moe.train.processes import die_with_parent
-from parallel.agreement import DEBUG, TIMEOUT_S
+from parallel.agreement import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
 
 USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--debug-collectives]"
@@ -77,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, error = 2, str(bad)
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
+    except Disagreement as disagreement:  # it names rank and collective: a stack would say no more
+        error = str(disagreement)
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = 130, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
