@@ -19,6 +19,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+# Without a GPU Triton's kernels run in its interpreter. Triton decides so as it is first imported, its own library included, by
+# whichever test comes first; so for the whole process, and here. Nothing else runs Triton on a CPU. With a GPU they are compiled.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 

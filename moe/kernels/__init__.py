@@ -9,27 +9,53 @@
     combine       rows -> tokens, weighted by the gates
     routed_ffn    permute, grouped_ffn and combine fused           (all experts are here)
 
-`reference` is the definition of right: plain loops, slow, exact. `cpu` is the fast one; memory and time go with routed
-rows. Backwards only gather, never add at an index: the result does not depend on the order in which threads run.
+`reference` is the definition of right: plain loops, slow, exact. `cpu` is the fast one in torch operations, `triton` the one
+for GPUs; memory and time go with routed rows. `auto` takes `triton` for tensors on a GPU and `cpu` for all others. Backwards
+add in a fixed order: the result does not depend on the order in which threads run.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import ModuleType
 
-from moe.kernels import cpu, reference
+import torch
+
+from moe.kernels import auto, cpu, reference
 from moe.kernels.plan import Plan
 from parallel.errors import BadInput
 
 __all__ = ["Plan", "choose"]
 
-_KERNELS: dict[str, ModuleType] = {"reference": reference, "cpu": cpu}
+_KERNELS: dict[str, ModuleType] = {"auto": auto, "reference": reference, "cpu": cpu}
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """The kernels by name; `auto` is the fastest that runs on every device."""
-    if name == "auto":
-        return cpu
+    """The kernels by name. Raises BadInput for `triton` where it cannot run: it is imported only when asked for."""
+    if name == "triton":
+        return _triton()
     if name not in _KERNELS:
-        raise BadInput("experts.kernels", got=name, needed=f"one of auto, {', '.join(_KERNELS)}", fix="set it to auto")
+        raise BadInput("experts.kernels", got=name, needed=f"one of {', '.join(_KERNELS)}, triton", fix="set it to auto")
     return _KERNELS[name]
+
+
+def _triton() -> ModuleType:
+    if find_spec("triton") is None:
+        raise BadInput(
+            "experts.kernels",
+            got="triton, which is not installed",
+            needed="the package triton",
+            fix="pip install triton, or set it to auto",
+        )
+    import triton as package
+
+    if not torch.cuda.is_available() and not package.knobs.runtime.interpret:
+        raise BadInput(
+            "experts.kernels",
+            got="triton where torch sees no GPU",
+            needed="a GPU",
+            fix="set it to auto (to try the kernels, slowly: TRITON_INTERPRET=1)",
+        )
+    from moe.kernels import triton
+
+    return triton

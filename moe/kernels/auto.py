@@ -1,0 +1,44 @@
+"""Kernels by the device of the tensors: `triton` on a GPU that it can drive, else `cpu`, whose torch operations run everywhere.
+
+A model is built before it is moved to its device, and may move again: so each call decides, by its first tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels import cpu
+
+__all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
+
+
+@cache
+def _for_gpu(device: torch.device) -> ModuleType:
+    """Triton's products want tensor cores (compute capability 7.0 and later); it is imported here, with the first tensor on a GPU."""
+    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
+        return cpu
+    from moe.kernels import triton
+
+    return triton
+
+
+def kernels_of(tensor: Tensor) -> ModuleType:
+    """float64, which is for checking, stays with torch operations."""
+    return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 else cpu
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    def call(first: Tensor, *rest: Any, **named: Any) -> Any:
+        return getattr(kernels_of(first), name)(first, *rest, **named)
+
+    return call
+
+
+combine, grouped_ffn, permute, plan, reorder, routed_ffn, slots, top_k = map(_by_device, __all__)

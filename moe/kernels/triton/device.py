@@ -1,0 +1,90 @@
+"""Where the kernels run and in which tiles.
+
+Tiles are a fixed rule of shape, dtype and device, never tuned by the clock: two runs, and two ranks, give the same bits.
+Nothing here has a GPU to itself: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+
+from parallel.errors import BadInput
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SPARE_BYTES = 8192  # shared memory left to the compiler's own use
+
+
+def on(tensor: Tensor) -> AbstractContextManager[object]:
+    """The tensor's GPU as the current one, which is where Triton launches. Raises BadInput where kernels cannot read the tensor."""
+    if INTERPRETED:
+        return nullcontext()
+    if not tensor.is_cuda:
+        raise BadInput("experts.kernels", got=f"triton for a tensor on {tensor.device}", needed="tensors on a GPU", fix="set it to auto")
+    return torch.cuda.device(tensor.device)
+
+
+def check_dtype(tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise BadInput(
+            "experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix="set it to auto or reference"
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A product's tile: `m` rows times `n` columns, summed `k` at a time, by `warps` of 32 threads, `stages` loads deep;
+    `group` tiles of rows take turns on the same columns, so that these stay in the L2 cache."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int = 8
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"BLOCK_M": self.m, "BLOCK_N": self.n, "BLOCK_K": self.k, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def most_rows(dtype: torch.dtype) -> int:
+    """Rows of the largest tile."""
+    return 32 if INTERPRETED else 64 if dtype == torch.float32 else 128
+
+
+def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of one expert's rows: fewer where experts have few, since half a tile an expert is padding on average."""
+    return min(64, most_rows(dtype)) if rows <= 256 * num_experts else most_rows(dtype)
+
+
+def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
+    """For tiles of `m` rows. `products`: weights that share the rows' loads; `epilogue`: the tile's end holds more than the sums."""
+    if INTERPRETED:
+        return Tile(m, 32, 32, warps=4, stages=1)
+    if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere else in this project
+        n, k, warps = 64, 32, 4
+    else:
+        # from Hopper on products read both sides from shared memory, of which there is more: registers are left for twice the sums
+        room = 2 if _shared_bytes(device) > 200 * 1024 else 1
+        n = min(128 if epilogue else 256, 128 * room // products)
+        k, warps = 64, 8 if m * n * products > 64 * 128 else 4
+    each = (m + n * products) * k * dtype.itemsize
+    return Tile(m, n, k, warps, stages=max(1, min(4, (_shared_bytes(device) - _SPARE_BYTES) // each)))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
+@cache
+def hopper(device: torch.device) -> bool:
+    """Compute capability 9.0 or later, where torch's grouped product is one kernel instead of a loop over experts."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

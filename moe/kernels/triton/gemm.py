@@ -1,0 +1,306 @@
+"""Grouped matrix products: row tiles that each belong to one expert, and the epilogues that fit into them.
+
+    up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
+    product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
+    back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the parts of <dA, A>
+    weights   dW = left^T right over one expert's rows, left and right gathered or not
+
+All sums are fp32. A tile's expert and rows come from the tile map, made on the device. Weights are contiguous.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe.kernels.triton.moves import INTERPRETED, put, rounded
+
+# M a tile's rows, N its columns, K what is summed over; R rows, D model, F hidden, E experts
+
+
+@triton.jit
+def _dot(a_MK, b_KN, sum_MN):
+    if INTERPRETED:  # which knows bf16 as bits only; products of two bf16 are exact in fp32
+        a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
+    return tl.dot(a_MK, b_KN, sum_MN, input_precision="ieee")
+
+
+@triton.jit
+def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
+    """This program's column tile and row tile: GROUP row tiles go through all columns together."""
+    program = tl.program_id(0)
+    group = program // (GROUP * num_columns)
+    size = tl.minimum(num_tiles - group * GROUP, GROUP)
+    inside = program % (GROUP * num_columns)
+    at = tiles + 3 * (group * GROUP + inside % size)
+    return inside // size, tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _source(choice, row_M, end, choices):
+    """Where each row is read: its token, or itself. Rows beyond the end read a row that is there; their results are not stored."""
+    if choice is not None:
+        return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
+    else:
+        return tl.minimum(row_M, end - 1).to(tl.int64)
+
+
+@triton.jit
+def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
+    """[M, K] of rows of `width`."""
+    at_MK = at + source_M[:, None] * width + k_K[None, :]
+    if EVEN:
+        return tl.load(at_MK)
+    else:
+        return tl.load(at_MK, mask=(k_K < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl.constexpr):
+    """[K, N] of the expert's [inner, columns]; TURNED: it lies in memory as [columns, inner]."""
+    at += expert.to(tl.int64) * inner * columns
+    at_KN = at + n_N.to(tl.int64)[None, :] * inner + k_K[:, None] if TURNED else at + k_K.to(tl.int64)[:, None] * columns + n_N[None, :]
+    if EVEN:
+        return tl.load(at_KN)
+    else:
+        return tl.load(at_KN, mask=(k_K < inner)[:, None] & (n_N < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def _activation(h, FFN: tl.constexpr):
+    """fp32 activation and its derivative at h. gelu's tanh form is h * sigmoid(2u), exactly; NaN stays NaN in all of them."""
+    if FFN == "relu":
+        return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
+    elif FFN == "swiglu":
+        s = tl.sigmoid(h)
+        return h * s, s * (1 + h * (1 - s))
+    else:
+        s = tl.sigmoid(1.5957691216057308 * h * (1 + 0.044715 * h * h))
+        return h * s, s + h * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
+
+
+@triton.jit
+def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
+    """Where a tile's results lie: its corner, each element from there (32 bits: addresses cost registers too), and which are real."""
+    corner = begin.to(tl.int64) * width
+    mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
+    return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
+
+
+@triton.jit
+def up(
+    x,
+    w1,
+    w3,
+    scale,
+    h,
+    g,
+    a,
+    choice,
+    tiles,
+    num_tiles,
+    choices,
+    D,
+    F,
+    FFN: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`w3`, `g`: None without a gated activation; `h`, `g` also None where no backward follows; `scale`: dropout's [R, F], or None."""
+    column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
+    if expert < 0:
+        return
+    row_M = begin + tl.arange(0, BLOCK_M)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    source_M = _source(choice, row_M, end, choices)
+    h_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    g_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, D, BLOCK_K):
+        k_K = first + tl.arange(0, BLOCK_K)
+        x_MK = _rows(x, source_M, k_K, D, EVEN)
+        h_MN = _dot(x_MK, _matrix(w1, expert, k_K, n_N, D, F, False, EVEN), h_MN)
+        if w3 is not None:
+            g_MN = _dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
+    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
+    # rounded as they are kept: the backward computes the same activation again, to the bit
+    h_MN = rounded(h_MN, a)
+    a_MN, _ = _activation(h_MN, FFN)
+    if h is not None:
+        put(h + corner + at_MN, h_MN, mask_MN)
+    if w3 is not None:
+        g_MN = rounded(g_MN, a)
+        a_MN *= g_MN
+        if g is not None:
+            put(g + corner + at_MN, g_MN, mask_MN)
+    if scale is not None:
+        a_MN *= tl.load(scale + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+    put(a + corner + at_MN, a_MN, mask_MN)
+
+
+@triton.jit
+def product(
+    a,
+    w,
+    a_too,
+    w_too,
+    out,
+    tiles,
+    num_tiles,
+    inner,
+    columns,
+    TURNED: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out = a w [+ a_too w_too]: [R, inner] and [E, inner, columns], or, TURNED, [E, columns, inner]."""
+    column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
+    if expert < 0:
+        return
+    row_M = begin + tl.arange(0, BLOCK_M)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    source_M = _source(None, row_M, end, 1)
+    sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        k_K = first + tl.arange(0, BLOCK_K)
+        sum_MN = _dot(_rows(a, source_M, k_K, inner, EVEN), _matrix(w, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
+    if a_too is not None:
+        for first in range(0, inner, BLOCK_K):
+            k_K = first + tl.arange(0, BLOCK_K)
+            sum_MN = _dot(_rows(a_too, source_M, k_K, inner, EVEN), _matrix(w_too, expert, k_K, n_N, inner, columns, TURNED, EVEN), sum_MN)
+    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, columns, EVEN)
+    put(out + corner + at_MN, sum_MN, mask_MN)
+
+
+@triton.jit
+def back(
+    grad,
+    w2,
+    gate,
+    scale,
+    h,
+    g,
+    grad_h,
+    grad_g,
+    a_gated,
+    parts,
+    choice,
+    tiles,
+    num_tiles,
+    choices,
+    D,
+    F,
+    FFN: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`parts` [R, column tiles] fp32: each tile's part of <dA, A>, the gate's; `gate`, `parts`: None where rows are not combined."""
+    columns = tl.cdiv(F, BLOCK_N)
+    column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
+    if expert < 0:
+        return
+    row_M = begin + tl.arange(0, BLOCK_M)
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    source_M = _source(choice, row_M, end, choices)
+    grad_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, D, BLOCK_K):
+        k_K = first + tl.arange(0, BLOCK_K)
+        grad_MN = _dot(_rows(grad, source_M, k_K, D, EVEN), _matrix(w2, expert, k_K, n_N, D, F, True, EVEN), grad_MN)
+    gate_M = None
+    if gate is not None:
+        gate_M = tl.load(gate + tl.load(choice + row_M, mask=row_M < end, other=0), mask=row_M < end, other=0.0).to(tl.float32)
+    # half the columns at a time: the whole tile's h, g and their derivatives would not fit into registers beside the sums
+    left_MN, right_MN = tl.split(tl.permute(tl.reshape(grad_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+    n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+    part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, EVEN)
+    n_N += BLOCK_N // 2
+    part_M += _back_half(right_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, EVEN)
+    if gate is not None:
+        tl.store(parts + row_M.to(tl.int64) * columns + column, part_M, mask=row_M < end)
+
+
+@triton.jit
+def _back_half(grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN: tl.constexpr, EVEN: tl.constexpr):
+    """Stores dH, dG and gate * A of these columns, and returns their part of <dA, A>."""
+    corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
+    act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN)
+    if g is not None:
+        g_MN = tl.load(g + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+        a_MN = act_MN * g_MN
+        slope_MN *= g_MN
+    else:
+        a_MN = act_MN
+    if scale is not None:
+        scale_MN = tl.load(scale + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+        a_MN *= scale_MN
+    part_M = tl.sum(tl.where(mask_MN, grad_MN * a_MN, 0.0), axis=1)
+    if gate_M is not None:
+        grad_MN *= gate_M[:, None]
+        a_MN *= gate_M[:, None]
+    if scale is not None:
+        grad_MN *= scale_MN
+    put(a_gated + corner + at_MN, a_MN, mask_MN)
+    put(grad_h + corner + at_MN, grad_MN * slope_MN, mask_MN)
+    if g is not None:
+        put(grad_g + corner + at_MN, grad_MN * act_MN, mask_MN)
+    return part_M
+
+
+@triton.jit
+def weights(
+    left,
+    right,
+    right_too,
+    out,
+    out_too,
+    left_choice,
+    right_choice,
+    ends,
+    choices,
+    height,
+    width,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[e] = left^T right over the rows of expert e: zero if it has none; `right_too`, `out_too`: a second product of the same left."""
+    rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
+    program = tl.program_id(0)
+    expert = program // (rows * columns)
+    m_M = program // columns % rows * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_N = program % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    too_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        row_K = first + tl.arange(0, BLOCK_K)
+        left_MK = tl.trans(_run(left, _source(left_choice, row_K, end, choices), row_K < end, m_M, height, EVEN))
+        right_K = _source(right_choice, row_K, end, choices)
+        sum_MN = _dot(left_MK, _run(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
+        if right_too is not None:
+            too_MN = _dot(left_MK, _run(right_too, right_K, row_K < end, n_N, width, EVEN), too_MN)
+    at_MN = expert.to(tl.int64) * height * width + m_M.to(tl.int64)[:, None] * width + n_N[None, :]
+    mask_MN = (m_M < height)[:, None] & (n_N < width)[None, :]
+    put(out + at_MN, sum_MN, mask_MN)
+    if right_too is not None:
+        put(out_too + at_MN, too_MN, mask_MN)
+
+
+@triton.jit
+def _run(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
+    """[K, N]: columns n_N of rows; zeros beyond the expert's rows, on both sides, since zero times infinity is not zero."""
+    at_KN = at + source_K[:, None] * width + n_N[None, :]
+    if EVEN:
+        return tl.load(at_KN, mask=real_K[:, None], other=0.0)
+    else:
+        return tl.load(at_KN, mask=real_K[:, None] & (n_N < width)[None, :], other=0.0)

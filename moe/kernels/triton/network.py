@@ -1,0 +1,236 @@
+"""The experts' network on the rows of a plan, forward and backward, saving X and the pre-activations only (SonicMoE, arXiv 2512.14080).
+
+    forward    H, G = X[token] W1, W3    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are thrown away
+    backward   dA = dO[token] W2^T       d gate = <dA, A>, with A computed again from H and G
+               dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]
+               dW1, dW3 = X[token]^T dH, dG               dX = total of (dH W1^T + dG W3^T)
+
+<dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Rows are gathered where a product loads them, so no
+permuted copy exists either way. Weights of another dtype are cast where they are used, and have gradients of their own dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.kernels.plan import Plan
+from moe.kernels.triton import gemm, moves
+from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
+from moe.kernels.triton.rows import total
+
+# T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows sorted by expert, `ends_E` int32; `tiles` int32 [tiles, 3]: expert, first row and end of `tile_rows` rows each.
+    `plan`: rows are read from tokens, and summed into them; None: rows are rows."""
+
+    number: int
+    ends_E: Tensor
+    tiles: Tensor
+    tile_rows: int
+    plan: Plan | None
+
+    @property
+    def choice_R(self) -> Tensor | None:
+        return None if self.plan is None else self.plan.choice_R
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.plan is None else self.plan.row_TK.shape[1]
+
+
+def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None) -> Rows:
+    """The tile map, made on the device: the host knows only how many tiles there can be."""
+    num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
+    num_tiles = rows // tile_rows + min(num_experts, rows)
+    ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    tiles = ends_E.new_empty(num_tiles, 3)
+    block_e = max(2, triton.next_power_of_2(num_experts))
+    block_t = max(1, min(64, 8192 // block_e))
+    with on(ends_E):
+        moves.tile_map[(triton.cdiv(num_tiles, block_t),)](
+            ends_E, tiles, num_tiles, num_experts, TILE=tile_rows, BLOCK_T=block_t, BLOCK_E=block_e
+        )
+    return Rows(rows, ends_E, tiles, tile_rows, plan)
+
+
+def _grid(rows: Rows, t: Tile, columns: int) -> tuple[int]:
+    return (len(rows.tiles) * triton.cdiv(columns, t.n),)
+
+
+def _even(t: Tile, inner: int, columns: int) -> bool:
+    return inner % t.k == 0 and columns % t.n == 0
+
+
+def up(
+    x: Tensor, w1: Tensor, w3: Tensor | None, scale_RF: Tensor | None, rows: Rows, *, ffn: str, keep: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """H, G [R, F], None where not kept or not there, and A."""
+    width, hidden = w1.shape[1:]
+    t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
+    a = x.new_empty(rows.number, hidden)
+    h, g = torch.empty_like(a) if keep else None, torch.empty_like(a) if keep and w3 is not None else None
+    with on(x):
+        gemm.up[_grid(rows, t, hidden)](
+            *(x, w1, w3, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
+            FFN=ffn,
+            EVEN=_even(t, width, hidden),
+            GROUP=t.group,
+            **t.launch,
+        )
+    return h, g, a
+
+
+def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
+    """Whether torch's own grouped product is taken for a plain one: CUTLASS for Hopper's units, bf16, rows of whole 16 bytes."""
+    wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
+    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
+
+
+def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
+    """a w [+ a_too w_too], [R, O] in a's dtype; w is [E, I, O], or, turned, [E, O, I]."""
+    if a_too is None and torch_multiplies(a, w):
+        return torch._grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
+    inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
+    t = tile(rows.tile_rows, a.dtype, a.device, products=1, epilogue=False)
+    out = a.new_empty(rows.number, columns)
+    with on(a):
+        gemm.product[_grid(rows, t, columns)](
+            *(a, w, a_too, w_too, out, rows.tiles, len(rows.tiles), inner, columns),
+            TURNED=turned,
+            EVEN=_even(t, inner, columns),
+            GROUP=t.group,
+            **t.launch,
+        )
+    return out
+
+
+def back(
+    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, ffn: str
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
+    hidden, width = w2.shape[1:]
+    t = tile(rows.tile_rows, h.dtype, h.device, products=1, epilogue=True)
+    grad_h, grad_g, a_gated = torch.empty_like(h), None if g is None else torch.empty_like(h), torch.empty_like(h)
+    parts = None if gate_TK is None else h.new_empty(rows.number, triton.cdiv(hidden, t.n), dtype=torch.float32)
+    with on(h):
+        gemm.back[_grid(rows, t, hidden)](
+            *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
+            *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
+            FFN=ffn,
+            EVEN=_even(t, width, hidden),
+            GROUP=t.group,
+            **t.launch,
+        )
+    if gate_TK is None or parts is None or rows.plan is None:
+        return grad_h, grad_g, a_gated, None
+    grad_gate = torch.zeros_like(gate_TK).view(-1).index_copy_(0, rows.plan.choice_R, parts.sum(1).to(gate_TK.dtype))
+    return grad_h, grad_g, a_gated, grad_gate.view_as(gate_TK)
+
+
+def weight_gradients(
+    left: Tensor, right: Tensor, right_too: Tensor | None, like: Tensor, rows: Rows, *, gathered: str
+) -> tuple[Tensor, Tensor | None]:
+    """left^T right and left^T right_too of each expert's rows, `like` a weight in shape and dtype; `gathered`: the side read by token."""
+    height, width = like.shape[1:]
+    t = tile(most_rows(left.dtype), left.dtype, left.device, products=1 if right_too is None else 2, epilogue=False)
+    out, out_too = like.new_empty(like.shape), None if right_too is None else like.new_empty(like.shape)
+    with on(left):
+        gemm.weights[(len(like) * triton.cdiv(height, t.m) * triton.cdiv(width, t.n),)](
+            *(left, right, right_too, out, out_too),
+            *(rows.choice_R if gathered == side else None for side in ("left", "right")),
+            *(rows.ends_E, rows.choices, height, width),
+            EVEN=height % t.m == 0 and width % t.n == 0,
+            **t.launch,
+        )
+    return out, out_too
+
+
+class _Network(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gate_TK: Tensor | None,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        scale_RF: Tensor | None,
+        rows: Rows,
+        ffn: str,
+        keep: bool,
+    ) -> Tensor:
+        h, g, a = up(x_TD, _cast(w1, x_TD), None if w3 is None else _cast(w3, x_TD), scale_RF, rows, ffn=ffn, keep=keep)
+        y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
+        if keep:
+            ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
+            ctx.rows, ctx.ffn = rows, ffn
+        return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gate_TK, w1, w2, w3, scale_RF, h, g = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        grad_out = grad_out.contiguous()
+        grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, ffn=ctx.ffn)
+        grad_w1 = grad_w2 = grad_w3 = grad_x = None
+        if ctx.needs_input_grad[3]:
+            grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
+        del a_gated
+        if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
+            grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
+        if ctx.needs_input_grad[0]:
+            w_too = None if w3 is None else _cast(w3, x_TD)
+            grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
+            if rows.plan is not None:
+                grad_x = total(grad_x, rows.plan.row_TK, None)
+        return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, None, None, None, None
+
+
+def _cast(weight: Tensor, like: Tensor) -> Tensor:
+    """In the rows' dtype and in one piece: once a product, not once a tile of it."""
+    return weight.to(like.dtype).contiguous()
+
+
+def _apply(
+    x_TD: Tensor, gate_TK: Tensor | None, w1: Tensor, w2: Tensor, w3: Tensor | None, scale_RF: Tensor | None, rows: Rows, ffn: str
+) -> Tensor:
+    check_dtype(x_TD)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, gate_TK, w1, w2, w3))
+    scale_RF = None if scale_RF is None else scale_RF.contiguous()
+    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, w1, w2, w3, scale_RF, rows, ffn, keep)
+    return out
+
+
+def grouped_ffn(
+    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+) -> Tensor:
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
+    rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
+    return _apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn)
+
+
+def routed_ffn(
+    x_TD: Tensor,
+    gate_TK: Tensor,
+    plan: Plan,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+) -> Tensor:
+    """permute, grouped_ffn and combine fused: [T, D] in x's dtype, summed in fp32 in the order of choices; counts stay on the device."""
+    rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
+    return _apply(x_TD, gate_TK.contiguous(), w1, w2, w3, dropped_RF, rows, ffn)

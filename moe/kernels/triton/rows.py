@@ -1,0 +1,129 @@
+"""Rows to tokens and back, each way one gather: bytes read and written once, sums in fp32.
+
+permute   rows = x[token]              backward   total of the rows of each token
+combine   total of gate * rows         backward   gate * grad[token] and <grad[token], row>, in one pass
+reorder   rows[index]                  backward   each row to its index
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.kernels.plan import Plan
+from moe.kernels.triton import moves
+from moe.kernels.triton.device import check_dtype, on
+
+# T tokens, K choices, R rows, D width
+
+_ELEMENTS = 4096  # of one program: 32 a thread, enough loads in flight to fill the memory's bandwidth
+
+
+def _blocks(width: int) -> tuple[int, int]:
+    """Rows and columns of one program."""
+    columns = min(1024, max(16, triton.next_power_of_2(width)))
+    return _ELEMENTS // columns, columns
+
+
+def move(source: Tensor, index_R: Tensor, *, choices: int = 1, scatter: bool = False) -> Tensor:
+    """source[index // choices]; `scatter`: out[index] = source, for a permutation."""
+    source, index_R, width = source.contiguous(), index_R.contiguous(), source.shape[1]
+    out = source.new_empty(len(index_R), width)
+    block_r, block_d = _blocks(width)
+    with on(source):
+        moves.gather[(triton.cdiv(len(index_R), block_r), triton.cdiv(width, block_d))](
+            source, index_R, out, len(index_R), width, choices, SCATTER=scatter, BLOCK_R=block_r, BLOCK_D=block_d
+        )
+    return out
+
+
+def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
+    """Sum over each token's rows, weighted if there are gates; [T, D] in the rows' dtype."""
+    check_dtype(rows_RD)
+    rows_RD, row_TK, gate_TK = rows_RD.contiguous(), row_TK.contiguous(), None if gate_TK is None else gate_TK.contiguous()
+    (tokens, choices), width = row_TK.shape, rows_RD.shape[1]
+    out_TD = rows_RD.new_empty(tokens, width)
+    block_t, block_d = _blocks(width)
+    with on(rows_RD):
+        moves.total[(triton.cdiv(tokens, block_t), triton.cdiv(width, block_d))](
+            rows_RD, gate_TK, row_TK, out_TD, tokens, width, choices, BLOCK_T=block_t, BLOCK_D=block_d
+        )
+    return out_TD
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
+        return move(x_TD, plan.choice_R, choices=plan.row_TK.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return total(grad_RD, ctx.plan.row_TK, None), None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, index_R: Tensor) -> Tensor:
+        ctx.index_R = index_R
+        return move(rows_RD, index_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return move(grad_RD, ctx.index_R, scatter=True), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
+        ctx.save_for_backward(rows_RD, gate_TK)
+        ctx.plan = plan
+        return total(rows_RD, plan.row_TK, gate_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_RD, gate_TK = (t.contiguous() for t in ctx.saved_tensors)
+        grad_TD = grad_TD.contiguous()
+        grad_rows, grad_gate = torch.empty_like(rows_RD), torch.zeros_like(gate_TK)
+        (rows, width), choices = rows_RD.shape, gate_TK.shape[1]
+        block_r, block_d = _blocks(width)
+        with on(rows_RD):
+            moves.combine_backward[(triton.cdiv(rows, block_r),)](
+                grad_TD,
+                rows_RD,
+                gate_TK,
+                ctx.plan.choice_R,
+                grad_rows,
+                grad_gate,
+                rows,
+                width,
+                choices,
+                BLOCK_R=block_r,
+                BLOCK_D=block_d,
+            )
+        return grad_rows, grad_gate, None
+
+
+def permute(x_TD: Tensor, plan: Plan) -> Tensor:
+    """Tokens [T, D] to rows [R, D]."""
+    out: Tensor = _Permute.apply(x_TD, plan)
+    return out
+
+
+def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
+    """Row i of the result is row index_R[i]; index_R is a permutation."""
+    out: Tensor = _Reorder.apply(rows_RD, index_R)
+    return out
+
+
+def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
+    """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
+    out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
+    return out
