@@ -45,16 +45,17 @@ def compile_instead(kernel: Any, capability: int) -> Any:
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         assert all(type(n) is int and n < 2**31 for n in grid)
         constants = {p.name for p in kernel.params if p.is_constexpr}
+        plain = {p.name for p in kernel.params if p.do_not_specialize}
         signature, constant, attributes = {}, {}, {}
         for place, name in enumerate(kernel.arg_names):
             value = given[name]
             if isinstance(value, Tensor):
                 signature[name] = TYPES[value.dtype]
-            elif name in constants or value in (None, 1):
+            elif name in constants or value is None or (value == 1 and name not in plain):
                 signature[name], constant[(place,)] = "constexpr", value
             else:
                 signature[name] = "i32"
-            if signature[name] != "constexpr" and (isinstance(value, Tensor) or value % 16 == 0):
+            if signature[name] != "constexpr" and name not in plain and (isinstance(value, Tensor) or value % 16 == 0):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         options = {"num_warps": num_warps, "num_stages": num_stages}
         source = ASTSource(kernel, signature, constant, attributes)

@@ -87,7 +87,7 @@ def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def up(
     x,
     w1,
@@ -140,7 +140,7 @@ def up(
     put(a + corner + at_MN, a_MN, mask_MN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def product(
     a,
     w,
@@ -177,7 +177,7 @@ def product(
     put(out + corner + at_MN, sum_MN, mask_MN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def back(
     grad,
     w2,

@@ -3,6 +3,8 @@
 Counting sort, stable:   count   how often each expert stands in each block of choices
                          (host)  sums over the blocks before: where each block's rows of an expert begin
                          rank    that, plus the equal ones before it inside the block
+
+What changes from step to step (tokens, rows, tiles) is not specialised: no step waits for a compiler.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def put(at, value, mask):
     tl.store(at, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """One maximum at a time; of equal scores the lowest expert. NaN counts as the highest, so that an index is always an expert."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -67,7 +69,7 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
     return choice_N, real_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     """out [groups, blocks, E]: active choices of each expert in each block of a group's `tokens`."""
     block, group = tl.program_id(0), tl.program_id(1)
@@ -80,7 +82,7 @@ def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: t
     tl.store(at + expert_E, tl.sum(equal_NE.to(tl.int32), axis=0), mask=expert_E < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
     """out [T, K]: before [groups, blocks, E] plus equal ones earlier in the block, -1 if inactive; choice_of: the inverse, or None."""
     block, group = tl.program_id(0), tl.program_id(1)
@@ -97,7 +99,7 @@ def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.c
         tl.store(choice_of + rank_N, choice_N, mask=active_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """out [tiles, 3]: the expert (-1: none), the first row and the end of each tile of TILE rows; ends [E]: where experts' rows end."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -116,7 +118,7 @@ def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     tl.store(out + 3 * tile_T + 2, end_T, mask=tile_T < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def gather(source, index, out, R, D, choices, SCATTER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """out[r] = source[index[r] // choices], or, where the index is a permutation, out[index[r]] = source[r]."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -131,7 +133,7 @@ def gather(source, index, out, R, D, choices, SCATTER: tl.constexpr, BLOCK_R: tl
         tl.store(out + here_RD, tl.load(source + there_RD, mask=mask_RD), mask=mask_RD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """out[t] = sum over k of [gate[t, k] *] rows[row[t, k]], summed in fp32 in the order of k; row -1 adds nothing."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -149,7 +151,7 @@ def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: t
     put(out + token_T.to(tl.int64)[:, None] * D + width_D[None, :], sum_TD, mask_TD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
     """grad_rows[r] = gate * grad[token], grad_gate[choice] = <grad[token], rows[r]>: both from one reading of grad."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
