@@ -68,7 +68,7 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
     if flags.debug_collectives:
         os.environ[DEBUG] = "20"  # seconds; its ranks are forks of this process
-    return _call("moe.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only)
+    return _call("moe.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds)
 
 
 def _generate(flags: Generate, _: dict[str, str]) -> int:

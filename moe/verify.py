@@ -1,11 +1,11 @@
 """The layout oracle: the same tiny model and batch on one process and on every legal layout, compared number by number.
 
     reference    a plain loop: whole batch, plain kernels, torch's AdamW, no engine, no process group, fp32
-    layouts      worlds 1 .. nproc  x  ep dividing dp and the experts  x  {ddp, zero1}  x  micro-batches  x  precision
+    layouts      moe/verify_cases.py: data-parallel kinds, routers, ways that rows travel, degrees, recompute, precisions
 
 Compared: loss, balance loss, every logical gradient, gradient norm, weights after one step, losses of ten steps. In fp32 each
 may differ by 1e-5 relative. In bf16 and fp16 the reference is one process in that precision, and what may differ is measured
-here too: the spread of the same steps when only the order of summation changes (other micro-batches, no layout).
+here too, on one process: the spread of the same steps when only rounding changes (other micro-batches, the plain kernels).
 """
 
 from __future__ import annotations
@@ -22,80 +22,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.config import Run
 from moe.context import Context
 from moe.model.transformer import Transformer, extra_state
 from moe.parallelize import build, decays, lay_out, start_engine
-from moe.recipe import build as build_run
 from moe.results import write_json
 from moe.train.state import global_layouts
 from moe.train.step import accumulate, finish
+from moe.verify_cases import BATCH, LENGTH, Case, cases
 from parallel import process
 from parallel.checkpoint import pieces
 from parallel.data.engine import Engine
 from parallel.fork import run_on_ranks
-from parallel.mesh import Degrees, Mesh, divisors
+from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
 
-STEPS, BATCH, LENGTH = 10, 12, 10
+STEPS = 10
 FP32_TOLERANCE = 1e-5
 NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
-
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": {"model": {"moe_every": 0}},
-    "switch": {"router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.1, "z_weight": 0.001}},
-    "gshard": {
-        "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2},
-        "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
-        "model": {"positions": "t5", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.1},
-    },
-    "deepseek": {
-        "router": {
-            "preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 3, "bias_rate": 0.02, "capacity_factor": 1.25,
-            "balance_weight": 0.05, "balance_scope": "global_batch", "importance_weight": 0.02,
-        },
-        "experts": {"shared": 1},
-    },
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout of one model: `kind` is ddp or zero1."""
-
-    model: str
-    kind: str
-    world: int
-    ep: int
-    microbatches: int
-    precision: str
-    recompute: str = "none"
-
-    @property
-    def layout(self) -> str:
-        again = "" if self.recompute == "none" else f" {self.recompute}"
-        return f"{self.model} dp{self.world} ep{self.ep} m{self.microbatches}{again}"
-
-    def run(self) -> Run:
-        """The recipe: sizes that differ from each other, one layer with experts and one without."""
-        values: dict[str, dict[str, Any]] = {
-            "model": {
-                "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
-                "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
-            },
-            "experts": {"num_experts": 4, "kernels": "cpu"},
-            "degrees": {"dp": self.world, "ep": self.ep},
-            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
-            "pipeline": {"microbatches": self.microbatches},
-            "recompute": {"kind": self.recompute},
-            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
-            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
-            "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
-        }  # fmt: skip
-        for section, fields in MODELS[self.model].items():
-            values[section] = values.get(section, {}) | fields
-        return build_run(values)
 
 
 @dataclass(frozen=True)
@@ -109,36 +53,23 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def cases(nproc: int) -> list[Case]:
-    """Every legal layout of up to nproc processes; with DDP in fp32 also with recompute, which knows neither engine nor precision."""
-    return [
-        Case(model, kind, world, ep, microbatches, precision, recompute)
-        for world in range(1, nproc + 1)
-        if BATCH % world == 0
-        for kind in ("ddp", "zero1")
-        for precision in ("fp32", "bf16", "fp16")
-        for model in MODELS
-        for ep in (divisors(world) if model != "dense" else [1])
-        if 4 % ep == 0
-        for microbatches in (1, 3)
-        if BATCH % (world * microbatches) == 0
-        for recompute in ("none", "full" if microbatches == 1 else "selective")
-        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
-    ]
-
-
 def batch(step: int) -> Tensor:
-    """The sequences of one step, int64 [BATCH, LENGTH + 1]; tokens are uneven, so that experts are too."""
+    """The sequences of one step, int64 [BATCH, LENGTH + 1]; tokens are uneven, so that experts are too.
+
+    The first two differ: attention over equal tokens gives equal states, and a router that ranks tokens would order them by rounding.
+    """
     generator = torch.Generator().manual_seed(step)
-    return (torch.rand(BATCH, LENGTH + 1, generator=generator) ** 2 * 256).long()
+    tokens = (torch.rand(BATCH, LENGTH + 1, generator=generator) ** 2 * 256).long()
+    tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
+    return tokens
 
 
 # --- one process, written out plainly -----------------------------------------------------------------------------------
 
 
-def reference(model_name: str) -> Result:
+def reference(model_name: str, *, num_experts: int = 4) -> Result:
     """The plain twin in fp32."""
-    run = Case(model_name, "ddp", 1, 1, 1, "fp32").run()
+    run = Case(model_name, "ddp", 1, 1, 1, "fp32", experts=num_experts).run()
     experts = run.experts.model_copy(update={"kernels": "reference"})
     model = Transformer(run.model, experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
     named = dict(model.named_parameters())
@@ -186,9 +117,10 @@ def _biases(model: torch.nn.Module) -> dict[str, Tensor]:
 # --- one layout, through the trainer's own step --------------------------------------------------------------------------
 
 
-def compute(case: Case, *, rank: int = 0) -> Result:
+def compute(case: Case, *, rank: int = 0, kernels: str = "cpu") -> Result:
     """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns."""
     run = case.run().check(case.world)
+    run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
     mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     engine = start_engine(run, model, layouts, mesh)
@@ -218,7 +150,9 @@ def compute(case: Case, *, rank: int = 0) -> Result:
             device=torch.device("cpu"),
         )
         if kept is None:
-            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0) | _biases(model)
+            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0)
+            if rank == 0:
+                kept[3].update(_biases(model))
     assert kept is not None
     return Result(losses, *kept)
 
@@ -229,7 +163,10 @@ def _owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Ten
     for name, layout in engine.layouts.items():
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)["weight"]
         if layout.is_owner(mesh):
-            found |= {p.name: (p.tensor.float() / scale).clone() for p in pieces(names[name], layout, mesh, tensor)}
+            for p in pieces(names[name], layout, mesh, tensor):
+                whole = torch.zeros(p.shape)  # other ranks own the rest; the parts are added up
+                whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
+                found[p.name] = whole
     return found
 
 
@@ -265,53 +202,60 @@ def compare(got: Result, want: Result) -> dict[str, float]:
 
 
 def spread(case: Case, baseline: Result) -> dict[str, float]:
-    """What reordering alone does in this precision: the largest deviation over other micro-batches on one process."""
+    """What rounding alone does in this precision, on one process: the largest deviation with other micro-batches or the plain kernels."""
     found = [compare(compute(replace(case, microbatches=m)), baseline) for m in (2, 3, 4, 6, 12)]
+    found.append(compare(compute(case, kernels="reference"), baseline))
     return {number: max(f[number] for f in found) for number in NUMBERS}
 
 
 # --- the verb -----------------------------------------------------------------------------------------------------------
 
 
-def main(*, nproc: int = 2, json: str | None = None, only: str | None = None, say: Callable[[str], None] = print) -> int:
+def main(
+    *, nproc: int = 2, json: str | None = None, only: str | None = None, kinds: str = "data,expert", say: Callable[[str], None] = print
+) -> int:
     """`moe verify`: print the table of layouts; 1 if any fails. `only` keeps the rows whose text holds it."""
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
     started = time.perf_counter()
-    chosen = [c for c in cases(nproc) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
+    chosen = [c for c in cases(nproc, kinds=tuple(kinds.split(","))) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
     wanted, tolerances = _expectations(chosen)
     rows: list[dict[str, Any]] = []
     say(_line("layout", "kind", "world", "precision", *NUMBERS, ""))
     for world in sorted({c.world for c in chosen}):
         for case, got in _run_world([c for c in chosen if c.world == world], world, say):
-            rows.append(_row(case, got, wanted[case.model, case.precision], tolerances[case.model, case.precision]))
+            rows.append(_row(case, got, wanted[_key(case)], tolerances[_key(case)]))
             r = rows[-1]
             say(_line(r["layout"], r["kind"], world, r["precision"], *(f"{r[n]:.1e}" for n in NUMBERS), "pass" if r["passed"] else "FAIL"))
     failed = [r for r in rows if not r["passed"]]
     say("not compared: router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition")
     seconds = time.perf_counter() - started
     say(f"{len(rows) - len(failed)} passed, {len(failed)} failed: {len(rows)} layouts of up to {nproc} processes in {seconds:.0f} s")
-    say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of reorderings, measured just now:")
+    say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
     for key, tolerance in tolerances.items():
         if key[1] != "fp32":
             say(f"  {key[0]} {key[1]}: " + " ".join(f"{number} {value:.0e}" for number, value in tolerance.items()))
     if json:
-        write_json(json, verb="verify", rows=rows, tolerances={f"{m} {p}": t for (m, p), t in tolerances.items()})
+        write_json(json, verb="verify", rows=rows, tolerances={f"{m} {p}": t for (m, p, _), t in tolerances.items() if p != "fp32"})
     return 1 if failed or not rows else 0
 
 
-Key = tuple[str, str]
+Key = tuple[str, str, int]
+
+
+def _key(case: Case) -> Key:
+    return case.model, case.precision, case.experts
 
 
 def _expectations(chosen: list[Case]) -> tuple[dict[Key, Result], dict[Key, dict[str, float]]]:
     """For each model and precision: what must come out, and how far each number may be from it."""
     wanted: dict[Key, Result] = {}
     tolerances: dict[Key, dict[str, float]] = {}
-    for model, precision in dict.fromkeys((c.model, c.precision) for c in chosen):
-        key = model, precision
+    for key in dict.fromkeys(_key(c) for c in chosen):
+        model, precision, num_experts = key
         if precision == "fp32":
-            wanted[key], tolerances[key] = reference(model), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
+            wanted[key], tolerances[key] = reference(model, num_experts=num_experts), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
             continue
-        case = Case(model, "ddp", 1, 1, 1, precision)
+        case = Case(model, "ddp", 1, 1, 1, precision, experts=num_experts)
         wanted[key] = compute(case)
         tolerances[key] = {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(case, wanted[key]).items()}
     return wanted, tolerances
@@ -336,7 +280,8 @@ def _gather(folder: Path, number: int, world: int) -> Result:
     parts = [torch.load(folder / f"{number}.{rank}.pt", weights_only=True) for rank in range(world)]
     for part in parts[1:]:
         for what in ("gradients", "weights"):
-            parts[0][what] |= part[what]
+            for name, tensor in part[what].items():
+                parts[0][what][name] = parts[0][what][name] + tensor if name in parts[0][what] else tensor
     return Result(**parts[0])
 
 
@@ -348,4 +293,4 @@ def _row(case: Case, got: Result | str, want: Result, tolerance: dict[str, float
 
 
 def _line(layout: str, kind: str, world: object, precision: str, *cells: str) -> str:
-    return f"{layout:<29} {kind:<6} {world:>5} {precision:<9} " + " ".join(f"{cell:>9}" for cell in cells)
+    return f"{layout:<46} {kind:<6} {world:>5} {precision:<9} " + " ".join(f"{cell:>9}" for cell in cells)

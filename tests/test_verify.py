@@ -22,7 +22,8 @@ from moe.context import Context
 from moe.dispatch import AllToAll
 from moe.experts import Experts
 from moe.router import Router
-from moe.verify import MODELS, NUMBERS, Case, Result, cases, compare
+from moe.verify import NUMBERS, Case, Result, compare
+from moe.verify_cases import MODELS, ROUTERS, cases, data_cases, expert_cases
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
 from parallel.data import replicate
@@ -41,7 +42,7 @@ def legal(case: Case) -> bool:
 
 @pytest.mark.parametrize("nproc", [1, 2, 4, 6])
 def test_every_legal_layout_is_listed_once(nproc: int) -> None:
-    found = cases(nproc)
+    found = data_cases(nproc)
     assert len(set(found)) == len(found)
     everything = {
         Case(model, kind, world, ep, microbatches, precision, recompute)
@@ -57,24 +58,49 @@ def test_every_legal_layout_is_listed_once(nproc: int) -> None:
     assert set(found) == {case for case in everything if legal(case)}
 
 
-def judged(tmp_path: Path, only: str, *, nproc: int = 2) -> tuple[int, list[dict[str, Any]], list[str]]:
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_expert_layouts_are_legal_and_cover_every_pair(nproc: int) -> None:
+    found = expert_cases(nproc)
+    assert len(set(found)) == len(found) and all(legal(case) for case in found)
+    for world in {case.world for case in found}:
+        here = [case for case in found if case.world == world]
+        ways = {(case.ep, case.etp, case.rows) for case in here}
+        assert {(case.model, case.ep, case.etp, case.rows) for case in here} == {
+            (model, *way) for model in (MODELS | ROUTERS) for way in ways if model != "dense"
+        }
+        assert {case.ep * case.etp for case in here} == {n for n in range(1, world + 1) if world % n == 0}
+    assert nproc < 4 or {case.rows for case in found} == {"all_to_all", "padded", "all_gather", "hierarchical", "overlapped"}
+
+
+def test_kinds_there_are_not_are_refused() -> None:
+    with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert"):
+        cases(2, kinds=("data", "pipelines"))
+
+
+def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") -> tuple[int, list[dict[str, Any]], list[str]]:
     """Exit code, rows and printed lines."""
     said: list[str] = []
-    code = verify.main(nproc=nproc, only=only, json=str(tmp_path / "verify.json"), say=said.append)
+    code = verify.main(nproc=nproc, kinds=kinds, only=only, json=str(tmp_path / "verify.json"), say=said.append)
     return code, json.loads((tmp_path / "verify.json").read_text())["rows"], said
 
 
 def test_every_layout_of_two_processes_gives_the_numbers_of_one(tmp_path: Path) -> None:
     code, rows, said = judged(tmp_path, "fp32")
-    expected = [case for case in cases(2) if case.precision == "fp32"]
+    expected = [case for case in data_cases(2) if case.precision == "fp32"]
     assert code == 0 and len(rows) == len(expected) and all(row["passed"] for row in rows)
     assert {(r["layout"], r["kind"], r["world"]) for r in rows} == {(c.layout, c.kind, c.world) for c in expected}
     assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS)
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
-@pytest.mark.parametrize("only", ["switch dp2 ep2 m3 ddp bf16", "gshard dp2 ep1 m1 zero1 fp16"])
-def test_lower_precision_stays_within_what_reordering_does(tmp_path: Path, only: str) -> None:
+@pytest.mark.parametrize("only", ["dp2 ep2 m3 overlapped selective", "dp2 ep1 etp2 m1 full"])
+def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, only: str) -> None:
+    code, rows, _ = judged(tmp_path, only, kinds="expert")
+    assert code == 0 and len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize("only", ["switch dp2 ep2 m3 ddp bf16", "gshard dp2 ep2 m1 ddp bf16", "gshard dp2 ep1 m1 zero1 fp16"])
+def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str) -> None:
     code, rows, said = judged(tmp_path, only)
     assert code == 0 and [row["passed"] for row in rows] == [True]
     assert any("twice the spread" in line for line in said)

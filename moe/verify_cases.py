@@ -1,0 +1,147 @@
+"""What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
+
+    --kinds data     dense and sparse models  x  {ddp, zero1}  x  ep  x  micro-batches  x  precision  (+ recompute)
+    --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+
+Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
+`rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe.config import Run
+from moe.recipe import build
+from parallel.errors import BadInput
+from parallel.mesh import divisors
+
+BATCH, LENGTH, EXPERTS = 12, 10, 8
+KINDS = ("data", "expert")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": {"moe_every": 0}},
+    "switch": {"router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.1, "z_weight": 0.001}},
+    "gshard": {
+        "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2},
+        "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
+        "model": {"positions": "t5", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.1},
+    },
+    "deepseek": {
+        "router": {
+            "preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 3, "bias_rate": 0.02, "capacity_factor": 1.25,
+            "balance_weight": 0.05, "balance_scope": "global_batch", "importance_weight": 0.02,
+        },
+        "experts": {"shared": 1},
+    },
+}  # fmt: skip
+
+_BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "switch_mtf": {"router": {"preset": "switch_mtf", "min_capacity": 1}},
+    "glam": {"router": {"preset": "glam", "min_capacity": 1, "z_weight": 0.01}, "experts": {"ffn": "gelu", "dropout": 0.3}},
+    "mixtral": {"router": {"preset": "mixtral"} | _BY_SEQUENCE, "experts": {"residual": True}},
+    "qwen3_moe": {"router": {"preset": "qwen3_moe", "num_choices": 3}, "experts": {"shared": 1, "shared_gate": True}},
+    "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
+    "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
+    "expert_choice": {"router": {"preset": "expert_choice", "allow_noncausal": True}},
+    "hash": {"router": {"preset": "switch", "select": "hash", "balance_weight": 0.0}},
+    "sinkhorn": {"router": {"preset": "switch", "select": "sinkhorn", "balance_weight": 0.0, "allow_noncausal": True}},
+    "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
+    "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "all_to_all": {"kind": "all_to_all"},
+    "padded": {"kind": "padded"},
+    "all_gather": {"kind": "all_gather"},
+    "hierarchical": {"kind": "hierarchical", "node_size": 2},
+    "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model. `kind`: ddp or zero1; `rows`: how they travel, a key of ROWS."""
+
+    model: str
+    kind: str
+    world: int
+    ep: int
+    microbatches: int
+    precision: str
+    recompute: str = "none"
+    etp: int = 1
+    rows: str = "all_to_all"
+    experts: int = 4
+
+    @property
+    def layout(self) -> str:
+        parts = [f"{self.model} dp{self.world} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
+        parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        return " ".join(part for part in parts if part)
+
+    def run(self) -> Run:
+        """The recipe: one layer with experts and one without."""
+        values: dict[str, dict[str, Any]] = {
+            "model": {
+                "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
+                "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
+            },
+            "experts": {"num_experts": self.experts, "kernels": "cpu"},
+            "degrees": {"dp": self.world, "ep": self.ep, "etp": self.etp},
+            "dispatch": ROWS[self.rows] if self.ep > 1 else {},
+            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
+            "pipeline": {"microbatches": self.microbatches},
+            "recompute": {"kind": self.recompute},
+            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
+            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
+            "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
+        }  # fmt: skip
+        for section, fields in (MODELS | ROUTERS)[self.model].items():
+            values[section] = values.get(section, {}) | fields
+        return build(values)
+
+
+def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
+    """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
+    return (data_cases(nproc) if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
+
+
+def data_cases(nproc: int) -> list[Case]:
+    """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
+    return [
+        Case(model, kind, world, ep, microbatches, precision, recompute)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("ddp", "zero1")
+        for precision in ("fp32", "bf16", "fp16")
+        for model in MODELS
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def expert_cases(nproc: int) -> list[Case]:
+    """Where one rank holds all experts nothing travels, so there is one way; two steps need ep of at least 4."""
+    return [
+        Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0 and EXPERTS % world == 0
+        for etp in (1, 2)
+        for ep in divisors(world)
+        if world % (ep * etp) == 0
+        for rows in (ROWS if ep > 1 else ["all_to_all"])
+        if rows != "hierarchical" or ep > 2
+        for model in (m for m in MODELS | ROUTERS if m != "dense")
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+    ]
