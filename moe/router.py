@@ -11,12 +11,12 @@ moe/selection.py, moe/noise.py and moe/capacity.py. Sources: Switch (arXiv 2101.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe import config
 from moe.capacity import kept_choices, slots_of
 from moe.context import Context
 from moe.kernels import choose
@@ -25,6 +25,9 @@ from moe.router_checks import check_spec
 from moe.scores import chosen_gates, probabilities, scores_of
 from moe.selection import balanced_plan, expert_choice, group_limited, hashed
 from parallel.errors import BadInput
+
+if TYPE_CHECKING:  # the layer runs without the packages that read recipes
+    from moe import config
 
 # T tokens, D model, E experts, K choices
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from parallel import collectives
 from parallel.agreement import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
+from parallel.memory import keep_freed_memory
 from parallel.mesh import Axis, Degrees, Mesh
 
 _NAMES = {
@@ -56,7 +57,9 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def start(world: World, *, timeout_s: float = 600.0) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. Nothing to do for one process."""
+    """Join the process group: NCCL on GPUs, gloo on CPUs; on a CPU, keep freed memory. One process joins none."""
+    if world.device.type == "cpu":
+        keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
         return
     if "MASTER_ADDR" not in os.environ:

@@ -32,7 +32,7 @@ READS_THE_ENVIRONMENT = {
     "moe/train/start.py": "what the launcher inherits",
     "moe/train/data/tokens.py": "the user's cache folder",
 }
-IMPORTS_DEEPSPEED = {"parallel/data/zero.py": "its engine", "moe/doctor.py": "its version"}
+IMPORTS_DEEPSPEED = {"parallel/data/zero.py": "its engine", "moe/doctor.py": "its version", "moe/bench/step.py": "a peer to measure"}
 QUICK = ("moe.cli", "moe.config", "moe.recipe", "moe.train.start")  # what runs before a bad recipe is refused, and at `moe --help`
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 

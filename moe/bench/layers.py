@@ -11,18 +11,18 @@ exactly, or one expert is given half of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe import config
 from moe.context import Context
 from moe.kernels.activation import activate
 from moe.layer import MoELayer
+from moe.presets import PRESETS
 from parallel.errors import BadInput
 
 # T tokens, D width, F hidden, E experts, K choices, R = T * K rows
@@ -112,16 +112,14 @@ class Pass:
 def ours(case: Case, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
     """The layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype weights live in."""
     s = case.shape
-    k: dict[str, Any] = {1: {"preset": "switch"}, 2: {"preset": "glam"}}.get(s.k, {"preset": "mixtral", "num_choices": s.k})
+    spec = replace(PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")], num_choices=s.k, capacity_factor=None)
+    # what the layer reads of a recipe, without the packages that read recipes: a GPU machine may not have them
+    experts = SimpleNamespace(
+        of_layer=lambda nth: s.experts, d_ff=None, ffn=None, kernels=kernels, dropout=0.0, shared_gate=False, residual=False
+    )
+    settings: Any = SimpleNamespace(spec=spec)
     with case.device:
-        layer = MoELayer(
-            config.Experts(num_experts=s.experts, kernels=kernels),
-            config.Router(capacity_factor=None, **k),
-            d_model=s.width,
-            d_ff=s.hidden,
-            ffn=ffn,
-            layer=1,
-        )
+        layer = MoELayer(cast(Any, experts), settings, d_model=s.width, d_ff=s.hidden, ffn=ffn, layer=1)
     layer.experts.to(master or case.dtype)
     layer.router.weight.data.copy_(case.router())
     for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), _stack(case, ffn), strict=True):

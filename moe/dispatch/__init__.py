@@ -15,7 +15,8 @@ kept in it between calls. Memory goes with routed rows (tokens x choices x width
 
 from __future__ import annotations
 
-from moe import config
+from typing import TYPE_CHECKING
+
 from moe.dispatch.all_gather import AllGather
 from moe.dispatch.all_to_all import AllToAll
 from moe.dispatch.base import Dispatcher, Dropout, Network, whole
@@ -25,6 +26,9 @@ from moe.dispatch.local import Local
 from moe.dispatch.padded import Padded
 from moe.dispatch.split import Split
 from parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from moe import config
 
 __all__ = ["AllGather", "AllToAll", "Chunked", "Dispatcher", "Dropout", "Hierarchical", "Local", "Padded", "Split", "build"]
 
