@@ -1,0 +1,141 @@
+"""The experts' network in blocks: how experts are cut, and that any cut gives the reference's values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe.kernels import cpu, grouped, reference
+from moe.kernels.activation import GATED, activate, activate_backward
+from moe.kernels.plan import Plan
+
+# T tokens, K choices, R rows, E experts, D model, F hidden
+D, F = 6, 10
+COUNTS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 70), st.just(0)), min_size=1, max_size=9)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(COUNTS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 400))
+@settings(max_examples=120, deadline=None)
+def test_blocks_hold_every_row_once_and_little_padding(counts: list[int], dtype: torch.dtype, most: int) -> None:
+    """Each expert with rows is in one block, in order; padding is at most a fixed share of the rows, or 32 rows an expert in 16 bits."""
+    found = grouped.blocks(counts, row_bytes=grouped._BLOCK_BYTES // most, dtype=dtype, device=torch.device("cpu"))
+    covered = [e for b in found for e in range(b.first, b.last)]
+    assert covered == sorted(set(covered)) and {e for e, n in enumerate(counts) if n} <= set(covered)
+    begin = start = 0
+    for b in found:
+        rows = sum(counts[b.first : b.last])
+        assert (b.begin, b.end, b.start) == (begin, begin + rows, start) and b.each >= max(counts[b.first : b.last])
+        begin, start = b.end, start + b.size
+        half = dtype == torch.bfloat16
+        assert b.padding <= (max(0.5 * rows + 64 * (b.last - b.first), 0) if half else 0.25 * rows)
+        assert not half or b.each % 32 == 0
+    assert begin == sum(counts)
+
+
+def routed(kernels: object, plan: Plan, inputs: list[Tensor], ffn: str, mask: Tensor | None) -> list[Tensor]:
+    """Output and gradients of tokens, gates and weights."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    x, gate, w1, w2, *w3 = leaves
+    out = kernels.routed_ffn(x, gate, plan, w1, w2, w3[0] if w3 else None, ffn=ffn, dropped_RF=mask)  # type: ignore[attr-defined]
+    out.backward(random(*out.shape, seed=9, dtype=out.dtype))
+    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+
+def close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and torch.isfinite(a).all()
+        difference = (a.double() - b.double()).norm().item() if a.numel() else 0.0
+        assert difference <= bound * max(b.double().norm().item(), 1e-3), (difference, b.norm())
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 7), st.integers(1, 7), st.sampled_from(["relu", "gelu", "geglu", "swiglu"]),
+    st.sampled_from(["even", "one expert", "few"]), st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.sampled_from([40, 400, 10**7]),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_any_routing_equals_the_reference(
+    seed: int, tokens: int, num_experts: int, k: int, ffn: str, load: str, dropped: float, dropout: bool, block_bytes: int
+) -> None:
+    """Empty experts, one expert with everything, k = experts, a single token, nothing kept; however small the blocks are."""
+    k = min(k, num_experts)
+    scores = random(tokens, num_experts, seed=seed)
+    scores[:, 0] += {"even": 0.0, "one expert": 100.0, "few": 2.0}[load]
+    expert_TK = cpu.top_k(scores, k)
+    kept_TK = torch.rand(expert_TK.shape, generator=torch.Generator().manual_seed(seed)) >= dropped
+    plan = cpu.plan(expert_TK, kept_TK, num_experts=num_experts)
+    shapes = [(tokens, D), (tokens, k), (num_experts, D, F), (num_experts, F, D), *([(num_experts, D, F)] if ffn in GATED else [])]
+    inputs = [random(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+    mask = (random(len(plan.choice_R), F, seed=seed) > 0).float() * 2 if dropout else None
+    before = grouped._BLOCK_BYTES
+    try:
+        grouped._BLOCK_BYTES = block_bytes
+        close(routed(cpu, plan, inputs, ffn, mask), routed(reference, plan, inputs, ffn, mask), 2e-6)
+    finally:
+        grouped._BLOCK_BYTES = before
+
+
+@pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
+def test_bf16_is_as_near_to_fp32_as_the_reference_in_bf16_is(ffn: str, master: torch.dtype) -> None:
+    """The distance to the same numbers in fp32 is at most 1.5 times the plain kernels', for the output and every gradient."""
+    tokens, num_experts, k = 90, 5, 2
+    expert_TK = cpu.top_k(random(tokens, num_experts) + torch.tensor([2.0, 0, 0, 0, -9]), k)
+    plan = cpu.plan(expert_TK, random(tokens, k, seed=5) > -1, num_experts=num_experts)
+    shapes = [(tokens, D), (tokens, k), (num_experts, D, F), (num_experts, F, D), *([(num_experts, D, F)] if ffn in GATED else [])]
+    rounded = [random(*shape, seed=i, dtype=torch.bfloat16).float() for i, shape in enumerate(shapes)]
+    exact = routed(reference, plan, rounded, ffn, None)
+    dtypes = [torch.bfloat16, torch.float32, *[master] * (len(shapes) - 2)]
+    halves = [t.to(dtype) for t, dtype in zip(rounded, dtypes, strict=True)]
+    for fast, plain, true in zip(routed(cpu, plan, halves, ffn, None), routed(reference, plan, halves, ffn, None), exact, strict=True):
+        assert fast.dtype == plain.dtype
+        far, near = (fast.float() - true).norm(), (plain.float() - true).norm()
+        assert far <= 1.5 * near + 1e-6 * true.norm()
+
+
+@pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])
+def test_the_activations_backward_is_autograds(ffn: str) -> None:
+    hidden, gate = random(7, F).requires_grad_(), random(7, F, seed=1).requires_grad_()
+    grad = random(7, F, seed=2)
+    inputs = [hidden, gate] if ffn in GATED else [hidden]
+    want = torch.autograd.grad(activate(hidden, gate if ffn in GATED else None, ffn), inputs, grad)
+    got = activate_backward(grad.clone(), hidden.detach(), gate.detach() if ffn in GATED else None, ffn)
+    torch.testing.assert_close(got[0], want[0])
+    assert (got[1] is None) == (ffn not in GATED)
+    if got[1] is not None:
+        torch.testing.assert_close(got[1], want[1])
+
+
+def test_only_tokens_and_pre_activations_are_saved() -> None:
+    """Of what has a row's size: nothing of [R, D] beside X itself, and one [R, F] for each matrix before the activation."""
+    tokens, num_experts, k = 64, 4, 2
+    plan = cpu.plan(
+        torch.arange(tokens * k).view(tokens, k) % num_experts, torch.ones(tokens, k, dtype=torch.bool), num_experts=num_experts
+    )
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(tuple(t.shape)), t)[1], lambda t: t):
+        x = random(tokens, D).requires_grad_()
+        weights = [random(num_experts, D, F).requires_grad_(), random(num_experts, F, D).requires_grad_(), random(num_experts, D, F)]
+        cpu.routed_ffn(x, random(tokens, k).requires_grad_(), plan, *weights, ffn="swiglu")
+    rows = [shape for shape in saved if shape[0] == tokens * k and len(shape) == 2]
+    assert rows == [(tokens * k, F)] * 2 and (tokens, D) in saved and (tokens * k, D) not in saved
+
+
+def test_a_backward_pass_can_be_run_again() -> None:
+    plan = cpu.plan(torch.arange(12).view(12, 1) % 3, torch.ones(12, 1, dtype=torch.bool), num_experts=3)
+    leaves = [
+        random(12, D).requires_grad_(),
+        random(12, 1).requires_grad_(),
+        random(3, D, F).requires_grad_(),
+        random(3, F, D).requires_grad_(),
+    ]
+    out = cpu.routed_ffn(leaves[0], leaves[1], plan, leaves[2], leaves[3], None, ffn="relu").sum()
+    first, second = torch.autograd.grad(out, leaves, retain_graph=True), torch.autograd.grad(out, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
