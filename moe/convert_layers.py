@@ -89,13 +89,17 @@ class Conversion:
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
-        """Of copies: their gradients sum to the dense network's, so each is taken to see an equal part of it."""
-        residual = self.run.experts.residual
-        count = experts_of(self.run, layer)
-        part = (count + residual) ** {"exp_avg": 1, "exp_avg_sq": 2}[kind]
-        network = self.dense(f"layers.{layer}.ffn", kind).each(lambda _, w: w / part)
-        beside = _dense(f"layers.{layer}.residual", network) if residual else {}
-        return _experts(layer, upcycle.copies(network, count)) | beside
+        """Of copies: an expert sees an equal part of the dense network's gradient, beside a residual network half of that.
+
+        Where a token's gates sum to s, w2 is stored as w2 / s and its gradient is s times as large.
+        """
+        x, power = self.run.experts, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
+        count, half = experts_of(self.run, layer), 0.5 if self.run.experts.residual else 1.0
+        s = even_gate_sum(self.run.router, count)
+        network = self.dense(f"layers.{layer}.ffn", kind)
+        expert = network.each(lambda name, w: w * (half / count * (s if name == "w2" else 1.0)) ** power)
+        beside = _dense(f"layers.{layer}.residual", network.each(lambda _, w: w * half**power)) if x.residual else {}
+        return _experts(layer, upcycle.copies(expert, count)) | beside
 
     def shrunk(self, layer: int) -> Values:
         """A sparse layer with fewer experts, or with none."""

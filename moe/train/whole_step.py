@@ -11,12 +11,14 @@ biases stand still within a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from moe.context import Context
 from moe.model.transformer import moe_layers
+from moe.spec import RouterSpec
 from parallel.collectives import sum_over
 from parallel.mesh import Axis
 
@@ -25,10 +27,15 @@ Sums = Callable[[int, Tensor], Tensor]
 
 def whole_step(model: nn.Module, passes: Iterable[tuple[Tensor, Context]], *, axis: Axis) -> Sums | None:
     """(layer, sums of this pass) -> sums over all passes of all ranks of the axis; None where no layer asks. Collective."""
-    if not any(layer.router.settings.balance_scope == "global_batch" for layer in moe_layers(model)):
+    if not any(_asks(layer.router.settings) for layer in moe_layers(model)):
         return None
     passes = list(passes)
     return _on_the_spot(axis) if len(passes) == 1 else _counted(model, passes, axis)
+
+
+def _asks(spec: RouterSpec) -> bool:
+    """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
+    return spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
 
 
 def _on_the_spot(axis: Axis) -> Sums:
@@ -36,7 +43,7 @@ def _on_the_spot(axis: Axis) -> Sums:
 
     def sums(layer: int, mine: Tensor) -> Tensor:
         if layer not in known:  # a recomputed pass asks again, and its ranks may be at different layers by then
-            known[layer] = sum_over(mine.clone(), axis)
+            known[layer] = sum_over(mine.clone(), replace(axis, label=f"layers.{layer}.balance"))
         return known[layer]
 
     return sums
