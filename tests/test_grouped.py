@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 @given(COUNTS, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 400))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_blocks_hold_every_row_once_and_little_padding(counts: list[int], dtype: torch.dtype, most: int) -> None:
     """Each expert with rows is in one block, in order; padding is at most a fixed share of the rows, or 32 rows an expert in 16 bits."""
     found = grouped.blocks(counts, row_bytes=grouped._BLOCK_BYTES // most, dtype=dtype, device=torch.device("cpu"))
@@ -52,7 +52,7 @@ def routed(kernels: object, plan: Plan, inputs: list[Tensor], ffn: str, mask: Te
 
 
 def close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
-    """In the 2-norm, relative; at least to 1, the size of the terms: a sum of them may cancel to much less."""
+    """In the 2-norm, relative; at least to 1: a sum of terms of that size may cancel to much less."""
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype and torch.isfinite(a).all()
@@ -68,7 +68,10 @@ def close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
 def test_any_routing_equals_the_reference(
     seed: int, tokens: int, num_experts: int, k: int, ffn: str, load: str, dropped: float, dropout: bool, block_bytes: int
 ) -> None:
-    """Empty experts, one expert with everything, k = experts, a single token, nothing kept; however small the blocks are."""
+    """Empty experts, one expert with everything, k = experts, a single token, nothing kept; however small the blocks are.
+
+    In float64: a single number that is a sum of terms that cancel has no relative bound in fp32, whatever computes it.
+    """
     k = min(k, num_experts)
     scores = random(tokens, num_experts, seed=seed)
     scores[:, 0] += {"even": 0.0, "one expert": 100.0, "few": 2.0}[load]
@@ -76,12 +79,12 @@ def test_any_routing_equals_the_reference(
     kept_TK = torch.rand(expert_TK.shape, generator=torch.Generator().manual_seed(seed)) >= dropped
     plan = cpu.plan(expert_TK, kept_TK, num_experts=num_experts)
     shapes = [(tokens, D), (tokens, k), (num_experts, D, F), (num_experts, F, D), *([(num_experts, D, F)] if ffn in GATED else [])]
-    inputs = [random(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
-    mask = (random(len(plan.choice_R), F, seed=seed) > 0).float() * 2 if dropout else None
+    inputs = [random(*shape, seed=seed + i).double() for i, shape in enumerate(shapes)]
+    mask = (random(len(plan.choice_R), F, seed=seed) > 0).double() * 2 if dropout else None
     before = grouped._BLOCK_BYTES
     try:
         grouped._BLOCK_BYTES = block_bytes
-        close(routed(cpu, plan, inputs, ffn, mask), routed(reference, plan, inputs, ffn, mask), 2e-6)
+        close(routed(cpu, plan, inputs, ffn, mask), routed(reference, plan, inputs, ffn, mask), 1e-13)
     finally:
         grouped._BLOCK_BYTES = before
 

@@ -113,18 +113,20 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
         ctx.save_for_backward(rows_RD, gate_TK)
         ctx.plan = plan
-        y_TD = _take(rows_RD, plan.row_TK[:, 0]).float().mul_(gate_TK[:, :1])
+        wide = torch.promote_types(rows_RD.dtype, torch.float32)
+        y_TD = _take(rows_RD, plan.row_TK[:, 0]).to(wide).mul_(gate_TK[:, :1])
         for k in range(1, gate_TK.shape[1]):
-            y_TD.addcmul_(_take(rows_RD, plan.row_TK[:, k]).float(), gate_TK[:, k : k + 1])
+            y_TD.addcmul_(_take(rows_RD, plan.row_TK[:, k]).to(wide), gate_TK[:, k : k + 1])
         return y_TD.to(rows_RD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_RD, gate_TK = ctx.saved_tensors
         choice_R = ctx.plan.choice_R
-        grad_RD = grad_TD.index_select(0, ctx.plan.token_R).float()
+        wide = torch.promote_types(rows_RD.dtype, torch.float32)
+        grad_RD = grad_TD.index_select(0, ctx.plan.token_R).to(wide)
         grad_gate = torch.zeros_like(gate_TK).view(-1)
-        grad_gate[choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.float())
+        grad_gate[choice_R] = torch.linalg.vecdot(grad_RD, rows_RD.to(wide)).to(grad_gate.dtype)
         grad_rows = grad_RD.mul_(gate_TK.view(-1)[choice_R].unsqueeze(1)).to(rows_RD.dtype)
         return grad_rows, grad_gate.view_as(gate_TK), None
 
@@ -142,6 +144,6 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
+    """y[t] = sum over kept choices of gate * row, summed in fp32 at least; zero for a token with none."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out

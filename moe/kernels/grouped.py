@@ -68,7 +68,7 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
     def close(last: int) -> None:
         nonlocal first, rows, largest, begin, start
         if rows:
-            step = unit if largest < 8 * unit else 2 * unit
+            step = 2 * unit if half and largest >= 8 * unit else unit
             each = -(-largest // step) * step
             found.append(Block(first, last, each, start, begin, begin + rows))
             start += (last - first) * each
@@ -143,7 +143,7 @@ class _Network(torch.autograd.Function):
         gate_Q, mask_QF = _spread(gate_R, rows), _spread(mask_RF, rows)
         h_QF = x_ND.new_empty(size if keep else 0, hidden)
         g_QF = None if w3 is None else torch.empty_like(h_QF)
-        out = x_ND.new_zeros(x_ND.shape, dtype=torch.float32) if gate_Q is not None else torch.empty_like(x_ND)
+        out = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         for b in rows.blocks:
             x = _gather(x_ND, rows, b)
             h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
@@ -167,7 +167,7 @@ class _Network(torch.autograd.Function):
         x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF = ctx.saved_tensors
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
-        grad_x = x_ND.new_zeros(x_ND.shape, dtype=torch.float32) if gate_Q is not None else torch.empty_like(x_ND)
+        grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
         grads = [None if w is None else torch.empty_like(w) for w in (w1, w2, w3)]
         for grad in grads:
@@ -203,6 +203,11 @@ class _Network(torch.autograd.Function):
         return grad_x.to(x_ND.dtype), grad_gate_R, grads[0], grads[1], grads[2], None, None, None, None
 
 
+def _wide(rows: Tensor) -> torch.dtype:
+    """The dtype of sums over rows: fp32 at least."""
+    return torch.promote_types(rows.dtype, torch.float32)
+
+
 def _activation(h: Tensor, g: Tensor | None, ffn: str, mask: Tensor | None) -> Tensor:
     """A, from what is saved."""
     a = h if ffn == "relu" else activate(h, g, ffn)
@@ -221,11 +226,11 @@ def _times(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Row by row, fp32 [Q]. Sums of 16 in the rows' dtype come first: a cast of all products would cost more than they do."""
+    """Row by row, [Q] in fp32 at least. Sums of 16 in the rows' dtype come first: a cast of all products would cost more than they do."""
     products_QW = a_QW * b_QW
-    if products_QW.dtype != torch.float32 and products_QW.shape[1] % 16 == 0:
+    if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)
-    return products_QW.sum(1, dtype=torch.float32)
+    return products_QW.sum(1, dtype=_wide(products_QW))
 
 
 def _spread(values_R: Tensor | None, rows: Rows) -> Tensor | None:
@@ -246,7 +251,7 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
     """The block's results to where they belong: added to source rows in fp32, or copied to the block's own rows."""
     if rows.sums:
-        weighted = y.float() if gate_Q is None else y.float().mul_(gate_Q[b.padded].unsqueeze(1))
+        weighted = y.to(out.dtype) if gate_Q is None else y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1))
         out.index_add_(0, rows.source_Q[b.padded], weighted)
     elif rows.place_R is None:
         out[b.begin : b.end] = y

@@ -79,9 +79,10 @@ def grouped_ffn(
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
-    y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=torch.float32)
-    weighted_RD = rows_RD.float() * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
+    """y[t] = sum over kept choices of gate * row, summed in fp32 at least; zero for a token with none."""
+    wide = torch.promote_types(rows_RD.dtype, torch.float32)
+    y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=wide)
+    weighted_RD = rows_RD.to(wide) * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
     return y_TD.index_add(0, plan.token_R, weighted_RD).to(rows_RD.dtype)
 
 
