@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ from moe.balance import balance_loss, count_choices, importance_loss, join, mean
 from moe.context import Context
 from moe.dispatch import Dispatcher, Dropout, Local
 from moe.experts import Experts
-from moe.model.linear import FeedForward, Linear
+from moe.model.linear import Linear, feed_forward, linear_fp32
 from moe.router import Router, Routing
 from moe.spec import RouterSpec
 
@@ -53,7 +52,8 @@ class LayerReport:
 
 
 class MoELayer(nn.Module):
-    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None."""
+    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None;
+    `tiles`: of its networks (parallel/data/tiling.py)."""
 
     def __init__(
         self,
@@ -66,14 +66,15 @@ class MoELayer(nn.Module):
         layer: int,
         nth: int = 0,
         shared: nn.Module | None = None,
+        tiles: int = 1,
     ) -> None:
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.router = Router(router, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
-        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels)
+        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels, tiles=tiles)
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
-        self.residual = FeedForward(d_model, d_ff, ffn) if experts.residual else None
+        self.residual = feed_forward(d_model, d_ff, ffn, tiles=tiles) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
 
@@ -91,13 +92,13 @@ class MoELayer(nn.Module):
     def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """The routed output together with the networks that every token passes; gates and coefficients in fp32."""
         if self.residual is not None and self.coefficient is not None:
-            c_BL2 = F.linear(x_BLD.float(), self.coefficient.weight.float()).softmax(-1).to(x_BLD.dtype)
+            c_BL2 = linear_fp32(x_BLD, self.coefficient.weight).softmax(-1).to(x_BLD.dtype)
             y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
         if self.shared is None:
             return y_BLD
         shared_BLD: Tensor = self.shared(x_BLD)
         if self.shared_gate is not None:
-            shared_BLD = F.linear(x_BLD.float(), self.shared_gate.weight.float()).sigmoid().to(x_BLD.dtype) * shared_BLD
+            shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
         return y_BLD + shared_BLD
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.capacity import kept_choices, slots_of
 from moe.context import Context
 from moe.kernels import choose
+from moe.model.linear import linear_fp32
 from moe.noise import gumbel, jittered, noisy_logits
 from moe.router_checks import check_spec
 from moe.scores import chosen_gates, probabilities, scores_of
@@ -107,13 +107,13 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Logits of the (jittered) input, and those with noise of learned size; the same tensor where there is none."""
-        s, x_TD = self.settings, x_TD.float()
+        s = self.settings
         if self.training and s.jitter:
-            x_TD = jittered(x_TD, context.uniform(f"{self.name}.jitter", x_TD.shape[1]), s.jitter)
-        logits_TE = F.linear(x_TD, self.weight.float())
+            x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), s.jitter)
+        logits_TE = linear_fp32(x_TD, self.weight)
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE
-        return logits_TE, noisy_logits(logits_TE, x_TD, self.noise_weight, context.uniform(f"{self.name}.noise", self.num_experts))
+        return logits_TE, noisy_logits(logits_TE, x_TD.float(), self.noise_weight, context.uniform(f"{self.name}.noise", self.num_experts))
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:

@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.context import Context
 from moe.kernels.activation import GATED, activate
+from parallel.data.tiling import Tiled
 
 # B batch, L length, D model, F hidden
 
 
 class Linear(nn.Module):
-    """x W^T in x's dtype; `weight` [out, in], no bias."""
+    """x W^T in x's dtype; `weight` [out, in], no bias. `recast`: the weight is cast again in the backward pass instead of kept cast."""
 
-    def __init__(self, in_size: int, out_size: int) -> None:
+    def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
+        self.recast = recast
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recast and self.weight.dtype != x.dtype:
+            y: Tensor = _Recast.apply(x, self.weight)
+            return y
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class _Recast(torch.autograd.Function):
+    """A product that keeps nothing of the weight's size but the weight, which an engine may take away in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
+
+
+class _LinearFp32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        return F.linear(x_TI.float(), weight_OI.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:
+        x_TI, weight_OI = ctx.saved_tensors
+        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype)
+        grad_weight = (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(weight_OI.dtype)
+        return grad_x, grad_weight
+
+
+def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W^T in fp32 whatever the dtypes. What waits for the backward pass is x as it came: in 16 bits, a third of x and its fp32 copy."""
+    out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
+    return out
 
 
 class Norm(nn.Module):
@@ -41,16 +83,23 @@ class Norm(nn.Module):
 class FeedForward(nn.Module):
     """The dense network between attentions: activation(x W1) [* x W3] W2."""
 
-    def __init__(self, d_model: int, d_ff: int, ffn: str) -> None:
+    def __init__(self, d_model: int, d_ff: int, ffn: str, *, recast: bool = False) -> None:
         super().__init__()
         self.ffn = ffn
-        self.w1 = Linear(d_model, d_ff)
-        self.w2 = Linear(d_ff, d_model)
-        self.w3 = Linear(d_model, d_ff) if ffn in GATED else None
+        self.w1 = Linear(d_model, d_ff, recast=recast)
+        self.w2 = Linear(d_ff, d_model, recast=recast)
+        self.w3 = Linear(d_model, d_ff, recast=recast) if ffn in GATED else None
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         gate = self.w3(x_BLD) if self.w3 is not None else None
         return self.w2(activate(self.w1(x_BLD), gate, self.ffn))  # type: ignore[no-any-return]
+
+
+def feed_forward(d_model: int, d_ff: int, ffn: str, *, tiles: int) -> FeedForward | Tiled:
+    """The network, or the sum of `tiles` narrower ones that it is: one for each run of its hidden units."""
+    if tiles == 1:
+        return FeedForward(d_model, d_ff, ffn)
+    return Tiled(FeedForward(d_model, d_ff // tiles, ffn, recast=True) for _ in range(tiles))
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context) -> Tensor:
