@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from moe.config import Run
-from moe.router_checks import check_causal, check_spec
+from moe.router_checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import divisors
 
@@ -88,14 +88,8 @@ def _check_experts(run: Run) -> None:
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
         check_spec(run.router.spec, count)
+    check_read(run.router.spec, run.router.own)
     check_causal(run.router.spec, allowed=run.router.allow_noncausal)
-    if run.router.second != "preset" and run.router.spec.num_choices != 2:
-        raise BadInput(
-            "router.second",
-            got=run.router.second,
-            needed="a top-2 preset",
-            fix="set router.preset to gshard or glam, or router.second to preset",
-        )
 
 
 def _check_networks(run: Run) -> None:

@@ -141,10 +141,14 @@ class Router(Section):
     allow_noncausal: bool = Field(False, description="train a router whose choices for a token depend on later tokens")
 
     @property
+    def own(self) -> dict[str, Any]:
+        """What this recipe says itself."""
+        return {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
+
+    @property
     def spec(self) -> RouterSpec:
         """The preset with this recipe's own values: complete."""
-        own = {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
-        return replace(PRESETS[self.preset], **own)
+        return replace(PRESETS[self.preset], **self.own)
 
 
 class Dispatch(Section):

@@ -1,10 +1,14 @@
 """What a router's choices do not allow together, each refused with its reason, before anything runs (no torch here).
 
 Some would run and be wrong in silence: a top-1 gate made to sum to 1 is always 1, so the router has no gradient; a balance loss
-where nothing that is learned chooses; a router that sees the future in a model that must not.
+where nothing that is learned chooses; a router that sees the future in a model that must not; a value that nobody reads.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
 
 from moe.spec import RouterSpec
 from parallel.errors import BadInput
@@ -16,6 +20,50 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
     _check_selection(spec, num_experts)
     _check_capacity(spec)
     _check_losses(spec)
+
+
+def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
+    """Refuse a value of the recipe's `own` that the spec's other choices leave unread. Raises BadInput for the first.
+
+    A preset's values stay silent, so that one choice can be replaced without unpicking the others; so does the value that
+    RouterSpec has by itself, which asks for nothing.
+    """
+    idle = {f.name: f.default for f in fields(RouterSpec)}
+    for key, (beside, reason, instead) in unread(spec).items():
+        if key not in own or own[key] == idle[key]:
+            continue
+        nothing = "preset" if idle[key] is MISSING else "null" if idle[key] is None else idle[key]
+        raise BadInput(
+            f"router.{key}",
+            got=f"{own[key]} with {beside}",
+            needed=f"{nothing}: {reason}",
+            fix=f"set router.{key} to {nothing}, or {instead}",
+        )
+
+
+def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
+    """The fields that change nothing beside the others' values: (which of these, why, what else would make it count)."""
+    found: dict[str, tuple[str, str, str]] = {}
+    if s.select != "group_limited":
+        why = (f"select {s.select}", "only group_limited knows groups of experts", "router.select to group_limited")
+        found |= dict.fromkeys(("expert_groups", "top_groups"), why)
+    elif s.expert_groups == 1:
+        found["select"] = ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")
+    if s.select == "expert_choice":
+        why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", "router.select to top_k")
+        found |= dict.fromkeys(("drop", "queue"), why)
+        if s.capacity_counts == "tokens":
+            reason = "there k is a factor of the capacity and nothing else"
+            found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, "router.capacity_counts to choices")
+    elif not s.drops:
+        why = ("capacity_factor null", "without a capacity no choice is dropped", "router.capacity_factor to 1.25")
+        found |= dict.fromkeys(("min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"), why)
+    elif s.capacity_factor is None and s.drop == "random":
+        found["drop"] = ("capacity_factor null", "evaluation drops by position", "router.capacity_factor to 1.25")
+    if not s.drops and s.select not in ("expert_choice", "sinkhorn") and s.balance_scope != "sequence":
+        beside = f"capacity_factor null and balance_scope {s.balance_scope}"
+        found["group"] = (beside, "nothing is counted over groups", "router.balance_scope to sequence")
+    return found
 
 
 def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
@@ -80,8 +128,13 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
             needed="null: nothing is chosen by the biased scores",
             fix="set router.bias_rate to null",
         )
-    if s.noise == "gumbel" and s.select in ("hash", "sinkhorn"):
-        raise BadInput("router.noise", got=f"gumbel with select {s.select}", needed="a selection by scores", fix="set router.noise to none")
+    if s.select == "hash" and s.noise != "none" or s.select == "sinkhorn" and s.noise == "gumbel":
+        raise BadInput(
+            "router.noise",
+            got=f"{s.noise} with select {s.select}",
+            needed="none: nothing is chosen by noisy scores",
+            fix="set router.noise to none, or router.select to top_k",
+        )
     if s.select == "expert_choice" and (s.second == "random" or s.gates == "after_drop" or s.softmax_over == "chosen"):
         raise BadInput(
             "router.select",

@@ -163,7 +163,7 @@ CASES: list[tuple[str, str, str]] = [
         "experts.num_experts: got 1, needed at least the 2 choices",
         "router.preset to switch",
     ),
-    (T + "--router.second always", "router.second: got always, needed a top-2 preset", "gshard or glam"),
+    (T + "--router.preset gshard --router.num_choices 3", "router.second: got random with 3 choices, needed", "router.second to always"),
     # routers: what would not work, or would be wrong in silence
     (
         T + "--router.gates before_drop",
@@ -195,6 +195,32 @@ CASES: list[tuple[str, str, str]] = [
         "null",
     ),
     (T + "--router.select hash --router.balance_weight 0 --router.noise gumbel", "router.noise: got gumbel with select hash", "to none"),
+    (
+        T + "--router.select hash --router.balance_weight 0 --router.noise noisy_top_k",
+        "router.noise: got noisy_top_k with select hash, needed none: nothing is chosen by noisy scores",
+        "router.select to top_k",
+    ),
+    (
+        T + "--router.expert_groups 2",
+        "router.expert_groups: got 2 with select top_k, needed 1: only group_limited knows groups of experts",
+        "router.select to group_limited",
+    ),
+    (T + "--router.select group_limited", "router.select: got group_limited with expert_groups 1", "router.expert_groups to 2"),
+    (
+        T + "--router.capacity_factor null --router.drop lowest_gate",
+        "router.drop: got lowest_gate with capacity_factor null, needed position: without a capacity no choice is dropped",
+        "router.capacity_factor to 1.25",
+    ),
+    (
+        T + "--router.preset expert_choice --router.balance_weight 0 --router.queue tokens_first",
+        "router.queue: got tokens_first with select expert_choice, needed choices_first: experts take their best tokens",
+        "router.select to top_k",
+    ),
+    (
+        T + "--router.capacity_factor null --router.balance_scope global_batch --router.group rank",
+        "router.group: got rank with capacity_factor null and balance_scope global_batch, needed sequence: nothing is counted over groups",
+        "router.balance_scope to sequence",
+    ),
     (T + "--router.select hash", "router.balance_weight: got 0.01 with select hash, needed 0: a hash chooses", "balance_weight to 0"),
     (
         T + "--router.select sinkhorn --router.balance_weight 0 --router.importance_weight 0.1",
