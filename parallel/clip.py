@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, .
     squares = torch.zeros(len(families), dtype=torch.float64, device=device)
     for family, grad in owned:
         squares[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
-    totals = sum_over(squares, world).tolist()
+    totals = sum_over(squares, replace(world, label="the gradient norm")).tolist()
     # max(0, nan) is 0 in Python: an unfinite sum must stay unfinite
     roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]
     return GradientNorm(math.sqrt(sum(totals)) if math.isfinite(sum(totals)) else math.inf, dict(zip(families, roots, strict=True)))

@@ -16,6 +16,7 @@ from moe.dispatch import build
 from moe.verify import Case
 from parallel import collectives, process
 from parallel.agreement import DEBUG, Disagreement
+from parallel.clip import gradient_norm
 from parallel.collectives import all_reduce, all_to_all, reset_counts, sum_over
 from parallel.exchange import exchange_counts
 from parallel.mesh import Axis, Degrees, Mesh
@@ -102,6 +103,36 @@ def test_a_disagreement_is_one_line_on_every_rank_in_seconds(number: int, monkey
             continue
         assert len(said.splitlines()) == 1 and all(part in said for part in WRONG[number][1]), said
         assert seconds < 5
+
+
+def _of_a_step(rank: int, what: str) -> str:
+    """One step of training, in which rank 1 does something else at one of the step's own sums."""
+    tiny = start(Case("switch", "ddp", 2, 1, 1, "fp32"), rank)
+    if what == "dense" and rank == 1:
+        tiny.engine.backward = lambda loss, last: sum_over(torch.ones(3), tiny.mesh.axis("dp"))  # type: ignore[assignment,method-assign]
+    if what == "expert" and rank == 1:
+        tiny.engine.apart.pop()  # type: ignore[attr-defined]
+    try:
+        tiny.accumulate(0)
+        families = ("dense", "router", "expert")[: 2 + (what != "norm" or rank)]
+        gradient_norm([], families=families, world=tiny.mesh.axis("world"), device=torch.device("cpu"))
+    except Disagreement as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dense", "rank 0 is at all_reduce over dp in the gradients from "),
+        ("expert", "all_reduce over edp in the gradients from layers.1.moe.experts.w"),
+        ("norm", "rank 0 is at all_reduce over world in the gradient norm of [2] float64, but rank 1 "),
+    ],
+)
+def test_the_sums_of_a_step_have_names(what: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEBUG, "5")
+    for line in run_on_ranks(_of_a_step, 2, what, timeout_s=60):
+        assert said in line and len(line.splitlines()) == 1, line
 
 
 def _elsewhere_on_rank(rank: int) -> list[Any]:

@@ -7,6 +7,7 @@ Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class DDP:
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
-            self.model.register_comm_hook(dp, _sum_bucket)
+            self.model.register_comm_hook(_Sums(dp, {id(p): name for name, p in self.parameters.items()}), _sum_bucket)
 
     def forward(self, *args: Any, last: bool) -> Any:
         if isinstance(self.model, DistributedDataParallel):
@@ -47,15 +48,15 @@ class DDP:
             self._sum_apart()
 
     def _sum_apart(self) -> None:
-        by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+        by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
         for name in self.apart:
             grad = self.parameters[name].grad
             if grad is not None:
-                by_axes.setdefault(self.layouts[name].copies(), []).append(grad)
+                by_axes.setdefault(self.layouts[name].copies(), {})[name] = grad
         for axes, grads in by_axes.items():
             long = [self.mesh.axis(a) for a in axes if self.mesh.axis(a).size > 1]
             for bucket in _buckets(grads) if long else ():
-                _sum_flat(bucket, long)
+                _sum_flat(list(bucket.values()), [replace(axis, label=_label(next(iter(bucket)))) for axis in long])
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -103,16 +104,21 @@ _DENSE = Layout(()).copies()
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small enough beside the gradients themselves
 
 
-def _buckets(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(grads: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Whole gradients in order, about _BUCKET_ELEMENTS at a time."""
-    bucket: list[Tensor] = []
-    for grad in grads:
-        if bucket and sum(g.numel() for g in bucket) + grad.numel() > _BUCKET_ELEMENTS:
+    bucket: dict[str, Tensor] = {}
+    for name, grad in grads.items():
+        if bucket and sum(g.numel() for g in bucket.values()) + grad.numel() > _BUCKET_ELEMENTS:
             yield bucket
-            bucket = []
-        bucket.append(grad)
+            bucket = {}
+        bucket[name] = grad
     if bucket:
         yield bucket
+
+
+def _label(first: str) -> str:
+    """Of one sum of gradients, for the line that says where ranks disagree."""
+    return f"the gradients from {first} on"
 
 
 def _sum_flat(grads: list[Tensor], axes: list[Axis]) -> None:
@@ -124,11 +130,19 @@ def _sum_flat(grads: list[Tensor], axes: list[Axis]) -> None:
         grad.copy_(part.view_as(grad))
 
 
-def _sum_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+@dataclass(frozen=True)
+class _Sums:
+    """What DDP's hook needs: the axis, and the name of each parameter by id."""
+
+    axis: Axis
+    names: dict[int, str]
+
+
+def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum one bucket in fp32; DDP would average."""
     buffer = bucket.buffer()
     wide = buffer.float()
-    count(axis, "all_reduce", wide)
-    future = dist.all_reduce(wide, group=axis.group, async_op=True).get_future()
+    count(replace(sums.axis, label=_label(sums.names[id(bucket.parameters()[0])])), "all_reduce", wide)
+    future = dist.all_reduce(wide, group=sums.axis.group, async_op=True).get_future()
     done: torch.futures.Future[Tensor] = future.then(lambda f: buffer.copy_(f.value()[0]) if buffer is not wide else f.value()[0])
     return done
