@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # the layer runs without the packages that read recipes
 class LayerReport:
     """What one layer did with the valid tokens held here.
 
-    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to tokens * k. The others are
-    fp32 means over this pass's tokens, so that passes add up by their shares of the tokens; `importance_loss` is 0 where its
-    weight is; `entropy` of the router in nats.
+    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to load_E's sum, which is
+    tokens * k unless experts choose. The others are fp32 means over this pass's tokens, so that passes add up by their shares
+    of the tokens; `importance_loss` is 0 where its weight is; `entropy` of the router in nats.
     """
 
     layer: int

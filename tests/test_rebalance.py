@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe.dispatch.placement import balanced_placement, rank_loads
 from moe.train import state
-from moe.train.rebalance import Rebalancer, exchange_experts
+from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify import Case
 from parallel import process
 from parallel.data.zero import load_deepspeed
@@ -52,6 +52,24 @@ def test_the_heaviest_are_parted_and_ties_go_to_the_lower() -> None:
     assert balanced_placement([1, 1, 1, 1], 2) == (0, 2, 1, 3)
     with pytest.raises(BadInput, match="ranks: got 3, needed a divisor of 4 experts; fix: use one of "):
         balanced_placement([1, 1, 1, 1], 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"experts": {"rebalance_every": 0}}, None),
+        ({}, None),
+        ({"degrees": {"dp": 4, "ep": 1}}, "every rank holds all experts"),
+        ({"experts": {"rebalance_every": 3, "num_experts": 4}}, "one expert a rank"),
+        ({"model": {"moe_every": 0}}, "the model is dense"),
+    ],
+)
+def test_what_can_move_nothing_says_why(changed: dict[str, Any], why: str | None) -> None:
+    run = Case("switch", "ddp", 4, 4, 1, "fp32", experts=8).run()
+    values = {"experts": {"rebalance_every": 3}} | changed
+    run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in values.items()})
+    said = nothing_to_move(run)
+    assert said is None if why is None else said is not None and why in said
 
 
 NOW, THEN = (0, 1, 2, 3, 4, 5, 6, 7), (6, 1, 3, 0, 7, 5, 4, 2)

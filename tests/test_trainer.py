@@ -502,6 +502,28 @@ def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str
     assert (tmp_path / "run/summary.json").exists() == (code == 0)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "experts.rebalance_every 2 has no effect: with degrees.ep 1 every rank holds all experts"),
+        ({"model": {"moe_every": 0}}, "experts.rebalance_every 2 has no effect: the model is dense"),
+    ],
+)
+def test_rebalancing_that_can_move_nothing_is_said_once(
+    changed: dict[str, Any], said: str, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note and not a refusal: the same recipe, on more processes, moves experts."""
+    run = trained.recipe(home, **{"experts": {"rebalance_every": 2}, "train": {"steps": 3}} | changed)
+    trainer.train(run, out=tmp_path / "run", world=World())
+    assert " ".join(capsys.readouterr().out.split()).count(said) == 1
+
+
+def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
+    run = trained.recipe(home, degrees={"dp": 4, "ep": 2, "etp": 2})
+    assert trainer._title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
+    assert trainer._title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
+
+
 def test_one_whole_run_with_nothing_left_out(home: Path, tmp_path: Path) -> None:
     """The sample, the measured speed, TensorBoard, the report: what the other tests skip because it takes seconds."""
     with pytest.MonkeyPatch.context() as patch:

@@ -29,6 +29,19 @@ from parallel.mesh import Axis, Mesh
 # E experts of a layer, P ranks of ep
 
 
+def nothing_to_move(run: Run) -> str | None:
+    """Why `experts.rebalance_every` has no effect on a resolved run that sets it; None where it may have."""
+    if not run.experts.rebalance_every:
+        return None
+    if not run.model.layers_with_experts():
+        return "the model is dense"
+    if run.degrees.ep == 1:
+        return "with degrees.ep 1 every rank holds all experts"
+    if set(run.experts.counts) == {run.degrees.ep}:
+        return "with one expert a rank, every placement is as even as any other"
+    return None
+
+
 class Rebalancer:
     """Counts load by layer and moves experts where `experts.rebalance_every` says so. All ranks must call it alike."""
 

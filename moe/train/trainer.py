@@ -27,7 +27,7 @@ from moe.train.generate import sample
 from moe.train.metrics import Records, read, read_summary, write_summary
 from moe.train.place import asked_to_stop, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
-from moe.train.rebalance import Rebalancer
+from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.state import Counters
@@ -131,6 +131,8 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     progress = open_progress(
         run.train.steps, recipe=name, world=world.size, lines=_title(run, world), out=out, kind="auto" if first and display else "none"
     )
+    if why := nothing_to_move(run):
+        progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
     if found:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step})
@@ -342,8 +344,9 @@ def _tensor(job: Job, array: Any) -> Tensor:
 def _title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    etp = f" etp {d.etp}" if d.etp > 1 else ""
     return [
-        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
 
