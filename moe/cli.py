@@ -143,6 +143,7 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
         settings=settings,
         load=_text(flags.load),
         check=flags.check,
+        json=_text(flags.json),
     )
 
 

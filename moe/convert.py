@@ -10,7 +10,7 @@ recipe has no place for is refused: nothing is lost silently, and nothing is wri
 
 from __future__ import annotations
 
-import json
+from json import loads as read_json
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from moe.model.transformer import Transformer, extra_state, global_name
 from moe.parallelize import build, start_engine
 from moe.recipe import build as build_run
 from moe.recipe import load, resolved_yaml
+from moe.results import write_json
 from moe.train import metrics, state
 from moe.train.place import make_writable, settle_precision
 from moe.train.state import Counters
@@ -56,7 +57,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     """
     if source.suffix == ".json":
         try:
-            found = {int(layer): [float(n) for n in counts] for layer, counts in json.loads(source.read_text()).items()}
+            found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise BadInput("--load", got=f"{source} ({error})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="mend the file") from None
     else:
@@ -124,10 +125,18 @@ def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]
 
 
 def main(
-    source: str, to: str, *, recipe: str, overrides: dict[str, str], settings: Settings, load: str | None = None, check: bool = False
+    source: str,
+    to: str,
+    *,
+    recipe: str,
+    overrides: dict[str, str],
+    settings: Settings,
+    load: str | None = None,
+    check: bool = False,
+    json: str | None = None,
 ) -> int:
     """Convert, write `to`, and say what was done."""
-    from moe.convert_report import compared, told
+    from moe.convert_report import became, compared, promise, told
 
     out, path = Path(to), find(Path(source))
     if checkpoint.numbered(out / "checkpoints"):
@@ -150,8 +159,13 @@ def main(
     )
     for line in told(conversion, path, out):
         print(line)
-    if check:
-        print(compared(path, engine.module))
+    difference = compared(path, engine.module) if check else None
+    if difference:
+        print(difference.said())
+    if json:
+        rows = [{"part": part, "what": what} for part, what in became(conversion)]
+        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
+        write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,18 @@ from moe.train.generate import restore
 
 def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
     """One line for each family of tensors, then what to expect and the next command."""
+    rows = became(conversion)
+    width = max(len(part) for part, _ in rows)
+    return [
+        f"{conversion.settings.method}: {source} -> {out}",
+        *(f"  {part:<{width}}  {what}" for part, what in rows),
+        f"output: {promise(conversion)}",
+        f"go on with: moe train {out / 'recipe.yaml'} --out {out}",
+    ]
+
+
+def became(conversion: Conversion) -> list[tuple[str, str]]:
+    """(part of the model, what became of it)."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -27,13 +40,7 @@ def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
         rows += [("samples", f"in another order than the source's: {changed_order}")] if changed_order else []
     else:
         rows += [("moments", "fresh; starts at step 0")]
-    width = max(len(name) for name, _ in rows)
-    return [
-        f"{s.method}: {source} -> {out}",
-        *(f"  {name:<{width}}  {what}" for name, what in rows),
-        f"output: {promise(conversion)}",
-        f"go on with: moe train {out / 'recipe.yaml'} --out {out}",
-    ]
+    return rows
 
 
 def _layer(conversion: Conversion, layer: int) -> str:
@@ -74,8 +81,21 @@ def promise(conversion: Conversion) -> str:
     return f"the source's for tokens that chose no pruned expert{as_is}"
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Of the logits of two models on the same tokens: the largest, beside the largest logit of the first."""
+
+    tokens: int
+    largest_difference: float
+    largest_logit: float
+
+    def said(self) -> str:
+        differ = f"logits differ by at most {self.largest_difference:.2e} of {self.largest_logit:.2e}"
+        return f"checked on {self.tokens} random tokens: {differ}"
+
+
 @torch.no_grad()
-def compared(source: Path, model: torch.nn.Module) -> str:
+def compared(source: Path, model: torch.nn.Module) -> Difference:
     """Both models on the same random tokens, in evaluation and fp32."""
     assert isinstance(model, Transformer)
     old = restore(source)
@@ -86,9 +106,7 @@ def compared(source: Path, model: torch.nn.Module) -> str:
     want = old(tokens_BL.to(device)).logits_BLV.cpu()
     got = model.eval()(tokens_BL).logits_BLV
     model.compute = was
-    return (
-        f"checked on {tokens_BL.numel()} random tokens: logits differ by at most {(got - want).abs().max():.2e} of {want.abs().max():.2e}"
-    )
+    return Difference(tokens_BL.numel(), (got - want).abs().max().item(), want.abs().max().item())
 
 
 def _listed(layers: list[int]) -> str:

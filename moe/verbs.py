@@ -108,6 +108,7 @@ class Convert:
     moments: Literal["fresh", "copy"] | None = _flag(None, "copy: the optimizer's moments and counters go along; fresh by default")
     approximate: bool = _flag(False, "accept gates that do not sum to a constant, so that outputs differ from the source's")
     check: bool = _flag(False, "run both models on random tokens and print how far they are apart")
+    json: Path | None = _flag(None, "also write what was done as JSON")
 
 
 @dataclasses.dataclass(frozen=True)

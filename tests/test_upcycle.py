@@ -346,10 +346,10 @@ def test_copied_moments_go_on_where_the_source_stopped_and_sum_to_its(home: Path
 def test_a_check_prints_how_far_apart_the_models_are(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4})
     engine, _, _ = convert(run, find(source()), Settings())
-    said = compared(find(source()), engine.module)
+    said = compared(find(source()), engine.module).said()
     assert float(said.split("at most ")[1].split()[0]) < 1e-5
     engine, _, _ = convert(run, find(source()), Settings(method="noise", scale=0.5))
-    assert float(compared(find(source()), engine.module).split("at most ")[1].split()[0]) > 1e-3
+    assert compared(find(source()), engine.module).largest_difference > 1e-3
 
 
 # --- gates and refusals -----------------------------------------------------------------------------------------------------
@@ -450,6 +450,7 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
 ) -> None:
     run = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": 4})
     words = [str(source()), str(tmp_path / "new"), "--to", str(written(run, tmp_path)), "--experts.num_experts", "[4, 6]", "--check"]
+    words += ["--json", str(tmp_path / "done.json")]
     assert cli.main(["convert", *words]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("copy: ") and "layers 1, 3" in said[1]
@@ -457,6 +458,10 @@ def test_the_verb_says_what_it_did_and_how_to_go_on(
     assert "output: the source's, up to rounding" in said[5]
     assert said[6] == f"go on with: moe train {tmp_path}/new/recipe.yaml --out {tmp_path}/new"
     assert float(said[7].split("at most ")[1].split()[0]) < 1e-4
+    done = json.loads((tmp_path / "done.json").read_text())
+    assert (done["verb"], done["method"], done["to"], done["failed"]) == ("convert", "copy", str(tmp_path / "new"), 0)
+    assert [row["part"] for row in done["rows"]] == ["as they are", "layer 1", "layer 3", "moments"] and done["output"] == said[5][8:]
+    assert 0 < done["check"]["largest_difference"] < 1e-4 < done["check"]["largest_logit"]
     assert cli.main(["convert", *words]) == 2
     assert "TO_RUN: got" in capsys.readouterr().err
 
