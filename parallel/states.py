@@ -1,0 +1,100 @@
+"""Bytes of model states that a rank keeps, and that it sends in a step: the closed forms of data parallelism (no torch).
+
+    states of one parameter     parameters | gradients | optimizer (master copy and moments)
+    stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
+    stage 1   ZeRO-1            whole      | whole     | 1/N
+    stage 2   ZeRO-2            whole      | 1/N       | 1/N
+    stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
+
+Copies of dense parameters lie on dp, those of an expert on edp = dp / (ep etp) alone. Activations, what is gathered for the
+layer at work, and buckets come on top. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of one parameter's states before anything is sharded."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
+MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # the same with gradients summed in fp32, as Megatron-LM does: 18 bytes
+FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, whatever they compute in
+FP32_AND_COPY = Storage(4, 4, 12)  # the engine keeps a master copy beside them all the same: DeepSpeed's ZeRO here
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    def __add__(self, other: States) -> States:
+        return States(self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+
+def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
+    """Bytes of the states of parameters that `copies` ranks share. DP 16 P; stages 4 P + 12 P/N, 2 P + 14 P/N, 16 P/N for MIXED."""
+    _check(stage, copies)
+    return States(
+        num_parameters * storage.parameters / (copies if stage >= 3 else 1),
+        num_parameters * storage.gradients / (copies if stage >= 2 else 1),
+        num_parameters * storage.optimizer / (copies if stage >= 1 else 1),
+    )
+
+
+def sparse_model_states(
+    *, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED
+) -> States:
+    """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, and shares those with its edp axis."""
+    apart = ep * etp
+    assert dp % apart == 0, "ep and etp lie within dp"
+    held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage)
+    return model_states(dense, stage=stage, copies=dp, storage=storage) + held
+
+
+def sent_bytes(
+    *,
+    parameters: float,
+    gradients: float,
+    stage: int,
+    copies: int,
+    microbatches: int = 1,
+    reduces: Literal["step", "microbatch"] = "step",
+    gathers: int = 2,
+) -> float:
+    """Bytes that leave a rank in one step, by rings, which no algorithm undercuts: (N - 1)/N of each message, twice for an all-reduce.
+
+    `parameters` and `gradients` are the bytes of all of them as they travel. Stage 0: an all-reduce of the gradients. Stages 1 and 2:
+    a reduce-scatter of the gradients, an all-gather of the new parameters. Stage 3: `gathers` of the parameters in each micro-batch
+    (2: forward and backward; 1: they stay gathered in between) and the reduce-scatter. Gradients travel once a step, or once a
+    micro-batch where whole ones are not kept from one to the next. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
+    """
+    _check(stage, copies)
+    reduced = gradients * (microbatches if reduces == "microbatch" else 1)
+    gathered = (0, 1, 1, gathers * microbatches)[stage] * parameters
+    return (copies - 1) / copies * (reduced * (2 if stage == 0 else 1) + gathered)
+
+
+def _check(stage: int, copies: int) -> None:
+    assert stage in STAGES and copies >= 1, f"no stage {stage} on {copies} ranks"
