@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from moe.dispatch.placement import balanced_placement, rank_loads
+from moe.kernels.grouped import blocks, grouped_ffn
 from moe.train import state
 from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify import Case
@@ -150,15 +152,49 @@ def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, m
             assert different == {}, number
 
 
-def test_a_clipped_gradient_is_the_same_to_the_rounding_of_its_norm() -> None:
-    """The norm sums the experts of a rank together, so which these are decides its last bit."""
+@pytest.mark.parametrize("sum_of", ["the norm", "a token"])
+def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -> None:
+    """Which these are decides the last bit: of a clipped gradient's norm, and of a token's output where all_gather adds up by rank."""
 
     def work(rank: int) -> list[Any]:
-        tinies = [start(Case("switch", "ddp", 2, 2, 1, "fp32"), rank, **settings("ep2", clip=0.5)) for _ in range(2)]
+        changed = settings("ep2", clip=0.5) if sum_of == "the norm" else settings("ep2") | {"dispatch": {"kind": "all_gather"}}
+        tinies = [start(Case("gshard", "ddp", 2, 2, 1, "fp32"), rank, **changed) for _ in range(2)]
         return [train(tinies[0], every=0)[0], train(tinies[1], every=2)[0]]
 
     for still, moving in run_on_ranks(work, 2, timeout_s=60):
         assert moving == pytest.approx(still, rel=1e-6)
+
+
+def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> dict[int, list[Tensor]]:
+    """By expert, standing in this order: output, gradients of its rows and of its weights."""
+    draw = torch.Generator().manual_seed(3)
+    rows = [torch.randn(count, 64, generator=draw).to(dtype) for count in counts]
+    w1, w2 = torch.randn(len(counts), 64, 96, generator=draw) / 8, torch.randn(len(counts), 96, 64, generator=draw) / 10
+    grads = [torch.randn(count, 64, generator=draw).to(dtype) for count in counts]
+    x_RD, a, b = torch.cat([rows[e] for e in order]).requires_grad_(), *(w[list(order)].requires_grad_() for w in (w1, w2))
+    there = [counts[e] for e in order]
+    y_RD = grouped_ffn(x_RD, a, b, None, counts=there, ffn="gelu")
+    y_RD.backward(torch.cat([grads[e] for e in order]))
+    found = (y_RD.detach().split(there), x_RD.grad.split(there), a.grad, b.grad)  # type: ignore[union-attr]
+    return {e: [part[place] for part in found] for place, e in enumerate(order)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_beside_others_computes_the_same_to_rounding_and_in_the_same_block_to_the_bit(dtype: torch.dtype) -> None:
+    counts, order = [300, 340, 310, 1000], (0, 1, 2, 3)
+
+    def members(order: tuple[int, ...]) -> set[tuple[int, ...]]:
+        cut = blocks([counts[e] for e in order], row_bytes=(96 + 4 * 64) * dtype.itemsize, dtype=dtype, device=torch.device("cpu"))
+        return {order[block.first : block.last] for block in cut}
+
+    assert members(order) == {(0, 1, 2), (3,)} == members((3, 0, 1, 2)) and members((1, 3, 0, 2)) != members(order)
+    want = of_experts(order, counts, dtype)
+    for e, parts in of_experts((3, 0, 1, 2), counts, dtype).items():
+        assert all(torch.equal(got, still) for got, still in zip(parts, want[e], strict=True))
+    for e, parts in of_experts((1, 3, 0, 2), counts, dtype).items():
+        for got, still in zip(parts, want[e], strict=True):
+            difference = (got.float() - still.float()).norm() / still.float().norm()
+            assert difference <= (2e-6 if dtype == torch.float32 else 2**-7)
 
 
 def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 
 The decision is a pure function of numbers that all ranks have (each step's choices, summed over them), so nobody has to be asked.
 An expert's weights and both moments travel over the ep axis; layouts then say where it is, so norms and checkpoints go on
-by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before.
+by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before; what may
+still round otherwise (clipping, rows of odd bytes, blocks of other neighbours, all_gather's sums): docs/dispatch.md.
 """
 
 from __future__ import annotations
