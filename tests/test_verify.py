@@ -69,6 +69,8 @@ def test_expert_layouts_are_legal_and_cover_every_pair(nproc: int) -> None:
             (model, *way) for model in (MODELS | ROUTERS) for way in ways if model != "dense"
         }
         assert {case.ep * case.etp for case in here} == {n for n in range(1, world + 1) if world % n == 0}
+        pairs = {(recompute, m) for recompute in ("none", "full", "selective") for m in (1, 3)}
+        assert {(*way, *pair) for way in ways for pair in pairs} == {(c.ep, c.etp, c.rows, c.recompute, c.microbatches) for c in here}
     assert nproc < 4 or {case.rows for case in found} == {"all_to_all", "padded", "all_gather", "hierarchical", "overlapped"}
 
 
@@ -93,10 +95,12 @@ def test_every_layout_of_two_processes_gives_the_numbers_of_one(tmp_path: Path) 
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
-@pytest.mark.parametrize("only", ["dp2 ep2 m3 overlapped selective", "dp2 ep1 etp2 m1 full"])
-def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, only: str) -> None:
-    code, rows, _ = judged(tmp_path, only, kinds="expert")
-    assert code == 0 and len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
+def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
+    """Every second router with each kind of recompute."""
+    code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
+    assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
 
 
 @pytest.mark.parametrize("only", ["switch dp2 ep2 m3 ddp bf16", "gshard dp2 ep2 m1 ddp bf16", "gshard dp2 ep1 m1 zero1 fp16"])
