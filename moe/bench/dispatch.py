@@ -1,11 +1,13 @@
 """How fast is one MoE layer, forward and backward, against its peers and against the limit? One process.
 
     limit   batched matrix products of the same rows in equal parts, nothing routed
-    peers   as installed: DeepSpeed MoE, transformers' Switch and Mixtral, torch grouped_mm written plainly; dense at equal FLOPs
+    peers   as installed: DeepSpeed MoE, transformers' Switch and Mixtral, torch grouped_mm written plainly; dense at equal FLOPs;
+            on a GPU ScatterMoE, SonicMoE and MegaBlocks too
     ours    the layer as a model trains it, with router, balance loss and report
 
 All run in turn in every round; a ratio is the median over rounds. `over_limit` is time over the limit's, `over_peers` ours
 over the peer's (below 1: ours is faster). Peak memory is what torch holds beyond weights and input, gradients included.
+Two more tables: growth with tokens and experts, and rows moved against a plain copy (moe/bench/moves.py).
 `moe bench dispatch --peers all --json FILE`.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe.bench import layers
+from moe.bench import gpu_layers, layers, moves
 from moe.bench.layers import Case, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from parallel.errors import BadInput, did_you_mean
@@ -56,9 +58,14 @@ PEERS: dict[str, dict[str, Make]] = {
         "transformers-switch": layers.hf_switch,
         "grouped_mm": layers.grouped_mm,
         "dense": layers.dense,
+        **{name: partial(make, ffn="relu") for name, make in gpu_layers.LAYERS.items()},
     },
-    "swiglu": {f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
+    "swiglu": {
+        **{f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
+        **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
+    },
 }
+TABLES = ("growth", "moves")  # beside those of the shapes; --only knows them by these names
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
@@ -69,14 +76,17 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
     cases = [Case(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")]
     cases = [case for case in cases if only is None or only in _label(case)]
-    if not cases and only != "growth":
-        raise BadInput("--only", got=only, needed="part of a row's text, such as E64 or bf16 or skewed", fix="leave it out")
+    if not cases and only not in TABLES:
+        needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
+        raise BadInput("--only", got=only, needed=needed, fix="leave it out")
     rows: list[dict[str, Any]] = []
     for case in cases:
         for ffn in ("relu", "swiglu"):
             rows += _measure(case, ffn, [name for name in PEERS[ffn] if name in chosen], rounds=rounds)
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
+    if only in (None, "moves"):
+        rows += moves.measure([Case(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds)
     if json:
         from moe.results import write_json
 
@@ -85,7 +95,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
 
 
 def _chosen(peers: str) -> list[str]:
-    known = [name for family in PEERS.values() for name in family]
+    known = list(dict.fromkeys(name for family in PEERS.values() for name in family))
     if peers in ("all", "none"):
         return known if peers == "all" else []
     for name in (names := peers.split(",")):
@@ -110,14 +120,11 @@ def _measure(case: Case, ffn: str, peers: list[str], *, rounds: int) -> list[dic
     absent: dict[str, str] = {}
     makes: dict[str, Make] = {f"limit {ffn}": partial(layers.limit, ffn=ffn), **mine, **{p: PEERS[ffn][p] for p in peers}}
     for name, make in makes.items():
-        reason = _reason_not_to_run(case, name)
-        if reason is None:
-            try:
-                passes[name] = make(case)
-            except ImportError as error:
-                reason = f"not installed: {error.name}"
-        if reason is not None:
-            absent[name] = reason
+        made = _made(case, name, make)
+        if isinstance(made, str):
+            absent[name] = made
+        else:
+            passes[name] = made
     seconds = in_turn(passes, rounds=rounds, device=case.device)
     peaks = {name: _peak(run, case.device) for name, run in passes.items()}
     print(f"\n{_label(case)}\n  {'implementation':<32} {'ms':>8} {'over limit':>10} {'ours over it':>12} {'peak MiB':>9}")
@@ -154,7 +161,27 @@ def _measure(case: Case, ffn: str, peers: list[str], *, rounds: int) -> list[dic
     return rows
 
 
+def _made(case: Case, name: str, make: Make) -> Pass | str:
+    """The layer's pass, or why there is none."""
+    if reason := _reason_not_to_run(case, name):
+        return reason
+    try:
+        made = make(case)
+        if name in gpu_layers.LAYERS:
+            made()  # its kernels are compiled for this GPU and these sizes now, or refused
+        return made
+    except ImportError as error:
+        return f"not installed: {error.name}"
+    except Exception as error:
+        if name not in gpu_layers.LAYERS:
+            raise
+        said = (str(error).splitlines() or [""])[0]  # a package that does not know this GPU or these sizes says so in its own way
+        return f"not run: {type(error).__name__}: {said}"
+
+
 def _reason_not_to_run(case: Case, name: str) -> str | None:
+    if reason := gpu_layers.why_not(name, case.device):
+        return reason
     if not name.endswith("batched_mm"):
         return "top-1 only" if name == "transformers-switch" and case.shape.k > 1 else None
     needed, there = layers.bytes_of_batched_mm(case), _free_bytes(case.device)

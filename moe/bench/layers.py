@@ -122,7 +122,7 @@ def ours(case: Case, ffn: str, *, master: torch.dtype | None = None, kernels: st
         layer = MoELayer(cast(Any, experts), settings, d_model=s.width, d_ff=s.hidden, ffn=ffn, layer=1)
     layer.experts.to(master or case.dtype)
     layer.router.weight.data.copy_(case.router())
-    for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), _stack(case, ffn), strict=True):
+    for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), stack(case, ffn), strict=True):
         if parameter is not None and weight is not None:
             parameter.data.copy_(weight)
     context = Context.of(torch.zeros(1, s.tokens, device=case.device))
@@ -134,7 +134,7 @@ def limit(case: Case, ffn: str) -> Pass:
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
-    w1, w2, w3 = _stack(case, ffn)
+    w1, w2, w3 = stack(case, ffn)
 
     def forward(x_ERD: Tensor) -> Tensor:
         gate = torch.bmm(x_ERD, w3) if w3 is not None else None
@@ -152,7 +152,7 @@ def dense(case: Case) -> Pass:
     return Pass([w1, w2], lambda x: F.relu(x @ w1) @ w2, case.inputs(), case.gradient())
 
 
-def _stack(case: Case, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def stack(case: Case, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
@@ -163,7 +163,7 @@ def grouped_mm(case: Case) -> Pass:
     """torch's grouped product written plainly: sort rows by expert, two grouped products, gather back and sum."""
     s = case.shape
     router = case.router().requires_grad_()
-    w1, w2, _ = _stack(case, "relu")
+    w1, w2, _ = stack(case, "relu")
 
     def forward(x_TD: Tensor) -> Tensor:
         probs_TE = F.linear(x_TD.float(), router).softmax(-1)
@@ -196,7 +196,7 @@ def deepspeed(case: Case) -> Pass:
     layer.set_deepspeed_parallelism()
     layer = layer.to(case.device, case.dtype)
     layer.deepspeed_moe.gate.wg.weight.data = case.router()
-    w1, w2, _ = _stack(case, "relu")
+    w1, w2, _ = stack(case, "relu")
     for expert, up, down in zip(layer.deepspeed_moe.experts.deepspeed_experts, w1, w2, strict=True):
         expert[0].weight.data.copy_(up.t())
         expert[2].weight.data.copy_(down.t())
@@ -223,7 +223,7 @@ def hf_switch(case: Case) -> Pass:
     )
     layer: Any = SwitchTransformersSparseMLP(settings).to(case.device, case.dtype)
     layer.router.classifier.weight.data = case.router()
-    w1, w2, _ = _stack(case, "relu")
+    w1, w2, _ = stack(case, "relu")
     for expert, up, down in zip(layer.experts.values(), w1, w2, strict=True):
         expert.wi.weight.data.copy_(up.t())
         expert.wo.weight.data.copy_(down.t())
@@ -240,7 +240,7 @@ def hf_mixtral(case: Case, form: str) -> Pass:
     settings._experts_implementation = form
     layer = MixtralSparseMoeBlock(settings).to(case.device, case.dtype)
     layer.gate.weight.data = case.router().to(case.dtype)
-    w1, w2, w3 = _stack(case, "swiglu")
+    w1, w2, w3 = stack(case, "swiglu")
     assert w3 is not None
     layer.experts.gate_up_proj.data.copy_(torch.cat((w1, w3), dim=2).transpose(1, 2))
     layer.experts.down_proj.data.copy_(w2.transpose(1, 2))
