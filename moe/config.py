@@ -191,11 +191,19 @@ class Pipeline(Section):
     chunks: Literal[1] = 1
 
 
+class Tiling(Section):
+    """Large matrices in runs, each a parameter of its own that an engine gathers, steps and frees alone."""
+
+    ffn: int = Field(1, gt=0, description="of feed-forward networks and experts, by hidden units")
+    head: int = Field(1, gt=0, description="of the embedding table and the vocabulary projection, by tokens of the vocabulary")
+
+
 class Recompute(Section):
     """Activations that are computed again in the backward pass instead of kept."""
 
     kind: Literal["none", "full", "selective"] = Field("none", description="full: whole blocks; selective: their feed-forward or MoE part")
     every: int = Field(1, gt=0, description="of every n-th block (2: blocks 0, 2, ...)")
+    loss_chunks: int = Field(1, gt=0, description="logits and cross-entropy in so many runs of tokens, computed again in the backward pass")
 
     def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
         return self.kind if layer % self.every == 0 else "none"
@@ -257,6 +265,7 @@ class Run(Section):
     tensor: Tensor = Tensor()
     sequence: Sequence = Sequence()
     pipeline: Pipeline = Pipeline()
+    tiling: Tiling = Tiling()
     recompute: Recompute = Recompute()
     precision: Precision = Precision()
     data: Data = Data()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe.config import Parallel, Run, Sharding
+from moe.config import Parallel, Run, Sharding, Tiling
 from moe.convert_checks import Settings, check_convertible
 from moe.convert_layers import Conversion, Values
 from moe.model.transformer import Transformer, extra_state, global_name
@@ -80,7 +80,7 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
     reader = Reader(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
-    alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding()})
+    alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding(), "tiling": Tiling()})
     mesh = Mesh.of(Degrees())
     model, layouts = build(alone, mesh, device=torch.device("cpu"))
     held = _by_global_name(model, layouts)

@@ -2,6 +2,9 @@
 
 A rank holds some of them, and of each the whole or a run of its hidden units (columns of w1 and w3, rows of w2); their
 weights are made there and nowhere else. Parameters are named globally, one expert at a time: `layers.3.experts.17.w1`.
+
+With tiles a stack is a sum of stacks, each with a run of the hidden units held here (parallel/data/tiling.py). Weights are
+read in `forward` alone, where an engine that gathers them has its hooks.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
+from parallel.data.tiling import summed
+from parallel.layout import Tile
 
 # R rows, D model, F hidden units, E experts held here
 
@@ -28,29 +33,55 @@ class Weights(NamedTuple):
     w3: Tensor | None
 
 
-class Experts(nn.Module):
-    """`w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; no biases."""
+Part = Weights | slice | None  # of the experts held: some by their matrices, or by their places (of tiles); None: all
 
-    def __init__(self, num_experts: int, *, d_model: int, d_ff: int, ffn: str, kernels: str = "auto") -> None:
+
+class Routed(NamedTuple):
+    """Where tokens go, and with which gates (fp32 [T, K])."""
+
+    gate_TK: Tensor
+    plan: Plan
+
+
+class Experts(nn.Module):
+    """`w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; no biases. Or `tiles`, whose sum it is."""
+
+    def __init__(
+        self, num_experts: int, *, d_model: int, d_ff: int, ffn: str, kernels: str = "auto", tiles: int = 1, hidden: slice | None = None
+    ) -> None:
         super().__init__()
-        self.num_experts, self.d_model, self.d_ff, self.ffn = num_experts, d_model, d_ff, ffn
-        self.kernels = choose(kernels)
-        self.hold(range(num_experts))
+        self.num_experts, self.d_model, self.d_ff, self.ffn, self.num_tiles = num_experts, d_model, d_ff, ffn, tiles
+        self.kernels_name, self.kernels = kernels, choose(kernels)
+        self.tiles = nn.ModuleList()
+        self.hold(range(num_experts), hidden=hidden)
 
     def hold(self, held: Sequence[int], *, hidden: slice | None = None) -> None:
         """Keep only these experts, by global number, and of each these hidden units; call it before the weights are made."""
         self.held: tuple[int, ...] = tuple(held)
         self.hidden = hidden or slice(0, self.d_ff)
         count, units = len(self.held), self.hidden.stop - self.hidden.start
-        before = self._parameters.get("w1")
+        before = next(self.parameters(), None)
         like: dict[str, Any] = {} if before is None else {"device": before.device, "dtype": before.dtype}
+        if self.num_tiles > 1:
+            self.tiles = nn.ModuleList(self._tile(Tile(0, i, self.num_tiles).run(units), like) for i in range(self.num_tiles))
+            return
         self.w1 = nn.Parameter(torch.empty(count, self.d_model, units, **like))
         self.w2 = nn.Parameter(torch.empty(count, units, self.d_model, **like))
         self.w3 = nn.Parameter(torch.empty(count, self.d_model, units, **like)) if self.ffn in GATED else None
 
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.w1, self.w2, self.w3)
+    def _tile(self, run: slice, like: dict[str, Any]) -> Experts:
+        first, count = self.hidden.start, len(self.held)
+        sizes: dict[str, Any] = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
+        with torch.device(like.get("device") or torch.get_default_device()):
+            tile = Experts(count, **sizes, hidden=slice(first + run.start, first + run.stop))
+        tile.held = self.held
+        return tile.to(like.get("dtype"))
+
+    def _weights(self, part: Part) -> Weights:
+        if isinstance(part, Weights):
+            return part
+        held = Weights(self.w1, self.w2, self.w3)
+        return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
     def whole_shape(self, matrix: str) -> tuple[int, int]:
         """One expert's matrix over all hidden units."""
@@ -60,20 +91,32 @@ class Experts(nn.Module):
         """What is held here of one expert's whole matrix."""
         return whole[self.hidden] if matrix == "w2" else whole[:, self.hidden]
 
-    def runs(self, count: int) -> list[Weights]:
+    def runs(self, count: int) -> list[Part]:
         """The held experts in so many equal runs; the gradients of all runs meet in one tensor a matrix."""
         each = len(self.held) // count
+        if self.num_tiles > 1:  # whose weights may not be here yet
+            return [slice(i * each, (i + 1) * each) for i in range(count)]
         first, second = self.w1.split(each), self.w2.split(each)
         third = [None] * count if self.w3 is None else self.w3.split(each)
         return [Weights(*matrices) for matrices in zip(first, second, third, strict=True)]
 
-    def forward(self, rows_RD: Tensor, *, counts: list[int], dropped_RF: Tensor | None = None, weights: Weights | None = None) -> Tensor:
-        """Rows [R, D] sorted by expert, `counts` of each, through the held experts or those of `weights`; the same shape and dtype back."""
-        w1, w2, w3 = weights or self.weights
-        out: Tensor = self.kernels.grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF)
-        return out
+    def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
+        """Rows [R, D] sorted by expert, `counts` of each, through the held experts or those of `weights`; the same shape and dtype back.
 
-    def routed(self, x_TD: Tensor, gate_TK: Tensor, *, plan: Plan, dropped_RF: Tensor | None = None) -> Tensor:
-        """Tokens [T, D] through the experts that the plan gives them, summed with their gates (fp32 [T, K]); all experts are here."""
-        out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, self.w1, self.w2, self.w3, ffn=self.ffn, dropped_RF=dropped_RF)
+        With `Routed` in the place of counts: tokens [T, D] through the experts that its plan gives them, summed with their gates;
+        all experts are here.
+        """
+        if self.num_tiles > 1:
+
+            def one(tile: Experts, x: Tensor) -> Tensor:
+                units = slice(tile.hidden.start - self.hidden.start, tile.hidden.stop - self.hidden.start)
+                out: Tensor = tile(x, counts=counts, dropped_RF=None if dropped_RF is None else dropped_RF[:, units], weights=weights)
+                return out
+
+            return summed(self.tiles, x, one)
+        w1, w2, w3 = self._weights(weights)
+        if isinstance(counts, Routed):
+            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, w1, w2, w3, ffn=self.ffn, dropped_RF=dropped_RF)
+        else:
+            out = self.kernels.grouped_ffn(x, w1, w2, w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF)
         return out

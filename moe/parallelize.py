@@ -5,13 +5,15 @@ model on the meta device -> experts of this rank -> how rows reach them -> weigh
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from moe import config, dispatch
 from moe.config import Run
 from moe.experts import HIDDEN_DIM, Experts
-from moe.model.transformer import Transformer, global_name, initialise, moe_layers
+from moe.model.transformer import Transformer, global_name, initialise, moe_layers, tile_and_shape
 from moe.router import Router
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
@@ -31,7 +33,9 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
         )
     with torch.device("meta"):
         compute = DTYPES[run.precision.compute]
-        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute)
+        model = Transformer(
+            run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute, tiling=run.tiling
+        )
         model.to(DTYPES[run.precision.master])
     layouts = lay_out(model)
     spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
@@ -43,13 +47,15 @@ def lay_out(model: Transformer) -> dict[str, Layout]:
     """Layouts of the whole model, before anything is split: experts by ep, their hidden units by etp, the rest copied."""
     layouts: dict[str, Layout] = {}
     for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            tile, shape = tile_and_shape(model, full)
             if isinstance(module, Experts):
                 stem, matrix = global_name(full).rsplit(".", 1)
-                layouts[full] = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}", also={HIDDEN_DIM[matrix]: "etp"})
+                layout = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}", also={HIDDEN_DIM[matrix]: "etp"})
             else:
-                layouts[full] = dense(shape, "router" if isinstance(module, Router) else "dense")
+                layout = dense(shape, "router" if isinstance(module, Router) else "dense")
+            layouts[full] = replace(layout, tile=tile)
     return layouts
 
 

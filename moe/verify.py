@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.context import Context
-from moe.model.transformer import Transformer, extra_state
+from moe.model.transformer import Transformer, extra_state, global_name
 from moe.parallelize import build, decays, lay_out, start_engine
 from moe.results import write_json
-from moe.train.state import global_layouts
 from moe.train.step import accumulate, finish
 from moe.verify_cases import BATCH, LENGTH, Case, cases
 from parallel import process
@@ -105,9 +104,8 @@ def reference(model_name: str, *, num_experts: int = 4) -> Result:
 
 def _whole(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     layouts = lay_out(model)
-    names = dict(zip(layouts, global_layouts(layouts), strict=True))
     mesh = Mesh.of(Degrees())
-    return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(names[n], layouts[n], mesh, t)}
+    return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(global_name(n), layouts[n], mesh, t)}
 
 
 def _biases(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -159,14 +157,12 @@ def compute(case: Case, *, rank: int = 0, kernels: str = "cpu") -> Result:
 
 def _owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    names = dict(zip(engine.layouts, global_layouts(engine.layouts), strict=True))
     for name, layout in engine.layouts.items():
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)["weight"]
         if layout.is_owner(mesh):
-            for p in pieces(names[name], layout, mesh, tensor):
-                whole = torch.zeros(p.shape)  # other ranks own the rest; the parts are added up
+            for p in pieces(global_name(name), layout, mesh, tensor):
+                whole = found.setdefault(p.name, torch.zeros(p.shape))  # other tiles and ranks have the rest; the ranks' parts are added up
                 whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
-                found[p.name] = whole
     return found
 
 

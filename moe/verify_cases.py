@@ -74,11 +74,16 @@ class Case:
     etp: int = 1
     rows: str = "all_to_all"
     experts: int = 4
+    tiles: int = 1  # of feed-forward networks and experts
+    head_tiles: int = 1  # of the vocabulary
+    chunks: int = 1  # of the loss
 
     @property
     def layout(self) -> str:
         parts = [f"{self.model} dp{self.world} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
+        parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         return " ".join(part for part in parts if part)
 
     def run(self) -> Run:
@@ -93,7 +98,8 @@ class Case:
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
             "pipeline": {"microbatches": self.microbatches},
-            "recompute": {"kind": self.recompute},
+            "tiling": {"ffn": self.tiles, "head": self.head_tiles},
+            "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
             "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
@@ -108,7 +114,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    return (data_cases(nproc) if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
+    return (data_cases(nproc) + tiled_cases(nproc) if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -125,6 +131,40 @@ def data_cases(nproc: int) -> list[Case]:
         for microbatches in (1, 3)
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def tiled_cases(nproc: int) -> list[Case]:
+    """Tiles and chunks that divide nothing evenly, with each engine, and within experts that are split.
+
+    In 16 bits those of the head and the loss alone: tiles of a network round its partial results, which no reordering that
+    `moe verify` measures does (tests/test_tiling.py compares them with the exact result).
+    """
+    return [
+        Case(
+            model,
+            kind,
+            world,
+            ep,
+            microbatches,
+            precision,
+            recompute,
+            etp,
+            tiles=5 if precision == "fp32" else 1,
+            head_tiles=3,
+            chunks=chunks,
+        )
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32"))
+        for model in ("dense", "gshard", "deepseek")
+        for ep, etp in [(world, 1), *([(1, 2)] if world % 2 == 0 and (kind, precision) == ("ddp", "fp32") else [])]
+        if model != "dense" or (ep, etp) == (world, 1)
+        for ep in [ep if model != "dense" else 1]
+        if 4 % ep == 0
+        for microbatches, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
+        if BATCH % (world * microbatches) == 0
         if recompute == "none" or (kind, precision) == ("ddp", "fp32")
     ]
 

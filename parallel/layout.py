@@ -5,14 +5,37 @@ so that "which ranks hold this element" is answered in one place.
 
     dense parameter    view (pp, dp, sp, tp)    split {}         copies on every dp, sp, tp rank
     expert weights     view (pp, edp, ep, etp)  split {0: "ep"}  copies on edp only (etp splits another dim)
+    a tile             its rank's part, cut once more: the same ranks hold all tiles, as parameters of their own
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from parallel.errors import BadInput
 from parallel.mesh import DENSE, EXPERT, Mesh
+
+if TYPE_CHECKING:  # arithmetic alone: torch is not needed to plan
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The index-th of `count` runs along a dim; where they cannot be equal, they differ by one."""
+
+    dim: int
+    index: int
+    count: int
+
+    def run(self, size: int) -> slice:
+        """This tile's part of so many elements."""
+        return slice(self.index * size // self.count, (self.index + 1) * size // self.count)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This tile of a whole tensor."""
+        run = self.run(whole.shape[self.dim])
+        return whole.narrow(self.dim, run.start, run.stop - run.start)
 
 
 @dataclass(frozen=True)
@@ -22,7 +45,7 @@ class Layout:
     `split` maps a tensor dim to the axis that cuts it; `view` names the axes that see the parameter; `family` is a free
     label by which norms are broken down; `unstack` is a name with `{}` where dim 0 is stored as separate tensors
     (`layers.3.experts.{}.w1`), so that a checkpoint names each by its global number. `placement`: the global number of
-    each place along dim 0, where they do not stand in order.
+    each place along dim 0, where they do not stand in order. `tile`: a parameter that is one tile of the tensor (parallel/data/tiling.py).
     """
 
     shape: tuple[int, ...]
@@ -31,6 +54,7 @@ class Layout:
     family: str = "dense"
     unstack: str | None = None
     placement: tuple[int, ...] | None = None
+    tile: Tile | None = None
 
     def copies(self) -> tuple[str, ...]:
         """The axes whose ranks hold the same elements: gradients are summed over them."""
@@ -38,21 +62,24 @@ class Layout:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """What this rank holds. Raises BadInput where a dim does not divide."""
-        shape = list(self.shape)
-        for dim, axis in self.split.items():
-            size = mesh.axis(axis).size
-            if shape[dim] % size:
-                raise BadInput(
-                    f"dim {dim} of a parameter", got=shape[dim], needed=f"a multiple of {axis}={size}", fix=f"change degrees.{axis}"
-                )
-            shape[dim] //= size
-        return tuple(shape)
+        return tuple(part.stop - part.start for part in self.region(mesh))
 
     def region(self, mesh: Mesh) -> tuple[slice, ...]:
-        """This rank's part as slices of the full tensor."""
-        local = self.local_shape(mesh)
-        starts = [mesh.axis(self.split[d]).index * n if d in self.split else 0 for d, n in enumerate(local)]
-        return tuple(slice(start, start + n) for start, n in zip(starts, local, strict=True))
+        """This rank's part as slices of the full tensor. Raises BadInput where a dim does not divide."""
+        parts = [slice(0, size) for size in self.shape]
+        for dim, axis in self.split.items():
+            size = mesh.axis(axis).size
+            if self.shape[dim] % size:
+                raise BadInput(
+                    f"dim {dim} of a parameter", got=self.shape[dim], needed=f"a multiple of {axis}={size}", fix=f"change degrees.{axis}"
+                )
+            each = self.shape[dim] // size
+            parts[dim] = slice(mesh.axis(axis).index * each, (mesh.axis(axis).index + 1) * each)
+        if self.tile is not None:
+            whole = parts[self.tile.dim]
+            run = self.tile.run(whole.stop - whole.start)
+            parts[self.tile.dim] = slice(whole.start + run.start, whole.start + run.stop)
+        return tuple(parts)
 
     def stacked(self, mesh: Mesh) -> tuple[int, ...]:
         """The global numbers of what this rank holds along dim 0, in order."""

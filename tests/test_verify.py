@@ -23,7 +23,7 @@ from moe.dispatch import AllToAll
 from moe.experts import Experts
 from moe.router import Router
 from moe.verify import NUMBERS, Case, Result, compare
-from moe.verify_cases import MODELS, ROUTERS, cases, data_cases, expert_cases
+from moe.verify_cases import MODELS, ROUTERS, cases, data_cases, expert_cases, tiled_cases
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
 from parallel.data import replicate
@@ -74,6 +74,18 @@ def test_expert_layouts_are_legal_and_cover_every_pair(nproc: int) -> None:
     assert nproc < 4 or {case.rows for case in found} == {"all_to_all", "padded", "all_gather", "hierarchical", "overlapped"}
 
 
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> None:
+    found = tiled_cases(nproc)
+    assert len(set(found)) == len(found) and all(legal(case) for case in found)
+    for world in {case.world for case in found}:
+        here = [case for case in found if case.world == world]
+        assert {(c.kind, c.precision) for c in here} == {("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32")}
+        assert any(c.chunks > 1 for c in here) and {c.head_tiles for c in here} == {3}
+    assert any(c.recompute == "selective" and c.microbatches == 3 for c in found)
+    assert nproc < 2 or {(c.ep, c.etp) for c in found if c.world == 2 and c.tiles > 1} == {(1, 1), (2, 1), (1, 2)}
+
+
 def test_kinds_there_are_not_are_refused() -> None:
     with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert"):
         cases(2, kinds=("data", "pipelines"))
@@ -88,7 +100,7 @@ def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") ->
 
 def test_every_layout_of_two_processes_gives_the_numbers_of_one(tmp_path: Path) -> None:
     code, rows, said = judged(tmp_path, "fp32")
-    expected = [case for case in data_cases(2) if case.precision == "fp32"]
+    expected = [case for case in cases(2, kinds=("data",)) if case.precision == "fp32"]
     assert code == 0 and len(rows) == len(expected) and all(row["passed"] for row in rows)
     assert {(r["layout"], r["kind"], r["world"]) for r in rows} == {(c.layout, c.kind, c.world) for c in expected}
     assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS)
@@ -234,9 +246,9 @@ def capacity_over_what_a_rank_holds(patch: pytest.MonkeyPatch) -> None:
 def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
     real = Experts.hold
 
-    def wrong(self: Experts, held: range) -> None:
+    def wrong(self: Experts, held: range, *, hidden: slice | None = None) -> None:
         first = (held.start + len(held)) % self.num_experts
-        real(self, range(first, first + len(held)))
+        real(self, range(first, first + len(held)), hidden=hidden)
 
     patch.setattr(Experts, "hold", wrong)
 

@@ -105,7 +105,7 @@ class Halves:
     kernels = None
 
     def __init__(self, ranks: int, experts: Experts) -> None:
-        self.ranks, self.hidden, self.weights = ranks, experts.hidden, experts.weights
+        self.ranks, self.hidden = ranks, experts.hidden
 
     def __call__(self, rows_RD: Tensor, **_: Any) -> Tensor:
         return rows_RD / self.ranks

@@ -36,10 +36,10 @@ class AllGather:
             return all_gather(F.pad(values, missing) if any(missing) else values, self.axis)
 
         x_AD, gate_AK = gathered(x_TD), gathered(routing.gate_TK, wider=most - choices)
-        plan = self._plan_held(gathered(self._places(routing), wider=most - choices), held=len(experts.weights.w1))
+        plan = self._plan_held(gathered(self._places(routing), wider=most - choices), held=len(experts.held))
         position_R = None if dropout is None else gathered(dropout.position_T)[plan.token_R]
         rows_RD, counts = self.kernels.permute(x_AD, plan), plan.counts_E.tolist()
-        out_RD = self.network(rows_RD, experts, weights=experts.weights, counts=counts, position_R=position_R, dropout=dropout)
+        out_RD = self.network(rows_RD, experts, counts=counts, position_R=position_R, dropout=dropout)
         partial_AD = self.kernels.combine(out_RD.float(), gate_AK, plan)
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 

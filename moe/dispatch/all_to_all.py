@@ -43,7 +43,7 @@ class AllToAll:
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         rows_RD, sent = self.send(x_TD, routing)
         position_R = None if dropout is None else self.follow(dropout.position_T.unsqueeze(1), sent)[:, 0]
-        out_RD = self.network(rows_RD, experts, weights=experts.weights, counts=sent.counts, position_R=position_R, dropout=dropout)
+        out_RD = self.network(rows_RD, experts, counts=sent.counts, position_R=position_R, dropout=dropout)
         return self.bring_back(out_RD, sent)
 
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.experts import Experts, Weights
+from moe.experts import Experts, Part
 from moe.kernels import Plan
 from moe.router import Routing
 
@@ -38,12 +38,15 @@ class Network(Protocol):
         rows_RD: Tensor,
         experts: Experts,
         *,
-        weights: Weights,
         counts: list[int],
+        weights: Part = None,
         position_R: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """Rows [R, D] sorted by expert through their experts' networks; `position_R` is each row's token where there is dropout."""
+        """Rows [R, D] sorted by expert through their experts' networks (those of `weights`).
+
+        `position_R` is each row's token where there is dropout.
+        """
         ...
 
 
@@ -51,8 +54,8 @@ def whole(
     rows_RD: Tensor,
     experts: Experts,
     *,
-    weights: Weights,
     counts: list[int],
+    weights: Part = None,
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:

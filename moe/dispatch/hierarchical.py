@@ -51,7 +51,7 @@ class Hierarchical:
         for step in steps:
             rows_RD = self.kernels.reorder(_there(rows_RD, step), step.order_R)
             position_R = None if position_R is None else _there(position_R, step)[step.order_R]
-        rows_RD = self.network(rows_RD, experts, weights=experts.weights, counts=counts, position_R=position_R, dropout=dropout)
+        rows_RD = self.network(rows_RD, experts, counts=counts, position_R=position_R, dropout=dropout)
         for step in reversed(steps):
             rows_RD = self.kernels.reorder(rows_RD, inverse(step.order_R))
             rows_RD = exchange_rows(rows_RD, step.axis, send=step.receive, receive=step.send)

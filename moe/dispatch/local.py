@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe.dispatch.base import Dropout
-from moe.experts import Experts
+from moe.experts import Experts, Routed
 from moe.router import Routing
 
 
@@ -13,4 +13,5 @@ class Local:
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         plan = experts.kernels.plan(routing.expert_TK, routing.kept_TK, num_experts=routing.probs_TE.shape[1])
         dropped_RF = None if dropout is None else dropout.scale(dropout.position_T[plan.token_R])
-        return experts.routed(x_TD, routing.gate_TK, plan=plan, dropped_RF=dropped_RF)
+        out: Tensor = experts(x_TD, counts=Routed(routing.gate_TK, plan), dropped_RF=dropped_RF)
+        return out

@@ -45,7 +45,7 @@ class Padded:
         sent = self._plan(routing)
         rows_RD = self._there(self.kernels.permute(x_TD, sent.plan), sent)
         position_R = None if dropout is None else self._there(dropout.position_T[sent.plan.token_R], sent)
-        out_RD = self.network(rows_RD, experts, weights=experts.weights, counts=sent.counts, position_R=position_R, dropout=dropout)
+        out_RD = self.network(rows_RD, experts, counts=sent.counts, position_R=position_R, dropout=dropout)
         table = spread(out_RD, sent.order_R, slots=sum(sent.parts))
         rows_RD = collect(exchange_rows(table, self.axis, send=sent.parts, receive=sent.parts), sent.slot_R)
         y_TD: Tensor = self.kernels.combine(rows_RD, routing.gate_TK, sent.plan)

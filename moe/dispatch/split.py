@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe.dispatch.base import Dropout
-from moe.experts import Experts, Weights
+from moe.experts import Experts, Part
 from parallel.collectives import all_gather, reduce_scatter
 from parallel.exchange import by_bin, collect, spread
 from parallel.mesh import Axis
@@ -33,8 +33,8 @@ class Split:
         rows_RD: Tensor,
         experts: Experts,
         *,
-        weights: Weights,
         counts: list[int],
+        weights: Part = None,
         position_R: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:

@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe import config
 from moe.context import Context
-from moe.experts import Experts
+from moe.experts import HIDDEN_DIM, Experts
 from moe.layer import LayerReport, MoELayer
 from moe.model.attention import Attention, RelativeBias
-from moe.model.linear import FeedForward, Linear, Norm, drop
+from moe.model.linear import FeedForward, Norm, drop, feed_forward
+from moe.model.vocabulary import Rows, look_up, project, rows_of, summed_loss
+from parallel.data.tiling import Tiled, tile_of, without_tiles
+from parallel.layout import Tile
 from parallel.random import key_of
 from parallel.recompute import recomputed
 
@@ -31,9 +33,13 @@ from parallel.recompute import recomputed
 
 @dataclass(frozen=True)
 class Output:
-    """`logits_BLV` fp32, and one report for each MoE layer in order."""
+    """`logits_BLV` fp32, or, where targets are given, their cross-entropy `loss`, summed, fp32 []; the other has no elements.
+
+    And one report for each MoE layer in order.
+    """
 
     logits_BLV: Tensor
+    loss: Tensor
     layers: tuple[LayerReport, ...]
 
 
@@ -41,7 +47,14 @@ class Block(nn.Module):
     """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part."""
 
     def __init__(
-        self, model: config.Model, experts: config.Experts, router: config.Router, layer: int, *, recompute: config.Recompute | None = None
+        self,
+        model: config.Model,
+        experts: config.Experts,
+        router: config.Router,
+        layer: int,
+        *,
+        recompute: config.Recompute | None = None,
+        tiles: int = 1,
     ) -> None:
         super().__init__()
         self.layer, self.dropout = layer, model.dropout
@@ -49,14 +62,17 @@ class Block(nn.Module):
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
-        self.ffn: FeedForward | None = None
+        self.ffn: FeedForward | Tiled | None = None
         self.moe: MoELayer | None = None
         if layer in model.layers_with_experts():
             nth, ffn, d_ff = model.layers_with_experts().index(layer), experts.ffn or model.ffn, experts.d_ff or model.d_ff
-            shared = FeedForward(model.d_model, (experts.shared_d_ff or d_ff) * experts.shared, ffn) if experts.shared else None
-            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared)
+            width = (experts.shared_d_ff or d_ff) * experts.shared
+            shared = feed_forward(model.d_model, width, ffn, tiles=tiles) if experts.shared else None
+            self.moe = MoELayer(
+                experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared, tiles=tiles
+            )
         else:
-            self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
+            self.ffn = feed_forward(model.d_model, model.d_ff, model.ffn, tiles=tiles)
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
         return recomputed(self._whole, x_BLD, context) if self.recompute == "full" else self._whole(x_BLD, context)
@@ -81,7 +97,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens_BL)`, tokens int64, gives an Output. Made under `torch.device("meta")` it has no weights yet."""
+    """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL` (PADDING does not count), of their loss.
+
+    Made under `torch.device("meta")` it has no weights yet.
+    """
 
     def __init__(
         self,
@@ -92,31 +111,41 @@ class Transformer(nn.Module):
         vocab_size: int = 256,
         compute: torch.dtype = torch.float32,
         recompute: config.Recompute | None = None,
+        tiling: config.Tiling | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.config, self.compute, self.vocab_size = model or config.Model(), compute, vocab_size
-        experts, router = experts or config.Experts(), router or config.Router()
-        self.embedding = nn.Parameter(torch.empty(vocab_size, self.config.d_model))
-        self.layers = nn.ModuleList(Block(self.config, experts, router, i, recompute=recompute) for i in range(self.config.num_layers))
-        self.norm = Norm(self.config.d_model, self.config.norm)
-        self.head = None if self.config.tied_embeddings else Linear(self.config.d_model, vocab_size)
-        if not self.embedding.is_meta:
+        experts, router, tiling = experts or config.Experts(), router or config.Router(), tiling or config.Tiling()
+        recompute, width = recompute or config.Recompute(), self.config.d_model
+        self.loss_chunks = recompute.loss_chunks
+        self.embedding: nn.Parameter | Rows | Tiled = nn.Parameter(torch.empty(vocab_size, width))
+        if tiling.head > 1:
+            del self.embedding
+            self.embedding = rows_of(vocab_size, width, tiles=tiling.head)
+        self.layers = nn.ModuleList(
+            Block(self.config, experts, router, i, recompute=recompute, tiles=tiling.ffn) for i in range(self.config.num_layers)
+        )
+        self.norm = Norm(width, self.config.norm)
+        self.head = None if self.config.tied_embeddings else rows_of(vocab_size, width, tiles=tiling.head)
+        if not next(self.parameters()).is_meta:
             initialise(self, seed=seed)
 
-    def forward(self, tokens_BL: Tensor, context: Context | None = None) -> Output:
+    def forward(self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None) -> Output:
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         if any(block.recompute != "none" for block in self.layers):
             context = context.remembering()  # a recomputed part must go where it went the first time
-        x_BLD = F.embedding(tokens_BL, self.embedding).to(self.compute)
+        x_BLD = look_up(tokens_BL, self.embedding).to(self.compute)
         reports = []
         for block in self.layers:
             x_BLD, report = block(x_BLD, context)
             if report is not None:
                 reports.append(report)
-        x_BLD = self.norm(x_BLD)
-        logits_BLV = F.linear(x_BLD, self.embedding.to(x_BLD.dtype)) if self.head is None else self.head(x_BLD)
-        return Output(logits_BLV.float(), tuple(reports))
+        x_BLD, none = self.norm(x_BLD), torch.empty(0, device=x_BLD.device)
+        matrix = self.embedding if self.head is None else self.head
+        if targets_BL is None:
+            return Output(project(x_BLD, matrix).float(), none, tuple(reports))
+        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks), tuple(reports))
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
@@ -125,8 +154,17 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
 
 
 def global_name(name: str) -> str:
-    """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`."""
-    return name.replace(".moe.", ".")
+    """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`; a tile has the name of its whole."""
+    name = without_tiles(name).replace(".moe.", ".")
+    return "embedding" if name == "embedding.weight" else name
+
+
+def tile_and_shape(model: nn.Module, name: str) -> tuple[Tile | None, tuple[int, ...]]:
+    """Which tile a parameter is, if it is one, and the shape of the whole that it is or is a tile of."""
+    module, parameter = name.rpartition(".")[0], model.get_parameter(name)
+    stacked = isinstance(model.get_submodule(module), Experts)
+    dim = HIDDEN_DIM[name.rpartition(".")[2]] if stacked else int(module.endswith(".w2"))  # a plain weight is [out, in]
+    return tile_of(model, name, dim=dim) or (None, tuple(parameter.shape))
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
@@ -139,7 +177,8 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
     scale = model.config.init_scale
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            full = global_name(f"{path}.{name}" if path else name)
+            local = f"{path}.{name}" if path else name
+            full = global_name(local)
             value = torch.empty(parameter.shape)
             if isinstance(module, Experts):
                 stem, matrix = full.rsplit(".", 1)
@@ -153,8 +192,11 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
                 _draw(value, full, fan_in=model.config.d_model, scale=scale, seed=seed)  # T5's own sigma, d_model^-1/2
             else:
                 table = full == "embedding"  # tied, its rows are also the head's; alone, an embedding has unit size
-                fan_in = 1 if table and not model.config.tied_embeddings else value.shape[1]
-                _draw(value, full, fan_in=fan_in, scale=1.0 if table else scale, seed=seed)
+                tile, shape = tile_and_shape(model, local)
+                whole = torch.empty(shape)  # here too
+                fan_in = 1 if table and not model.config.tied_embeddings else shape[1]
+                _draw(whole, full, fan_in=fan_in, scale=1.0 if table else scale, seed=seed)
+                value = whole if tile is None else tile.of(whole).clone(memory_format=torch.contiguous_format)
             value = value.to(parameter.dtype)
             if parameter.is_meta:
                 setattr(module, name, nn.Parameter(value.to(device or "cpu")))

@@ -58,7 +58,7 @@ def load_model(run_dir: Path) -> tuple[Transformer, Tokenizer, int]:
 def restore(path: Path) -> Transformer:
     """The model of one checkpoint, whole on this device, ready to evaluate."""
     mesh, reader = Mesh.of(Degrees()), Reader(path)
-    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}})
+    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, layouts = build(run, mesh, device=device)
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})

@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.bias import updated_bias
 from moe.context import Context
 from moe.layer import LayerReport
 from moe.model.transformer import Output, moe_layers
+from moe.model.vocabulary import PADDING as PADDING
 from moe.parallelize import FAMILIES
 from moe.train.whole_step import whole_step
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
@@ -31,8 +31,6 @@ from parallel.mesh import Axis, Mesh
 from parallel.precision import LossScale
 
 # N sequences held by this rank, B of a micro-batch, L length, E experts
-
-PADDING = -100  # in place of a token: torch's own number for a target that does not count
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,13 @@ def accumulate(
     first = dp.index * len(sequences_NL)
     parts = sequences_NL.chunk(microbatches)
     passes = _passes(parts, tokens, seed=seed, step=step, first_sequence=first, loss_scale=loss_scale)
-    sums = whole_step(engine.module, ((p.inputs_BL, p.context) for p in passes), axis=dp)
+    sums = whole_step(engine.module, ((p.inputs_BL, p.context, p.targets_BL) for p in passes), axis=dp)
     rows: list[Tensor] = []
     layers: tuple[LayerReport, ...] = ()
     for p in passes:
         last = p is passes[-1]
-        output: Output = engine.forward(p.inputs_BL, p.context.with_whole_step(sums), last=last)
-        loss = _summed_loss(output, p.targets_BL) / tokens.targets
+        output: Output = engine.forward(p.inputs_BL, p.context.with_whole_step(sums), p.targets_BL, last=last)
+        loss = output.loss / tokens.targets
         engine.backward(loss * loss_scale, last=last)
         rows.append(_pack(loss.detach(), output.layers, p.share))
         layers = output.layers
@@ -170,10 +168,6 @@ def without_padding(inputs_BL: Tensor) -> tuple[Tensor, Tensor]:
     return inputs_BL.masked_fill(~valid_BL, 0), valid_BL
 
 
-def _summed_loss(output: Output, targets_BL: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
-
-
 def _pack(loss: Tensor, layers: tuple[LayerReport, ...], share: float) -> Tensor:
     """One float64 row that adds up over micro-batches and ranks; element 0 is kept for the flag."""
     row = [loss.new_zeros(1).double(), loss.double().reshape(1)]
@@ -230,7 +224,7 @@ def validation_loss(engine: Engine, sequences_NL: Tensor, *, mesh: Mesh, at_once
     engine.module.eval()
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
     for p in _passes(sequences_NL.split(at_once), tokens):
-        output: Output = engine.module(p.inputs_BL, p.context)
-        total += _summed_loss(output, p.targets_BL).double()
+        output: Output = engine.module(p.inputs_BL, p.context, p.targets_BL)
+        total += output.loss.double()
     engine.module.train()
     return sum_over(total, dp).item() / tokens.targets

@@ -23,9 +23,10 @@ from parallel.collectives import sum_over
 from parallel.mesh import Axis
 
 Sums = Callable[[int, Tensor], Tensor]
+Pass = tuple[Tensor, Context, Tensor]  # inputs, what is known of them, targets: without these all logits would be made
 
 
-def whole_step(model: nn.Module, passes: Iterable[tuple[Tensor, Context]], *, axis: Axis) -> Sums | None:
+def whole_step(model: nn.Module, passes: Iterable[Pass], *, axis: Axis) -> Sums | None:
     """(layer, sums of this pass) -> sums over all passes of all ranks of the axis; None where no layer asks. Collective."""
     if not any(_asks(layer.router.settings) for layer in moe_layers(model)):
         return None
@@ -49,7 +50,7 @@ def _on_the_spot(axis: Axis) -> Sums:
     return sums
 
 
-def _counted(model: nn.Module, passes: list[tuple[Tensor, Context]], axis: Axis) -> Sums:
+def _counted(model: nn.Module, passes: list[Pass], axis: Axis) -> Sums:
     totals: dict[int, Tensor] = {}
 
     def note(layer: int, mine: Tensor) -> Tensor:
@@ -57,8 +58,8 @@ def _counted(model: nn.Module, passes: list[tuple[Tensor, Context]], axis: Axis)
         return mine
 
     with torch.no_grad():
-        for inputs_BL, context in passes:
-            model(inputs_BL, context.with_whole_step(note))
+        for inputs_BL, context, targets_BL in passes:
+            model(inputs_BL, context.with_whole_step(note), targets_BL)
     flat = sum_over(torch.cat(list(totals.values())), axis)
     known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
     return lambda layer, _: known[layer]
