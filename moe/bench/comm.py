@@ -1,0 +1,128 @@
+"""Bytes that each rank sends for gradients and parameters in one step, counted, against theory (parallel/states.py).
+
+    all-reduce (DDP)                             2 (N - 1)/N of the parameters' bytes
+    reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
+    two all-gathers + reduce-scatter (ZeRO-3)    3 (N - 1)/N           N: dp for dense parameters, edp for experts
+
+Counted as messages pass torch's dispatcher (moe/bench/sent.py), so DeepSpeed's and torch's engines are seen like ours; what our own
+collectives count must agree. Rows that travel to experts, and numbers such as the norm, are apart. Micro-batches: an engine that does
+not keep whole gradients between them reduces them in each one. `moe bench comm --nproc 2 --json FILE`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
+from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, start, tokens_of
+from moe.results import write_json
+from moe.train.step import accumulate, finish
+from parallel.fork import run_on_ranks
+from parallel.mesh import divisors
+from parallel.precision import LossScale
+from parallel.states import sent_bytes
+
+LENGTH, TOLERANCE = 12, 0.002  # what padding to equal parts may add
+NUMBER_BYTES = 4  # gradients are summed, and parameters live, in fp32
+
+
+def recipe(kind: Kind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
+    """A small model, as bytes do not depend on size."""
+    model = {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 512, "max_length": LENGTH}
+    values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": 2 if sparse else 1}}
+    values |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": precision}}
+    values |= {"train": {"global_batch": ranks * microbatches, "eval_sequences": ranks}}
+    if sparse:
+        model |= {"moe_every": 2}
+        values |= {"experts": {"num_experts": 4}, "router": {"preset": "switch", "capacity_factor": None}}
+    return values
+
+
+def expected(kind: Kind, started: Started) -> float:
+    """Bytes of one step by theory: dense parameters over dp, those of the experts that a rank holds over edp."""
+    held = {"dp": 0, "edp": 0}
+    for layout in started.layouts.values():
+        parts = torch.Size(layout.local_shape(started.mesh))
+        held["edp" if "edp" in layout.copies() else "dp"] += NUMBER_BYTES * parts.numel()
+    return sum(
+        sent_bytes(
+            parameters=held[axis],
+            gradients=held[axis],
+            stage=kind.stage,
+            copies=started.mesh.axis(axis).size,
+            microbatches=started.run.pipeline.microbatches,
+            reduces="microbatch" if kind.stage >= 2 else "step",
+        )
+        for axis in held
+    )
+
+
+def measure(rank: int, ranks: int, kind: Kind, sparse: bool, microbatches: int, precision: str) -> dict[str, Any]:
+    """One case on the ranks that are running: this rank's row, of its third step, when every engine has settled."""
+    values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
+    started = start(values, rank, ranks)
+    engine, mesh = started.engine, started.mesh
+
+    def step(number: int) -> None:
+        batch = tokens_of(rank, sequences=microbatches, length=LENGTH, step=number)
+        numbers = accumulate(engine, batch, mesh=mesh, microbatches=microbatches, seed=0, step=number)
+        finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)
+
+    step(0)
+    step(1)
+    with Sent() as sent:
+        step(2)
+    measured, theory = sent.bytes[STATES], expected(kind, started)
+    row: dict[str, Any] = {"kind": kind.name, "model": "sparse" if sparse else "dense", "ranks": ranks, "ep": mesh.axis("ep").size}
+    row |= {"microbatches": microbatches, "precision": precision, "measured_bytes": measured, "expected_bytes": theory}
+    row |= {"error": measured / theory - 1, "passed": abs(measured / theory - 1) <= TOLERANCE}
+    row |= {"rows_bytes": sent.bytes[ROWS], "numbers_bytes": sent.bytes[NUMBERS]}
+    calls = [
+        {"collective": did, "dtype": dtype, "ranks": size, "calls": sent.calls[did, dtype, size], "bytes": count}
+        for (did, dtype, size), count in sent.bytes_of.items()
+    ]
+    return row | {"collectives": calls}
+
+
+def cases(chosen: list[Kind], nproc: int) -> list[tuple[Kind, int, bool, int, str]]:
+    """Dense and sparse (ep 2), micro-batches 1 and 3, on each number of ranks that divides nproc; bf16 where nothing else differs."""
+    return [
+        (kind, ranks, sparse, microbatches, precision)
+        for kind in chosen
+        for ranks in divisors(nproc)
+        if ranks > 1
+        for sparse in (False, True)
+        for microbatches in (1, 3)
+        for precision in ("fp32", "bf16")
+        if precision == "fp32" or (ranks, sparse, microbatches) == (2, False, 1)
+    ]
+
+
+def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, json: str | None = None) -> int:
+    """`moe bench comm`: 1 if an engine sends other bytes than theory says."""
+    chosen = kinds_of(kinds)
+    torch.set_num_threads(1)
+    load_engines(chosen)
+    print(f"{'kind':<8}{'model':<8}{'ranks':>6}{'batches':>8} {'in':<6}{'bytes sent':>12}{'theory':>12}{'error':>8}  sent as")
+    rows: list[dict[str, Any]] = []
+    for case in cases(chosen, nproc):
+        kind, ranks, sparse, *_ = case
+        if only is not None and only not in f"{kind.name} {'sparse' if sparse else 'dense'}":
+            continue
+        row: dict[str, Any] = run_on_ranks(measure, ranks, ranks, kind, *case[2:], timeout_s=120)[0]
+        rows.append(row)
+        print_row(row)
+    if json:
+        write_json(json, verb="bench comm", rows=rows, tolerance=TOLERANCE)
+    return 1 if any(not row["passed"] for row in rows) else 0
+
+
+def print_row(row: dict[str, Any]) -> None:
+    said = ", ".join(f"{c['calls']} {c['collective']} of {c['dtype']} over {c['ranks']}" for c in row["collectives"])
+    print(
+        f"{row['kind']:<8}{row['model']:<8}{row['ranks']:>6}{row['microbatches']:>8} {row['precision']:<6}{row['measured_bytes']:>12,}"
+        f"{row['expected_bytes']:>12,.0f}{row['error']:>8.1%}  {said}{'' if row['passed'] else '  FAIL'}",
+        flush=True,
+    )
