@@ -63,9 +63,7 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
     )
 
 
-def sparse_model_states(
-    *, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED
-) -> States:
+def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
     """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, and shares those with its edp axis."""
     apart = ep * etp
     assert dp % apart == 0, "ep and etp lie within dp"
