@@ -146,6 +146,11 @@ class Router(Section):
         return {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
 
     @property
+    def unlike_preset(self) -> dict[str, Any]:
+        """Of that, what the preset has otherwise."""
+        return {key: value for key, value in self.own.items() if value != getattr(PRESETS[self.preset], key)}
+
+    @property
     def spec(self) -> RouterSpec:
         """The preset with this recipe's own values: complete."""
         return replace(PRESETS[self.preset], **self.own)

@@ -27,6 +27,12 @@ def recipe_names() -> list[str]:
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
+def run_name(recipe: str) -> str:
+    """What a run of this recipe is called, by itself: the recipe's name; a run folder's own recipe.yaml is that run's."""
+    path = Path(recipe)
+    return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
+
+
 def recipe_path(name: str) -> Path:
     """A recipe by the name of a shipped one or by its path. Raises BadInput with the names there are."""
     for path in (RECIPES / f"{name}.yaml", Path(name).expanduser()):

@@ -8,11 +8,17 @@ import pytest
 
 from moe.config import Run
 from moe.model.flops import Size, size
-from moe.recipe import load, recipe_names, resolved_yaml
+from moe.recipe import load, recipe_names, resolved_yaml, run_name
 
 
 def size_of(run: Run) -> Size:
     return size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+
+
+def test_a_run_has_its_recipes_name_and_goes_on_under_its_own() -> None:
+    """`moe train runs/upcycled/recipe.yaml` is the run `upcycled`, not another one called `recipe`."""
+    names = ("switch_tiny", "mine/small.yaml", "runs/upcycled/recipe.yaml")
+    assert [run_name(recipe) for recipe in names] == ["switch_tiny", "small", "upcycled"]
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -524,6 +524,15 @@ def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
     assert trainer._title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
 
 
+def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has_otherwise(home: Path) -> None:
+    """So that who names another preset sees which values of the recipe stay."""
+    title = lambda **router: trainer._title(trained.recipe(home, router=router).resolve(1), World())[2:]  # noqa: E731
+    assert title() == ["router switch, but jitter 0.05, capacity_factor 1.0, min_capacity 2"]
+    assert title(preset="mixtral", capacity_factor=None, jitter=0.0, min_capacity=0) == ["router mixtral"]
+    assert title(capacity_factor=None, jitter=0.0, min_capacity=4) == ["router switch, but capacity_factor null"]
+    assert trainer._title(trained.recipe(home, model={"moe_every": 0}).resolve(1), World())[2:] == []
+
+
 def test_one_whole_run_with_nothing_left_out(home: Path, tmp_path: Path) -> None:
     """The sample, the measured speed, TensorBoard, the report: what the other tests skip because it takes seconds."""
     with pytest.MonkeyPatch.context() as patch:

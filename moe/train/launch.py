@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moe.config import Run
 from moe.flags import take_overrides
-from moe.recipe import load
+from moe.recipe import load, run_name
 from moe.train.environment import extensions_dir
 from moe.train.processes import die_with_parent
 from parallel.agreement import DEBUG, TIMEOUT_S, Disagreement
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
         recipe, overrides, out, fresh = parse([word for word in words if word != DEBUG_FLAG])
         run, origins = load(recipe, overrides)
-        name = Path(recipe).stem
+        name = run_name(recipe)
         out = out or Path("runs") / name
         code = _train(run, origins, name, out, fresh)
     except BadInput as bad:

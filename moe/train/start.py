@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from moe.recipe import run_name
 from moe.train.environment import child_environment, devices, port_from
 from moe.train.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
 from parallel.errors import BadInput
@@ -53,7 +54,7 @@ def start(
     anything starts. Must be called from the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
-    out = out or Path("runs") / Path(recipe).stem
+    out = out or Path("runs") / run_name(recipe)
     status = _empty_status(out)
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
     words += ["--debug-collectives"] if debug_collectives else []
