@@ -41,7 +41,7 @@ _BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity"
 ROUTERS: dict[str, dict[str, Any]] = {
     "switch_mtf": {"router": {"preset": "switch_mtf", "min_capacity": 1}},
     "glam": {"router": {"preset": "glam", "min_capacity": 1, "z_weight": 0.01}, "experts": {"ffn": "gelu", "dropout": 0.3}},
-    "mixtral": {"router": {"preset": "mixtral"} | _BY_SEQUENCE, "experts": {"residual": True}},
+    "mixtral": {"router": {"preset": "mixtral", "group": "sequence", "balance_scope": "sequence"}, "experts": {"residual": True}},
     "qwen3_moe": {"router": {"preset": "qwen3_moe", "num_choices": 3}, "experts": {"shared": 1, "shared_gate": True}},
     "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
     "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
