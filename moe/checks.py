@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe.config import Run
 from moe.router_checks import check_causal, check_read, check_spec
+from moe.sharding_checks import check_sharding
 from moe.tiling_checks import check_tiling
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import divisors
@@ -21,6 +22,7 @@ def check_together(run: Run) -> None:
     _check_data(run)
     _check_batch(run)
     check_tiling(run)
+    check_sharding(run)
 
 
 def _check_model(run: Run) -> None:
@@ -215,6 +217,29 @@ def _check_data(run: Run) -> None:
         raise BadInput("data.path", got=f"{d.path}, which is empty", needed="text", fix="name a file or folder that holds text")
 
 
+def _check_replicas(run: Run, sequences: int) -> None:
+    """The replicas of dp share one process and each of its micro-batches."""
+    if run.sharding.kind != "dp":
+        return
+    if run.degrees.dp != 1:
+        raise BadInput(
+            "sharding.kind",
+            got=f"dp with {run.degrees.dp} processes",
+            needed="one process, which has all replicas",
+            fix="add --nproc 1 and set sharding.replicas, or set sharding.kind to ddp",
+        )
+    group = run.router.spec.group if run.model.layers_with_experts() else 1
+    unit = group if isinstance(group, int) else 1
+    if sequences % (run.sharding.replicas * unit):
+        got = f"{run.sharding.replicas} for {sequences} sequences of a micro-batch" + (f" in groups of {unit}" if unit > 1 else "")
+        raise BadInput(
+            "sharding.replicas",
+            got=got,
+            needed=f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}",
+            fix="change sharding.replicas, train.global_batch or pipeline.microbatches",
+        )
+
+
 def _check_batch(run: Run) -> None:
     batch, dp, m = run.train.global_batch, run.degrees.dp, run.pipeline.microbatches
     if not isinstance(dp, int) or dp < 1:
@@ -226,6 +251,7 @@ def _check_batch(run: Run) -> None:
             needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
             fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
         )
+    _check_replicas(run, batch // (dp * m))
     group, held = run.router.spec.group, batch // (dp * m)
     if run.model.layers_with_experts() and isinstance(group, int) and held % group:
         raise BadInput(

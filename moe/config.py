@@ -178,7 +178,10 @@ class Parallel(Section):
 
 
 class Sharding(Section):
-    kind: Literal["ddp", "zero"] = "ddp"
+    kind: Literal["dp", "ddp", "zero"] = "ddp"
+    replicas: int = Field(
+        2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own where there are enough"
+    )
     stage: Literal[1] = Field(1, description="of zero")
 
 

@@ -14,7 +14,9 @@ from moe import config, dispatch
 from moe.config import Run
 from moe.experts import HIDDEN_DIM, Experts
 from moe.model.transformer import Transformer, global_name, initialise, moe_layers, tile_and_shape
+from moe.replicas import gather, scatter
 from moe.router import Router
+from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
 from parallel.errors import BadInput
@@ -72,6 +74,12 @@ def spread_experts(model: nn.Module, mesh: Mesh, *, settings: config.Dispatch, k
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
     """The data-parallel kind the recipe names, around the model."""
     optimizer = optimizer_of(run.optimizer)
+    if run.sharding.kind == "dp":
+        first = next(model.parameters()).device
+        apart = first.type == "cuda" and torch.cuda.device_count() >= run.sharding.replicas
+        devices = [torch.device("cuda", i) if apart else first for i in range(run.sharding.replicas)]
+        replicas = Replicas(model, devices=devices, scatter=scatter, gather=gather)
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
     if run.sharding.kind == "ddp":
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
     from parallel.data.zero import Zero1  # here, because deepspeed takes seconds to import

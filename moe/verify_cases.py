@@ -62,7 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: ddp or zero1; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: dp, ddp or zero1; `rows`: how they travel, a key of ROWS."""
 
     model: str
     kind: str
@@ -77,6 +77,7 @@ class Case:
     tiles: int = 1  # of feed-forward networks and experts
     head_tiles: int = 1  # of the vocabulary
     chunks: int = 1  # of the loss
+    replicas: int = 2  # of dp
 
     @property
     def layout(self) -> str:
@@ -84,6 +85,7 @@ class Case:
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
+        parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
         return " ".join(part for part in parts if part)
 
     def run(self) -> Run:
@@ -96,7 +98,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.world, "ep": self.ep, "etp": self.etp},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
-            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind},
+            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind, "replicas": self.replicas},
             "pipeline": {"microbatches": self.microbatches},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
@@ -114,7 +116,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    return (data_cases(nproc) + tiled_cases(nproc) if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
+    return (data_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -166,6 +168,16 @@ def tiled_cases(nproc: int) -> list[Case]:
         for microbatches, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
         if BATCH % (world * microbatches) == 0
         if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def replica_cases() -> list[Case]:
+    """DP, which is one process whatever nproc is."""
+    return [
+        Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
+        for model in ("dense", "gshard", "deepseek")
+        for microbatches in (1, 3)
+        for precision in ("fp32", "bf16")
     ]
 
 

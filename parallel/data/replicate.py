@@ -22,13 +22,18 @@ from parallel.mesh import Axis, Mesh
 
 
 class DDP:
-    """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank."""
+    """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank.
 
-    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
+    `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py).
+    """
+
+    def __init__(
+        self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW, forward: nn.Module | None = None
+    ) -> None:
         self.layouts, self.mesh = layouts, mesh
         self.parameters = dict(model.named_parameters())
         self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
-        self.module = self.model = model
+        self.module, self.model = model, forward or model
         dp = mesh.axis("dp")
         self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
         if dp.size > 1:
@@ -74,7 +79,7 @@ class DDP:
 
     def drop_gradients(self) -> None:
         """DDP's buckets are its gradients' memory, so those are zeroed; others are freed: zeroing and adding cost two passes over them."""
-        freed = set(self.parameters if self.model is self.module else self.apart)
+        freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for name, parameter in self.parameters.items():
             if name in freed:
                 parameter.grad = None
