@@ -116,7 +116,8 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    return (data_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
+    data = data_cases(nproc) + tiled_cases(nproc) + replica_cases()
+    return (data if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
 
 
 def data_cases(nproc: int) -> list[Case]:
