@@ -167,8 +167,9 @@ def _owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Ten
 
 
 def _ranks(rank: int, chosen: list[Case], folder: str) -> None:
+    meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
     for number, case in enumerate(chosen):
-        torch.save(asdict(compute(case, rank=rank)), Path(folder) / f"{number}.{rank}.pt")
+        torch.save(asdict(compute(case, rank=rank, meshes=meshes)), Path(folder) / f"{number}.{rank}.pt")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------------
