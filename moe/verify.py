@@ -115,11 +115,14 @@ def _biases(model: torch.nn.Module) -> dict[str, Tensor]:
 # --- one layout, through the trainer's own step --------------------------------------------------------------------------
 
 
-def compute(case: Case, *, rank: int = 0, kernels: str = "cpu") -> Result:
-    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns."""
+def compute(case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Degrees, Mesh] | None = None) -> Result:
+    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already."""
     run = case.run().check(case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
-    mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
+    degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
+    if degrees not in meshes:
+        meshes[degrees] = process.connect(degrees, World(rank, case.world))
+    mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     engine = start_engine(run, model, layouts, mesh)
     scale = LossScale.of(run.precision.loss_scale)
