@@ -180,7 +180,6 @@ def _bits_on_rank(rank: int) -> list[list[Tensor]]:
         AllToAll(mesh.axis("ep")),
         Padded(mesh.axis("ep")),
         Hierarchical(mesh.axis("ep_inner"), mesh.axis("ep_outer")),
-        Chunked(mesh.axis("ep"), 2),
     ]
     return [run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for way in ways]
 
