@@ -178,11 +178,15 @@ class Parallel(Section):
 
 
 class Sharding(Section):
-    kind: Literal["dp", "ddp", "zero"] = "ddp"
+    kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
     replicas: int = Field(
         2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own where there are enough"
     )
     stage: Literal[1] = Field(1, description="of zero")
+    reshard: bool = Field(
+        True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward one"
+    )
+    prefetch: int = Field(1, ge=0, description="of fsdp: blocks that are gathered ahead of the one that runs")
 
 
 class Tensor(Section):

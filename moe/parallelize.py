@@ -6,6 +6,8 @@ model on the meta device -> experts of this rank -> how rows reach them -> weigh
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +15,24 @@ from torch import Tensor, nn
 from moe import config, dispatch
 from moe.config import Run
 from moe.experts import HIDDEN_DIM, Experts
-from moe.model.transformer import Transformer, global_name, initialise, moe_layers, tile_and_shape
+from moe.layer import MoELayer
+from moe.model.attention import RelativeBias
+from moe.model.linear import Norm
+from moe.model.transformer import Block, Transformer, embedding_as_module, global_name, initialise, moe_layers, tile_and_shape
+from moe.model.vocabulary import Rows
 from moe.replicas import gather, scatter
 from moe.router import Router
 from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
+from parallel.data.tiling import tiles_of
 from parallel.errors import BadInput
 from parallel.layout import Layout, dense, stacked_over
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES
+
+if TYPE_CHECKING:
+    from parallel.data.shard import Unit
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -39,10 +49,71 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
             run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute, tiling=run.tiling
         )
         model.to(DTYPES[run.precision.master])
+    if by_fsdp(run):
+        embedding_as_module(model)
     layouts = lay_out(model)
     spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
-    initialise(model, seed=run.train.seed, device=device)
+    if by_fsdp(run):
+        from parallel.data.shard import shard  # here, because it takes a second to import
+
+        fill = partial(initialise, model, seed=run.train.seed, device=device)
+        s = run.sharding
+        shard(
+            model,
+            units_of(model),
+            layouts=layouts,
+            mesh=mesh,
+            reshard=s.reshard,
+            prefetch=s.prefetch,
+            fill=lambda names: fill(only=names),
+        )
+    else:
+        initialise(model, seed=run.train.seed, device=device)
     return model, layouts
+
+
+def by_fsdp(run: Run) -> bool:
+    """Whether torch's fully_shard carries out the kind that the recipe names."""
+    return run.sharding.kind == "fsdp"
+
+
+def units_of(model: Transformer) -> list[Unit]:
+    """What FSDP gathers together, in the order in which it runs: embedding, blocks, in a block its experts and what stands beside
+    them, head; each tile alone. In the compute dtype, but for the embedding, whose gradient sums over tokens in fp32. What a model
+    reads in fp32 besides, all of it small, is in no unit.
+    """
+    from parallel.data.shard import Unit
+
+    tiles = {id(tile) for tile in tiles_of(model)}
+    alone = (Block, MoELayer, Rows)
+    paths = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, alone) or id(module) in tiles or path.endswith((".moe.shared", ".moe.residual"))
+    ]
+    owned: dict[str, list[str]] = {path: [] for path in sorted(paths, key=lambda path: not path.startswith("embedding"))}
+    small = _read_in_fp32(model)
+    for name, _ in model.named_parameters():
+        inside = [path for path in paths if name.startswith(f"{path}.")]
+        if inside and name not in small:
+            owned[max(inside, key=len)].append(name)
+    narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
+    units = []
+    for path, names in owned.items():
+        table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
+        tied = table and model.head is None
+        dtype = model.compute if narrow and not table else None
+        units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
+    return [unit for unit in units if unit.parameters]
+
+
+def _read_in_fp32(model: Transformer) -> set[str]:
+    """Parameters by module name that the model never casts to its compute dtype."""
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, (Norm, RelativeBias, Router)) or path.endswith((".moe.shared_gate", ".moe.coefficient")):
+            found |= {f"{path}.{name}" for name, _ in module.named_parameters()}
+    return found
 
 
 def lay_out(model: Transformer) -> dict[str, Layout]:
@@ -82,6 +153,10 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
     if run.sharding.kind == "ddp":
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    if by_fsdp(run):
+        from parallel.data.shard import FSDP
+
+        return FSDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
     from parallel.data.zero import Zero1  # here, because deepspeed takes seconds to import
 
     return Zero1(model, layouts=layouts, mesh=mesh, optimizer=optimizer)

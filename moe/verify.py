@@ -267,6 +267,8 @@ def _run_world(chosen: list[Case], world: int, say: Callable[[str], None]) -> li
         from parallel.data.zero import load_deepspeed
 
         load_deepspeed()  # once, before forking: it takes seconds to import
+    if any(c.kind == "fsdp" for c in chosen):
+        import parallel.data.shard  # noqa: F401  (likewise)
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_on_ranks(_ranks, world, chosen, folder, timeout_s=60 + 20 * len(chosen))

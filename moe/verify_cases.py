@@ -1,6 +1,6 @@
 """What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
 
-    --kinds data     dense and sparse models  x  {ddp, zero1}  x  ep  x  micro-batches  x  precision  (+ recompute)
+    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1}  x  ep  x  micro-batches  x  precision  (+ recompute)
     --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
 
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
@@ -62,7 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: dp, ddp or zero1; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: dp, ddp, fsdp or zero1; `rows`: how they travel, a key of ROWS."""
 
     model: str
     kind: str
@@ -116,7 +116,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    data = data_cases(nproc) + tiled_cases(nproc) + replica_cases()
+    data = data_cases(nproc) + fsdp_cases(nproc) + tiled_cases(nproc) + replica_cases()
     return (data if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
 
 
@@ -135,6 +135,23 @@ def data_cases(nproc: int) -> list[Case]:
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
         if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def fsdp_cases(nproc: int) -> list[Case]:
+    """With recompute too, whose second forward pass runs where parameters come and go; on one rank nothing is cut."""
+    return [
+        Case(model, "fsdp", world, ep, microbatches, precision, recompute)
+        for world in range(2, nproc + 1)
+        if BATCH % world == 0
+        for precision in ("fp32", "bf16", "fp16")
+        for model in ("dense", "gshard", "deepseek")
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or precision == "fp32"
     ]
 
 
@@ -160,7 +177,7 @@ def tiled_cases(nproc: int) -> list[Case]:
         )
         for world in range(1, nproc + 1)
         if BATCH % world == 0
-        for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32"))
+        for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("zero1", "fp32"))
         for model in ("dense", "gshard", "deepseek")
         for ep, etp in [(world, 1), *([(1, 2)] if world % 2 == 0 and (kind, precision) == ("ddp", "fp32") else [])]
         if model != "dense" or (ep, etp) == (world, 1)

@@ -111,19 +111,30 @@ def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     return tensor
 
 
+def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
+    """Every rank's contiguous `mine`, one after another along dim 0, into `out`; what to wait for, where it is not waited for here."""
+    count(axis, "all_gather", mine)
+    work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
+    return work
+
+
+def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis) -> None:
+    """This rank's part along dim 0 of the sum of the ranks' contiguous `parts` into `out`."""
+    count(axis, "reduce_scatter", parts)
+    _reduce_scatter(out, parts, group=axis.group)
+
+
 def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    count(axis, "all_gather", tensor)
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
-    _all_gather(out, first, group=axis.group)
+    gather_into(out, first, axis)
     return out.movedim(0, dim)
 
 
 def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-    count(axis, "reduce_scatter", tensor)
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((first.shape[0] // axis.size, *first.shape[1:]))
-    _reduce_scatter(out, first, group=axis.group)
+    scatter_sum_into(out, first, axis)
     return out.movedim(0, dim)
 
 

@@ -10,7 +10,7 @@ value is a function of (seed, its global name) alone: truncated normal within 2 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -172,12 +172,23 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
 
 
-def initialise(model: Transformer, *, seed: int, device: torch.device | str | None = None) -> None:
-    """Give every weight its first value, on `device` if the model was made on the meta device."""
+def embedding_as_module(model: Transformer) -> None:
+    """Have the embedding table in a module of its own, where an engine can gather it; before the model has weights."""
+    if isinstance(model.embedding, nn.Parameter):
+        dtype = model.embedding.dtype
+        del model.embedding
+        with torch.device("meta"):
+            model.embedding = rows_of(model.vocab_size, model.config.d_model, tiles=1).to(dtype)
+
+
+def initialise(model: Transformer, *, seed: int, device: torch.device | str | None = None, only: Collection[str] | None = None) -> None:
+    """Give every weight its first value, on `device` if the model was made on the meta device; or some, by module name."""
     scale = model.config.init_scale
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             local = f"{path}.{name}" if path else name
+            if only is not None and local not in only:
+                continue
             full = global_name(local)
             value = torch.empty(parameter.shape)
             if isinstance(module, Experts):

@@ -64,6 +64,9 @@ def look_up(tokens: Tensor, matrix: Matrix) -> Tensor:
 
     if isinstance(matrix, Tensor):
         return F.embedding(tokens, matrix)
+    if isinstance(matrix, Rows):
+        rows: Tensor = matrix(tokens, lambda tokens, _, weight: F.embedding(tokens, weight))
+        return rows
     found = _each(matrix, tokens, use)
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
@@ -123,7 +126,9 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_2N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
-        grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD)
+        # runs are added up in fp32 at least, also where an engine has gathered the weight in 16 bits
+        wide = torch.promote_types(weight_VD.dtype, torch.float32) if ctx.chunks > 1 else weight_VD.dtype
+        grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=wide)
         for run in _runs(len(x_ND), ctx.chunks):
             logits = F.linear(x_ND[run], weight).to(scores.dtype)
             logits.sub_(scores[0, run].unsqueeze(1)).exp_().mul_(grad_2N[0, run].unsqueeze(1))
@@ -134,7 +139,7 @@ class _Scores(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), x_ND[run])
             else:
                 grad_weight += grad_logits.t() @ x_ND[run]
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight.to(weight_VD.dtype), None, None, None
 
 
 def _runs(count: int, chunks: int) -> list[slice]:

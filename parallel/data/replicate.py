@@ -50,18 +50,8 @@ class DDP:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         if last:
-            self._sum_apart()
-
-    def _sum_apart(self) -> None:
-        by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
-        for name in self.apart:
-            grad = self.parameters[name].grad
-            if grad is not None:
-                by_axes.setdefault(self.layouts[name].copies(), {})[name] = grad
-        for axes, grads in by_axes.items():
-            long = [self.mesh.axis(a) for a in axes if self.mesh.axis(a).size > 1]
-            for bucket in _buckets(grads) if long else ():
-                _sum_flat(list(bucket.values()), [replace(axis, label=_label(next(iter(bucket)))) for axis in long])
+            grads = {name: self.parameters[name].grad for name in self.apart}
+            sum_over_copies({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -103,6 +93,17 @@ class DDP:
             self.optimizer.state[parameter] = {m: state[m].to(parameter.device, parameter.dtype).clone() for m in MOMENTS} | {
                 "step": torch.tensor(float(steps), device=parameter.device)
             }
+
+
+def sum_over_copies(grads: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
+    """Sum gradients in place over the ranks that hold copies of their parameters, in fp32 and flat buckets. Collective."""
+    by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    for name, grad in grads.items():
+        by_axes.setdefault(layouts[name].copies(), {})[name] = grad
+    for axes, alike in by_axes.items():
+        long = [mesh.axis(a) for a in axes if mesh.axis(a).size > 1]
+        for bucket in _buckets(alike) if long else ():
+            _sum_flat(list(bucket.values()), [replace(axis, label=_label(next(iter(bucket)))) for axis in long])
 
 
 _DENSE = Layout(()).copies()
