@@ -1,0 +1,133 @@
+"""Is a schedule whole, and does it end? Both are known without times and without processes.
+
+Whole: every stage sees every micro-batch once forward and once backward (B, or I and W), on one rank, and every update happens.
+It ends: ranks take their actions in order, each as soon as its needs are done; if all wait, that is a deadlock, and the report
+has every rank's next action with what it waits for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
+
+
+def check(schedule: Schedule) -> Schedule:
+    """The schedule itself. Raises BadInput, one line, where it is not whole or does not end."""
+    _check_whole(schedule)
+    _check_updates(schedule)
+    linear(schedule)
+    return schedule
+
+
+def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
+    """All actions in one order in which each comes after its needs. Raises BadInput for a deadlock.
+
+    sums_block: a rank goes on after S only when every replica has come to it.
+    """
+    done: set[Node] = set()
+    at = [0] * schedule.num_ranks
+    order: list[Node] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.orders):
+            while at[rank] < len(actions) and done.issuperset(_needs(schedule, Node(rank, at[rank]), sums_block)):
+                order.append(Node(rank, at[rank]))
+                done.add(order[-1])
+                at[rank] += 1
+                moved = True
+    total = sum(len(actions) for actions in schedule.orders)
+    if len(order) < total:
+        raise BadInput(
+            f"schedule {schedule.name}",
+            got=f"a deadlock after {len(order)} of {total} actions: {'; '.join(_waiting(schedule, at, done, sums_block))}",
+            needed="each action after what it needs, on every rank",
+            fix="move what is waited for before the action that holds its rank up",
+        )
+    return order
+
+
+def _needs(schedule: Schedule, node: Node, sums_block: bool) -> tuple[Node, ...]:
+    needs = schedule.needs(node)
+    if sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S:
+        needs += schedule.replicas(Node(node.rank, node.at - 1))
+    return needs
+
+
+def _waiting(schedule: Schedule, at: list[int], done: set[Node], sums_block: bool) -> list[str]:
+    lines = []
+    for rank, index in enumerate(at):
+        if index == len(schedule.orders[rank]):
+            lines.append(f"rank {rank} has ended")
+            continue
+        node = Node(rank, index)
+        missing = [need for need in _needs(schedule, node, sums_block) if need not in done]
+        texts = [f"{schedule.action(need)} of rank {need.rank}" for need in missing]
+        lines.append(f"rank {rank} waits at {schedule.action(node)} for {' and '.join(texts)}")
+    return lines
+
+
+def _check_whole(schedule: Schedule) -> None:
+    count: Counter[Action] = Counter()
+    for node, action in schedule.nodes():
+        if not 0 <= action.stage < schedule.num_stages or node.rank not in schedule.homes[action.stage]:
+            raise _wrong(
+                schedule, f"{action} on rank {node.rank}", "stages only on the ranks that hold them", "move it to its stage's rank"
+            )
+        if action.op in COMPUTE:
+            if not 0 <= action.microbatch < schedule.microbatches:
+                raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
+            count[action._replace(version=0)] += 1
+    for action, n in count.items():
+        if n > 1:
+            raise _wrong(schedule, f"{action} {n} times", "it once", "remove the others")
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.microbatches):
+            _check_one(schedule, stage, microbatch)
+
+
+def _check_one(schedule: Schedule, stage: int, microbatch: int) -> None:
+    nodes = {op: node for op in COMPUTE if (node := schedule.find(op, stage, microbatch)) is not None}
+    found = " ".join(str(Action(op, stage, microbatch)) for op in nodes) or "nothing"
+    if set(nodes) not in ({Op.F, Op.B}, {Op.F, Op.I, Op.W}):
+        wanted = " ".join(str(Action(op, stage, microbatch)) for op in (Op.F, Op.B))
+        raise _wrong(
+            schedule, f"{found} for stage {stage} and micro-batch {microbatch}", f"{wanted}, or I and W instead of B", "complete it"
+        )
+    if len({node.rank for node in nodes.values()}) > 1:
+        raise _wrong(schedule, f"{found} on several ranks", "one rank for one micro-batch of a stage", "move the backward to its forward")
+    if len({schedule.action(node).version for node in nodes.values()}) > 1:
+        raise _wrong(
+            schedule, " ".join(str(schedule.action(n)) for n in nodes.values()), "the backward on its forward's version", "give it that"
+        )
+
+
+def _check_updates(schedule: Schedule) -> None:
+    """One update a stage, rank and batch; where a stage has replicas, one sum as well, in the same order on all of its ranks."""
+    present = Counter((node.rank, a.op, a.stage, a.version) for node, a in schedule.nodes() if a.op not in COMPUTE)
+    wanted = Counter(
+        (rank, op, stage, version)
+        for stage, ranks in enumerate(schedule.homes)
+        for rank in ranks
+        for version in range(1, schedule.num_updates + 1)
+        for op in ((Op.S, Op.U) if len(ranks) > 1 else (Op.U,))
+    )
+    if present != wanted:
+        rank, op, stage, version = min((wanted - present) or (present - wanted))
+        n = present[rank, op, stage, version]
+        needed = "it once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
+        raise _wrong(schedule, f"{n} times {Action(op, stage, version=version)} on rank {rank}", needed, "one U a stage, rank and batch")
+    for stage, ranks in enumerate(schedule.homes):
+        for other in ranks[1:]:
+            shared = [set(schedule.homes[s]) >= {ranks[0], other} for s in range(schedule.num_stages)]
+            sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in (ranks[0], other)]
+            if sums[0] != sums[1]:
+                raise _wrong(
+                    schedule, f"sums in different orders on ranks {ranks[0]} and {other}", "one order", f"reorder S of stage {stage}"
+                )
+
+
+def _wrong(schedule: Schedule, got: str, needed: str, fix: str) -> BadInput:
+    return BadInput(f"schedule {schedule.name}", got=got, needed=needed, fix=fix)

@@ -1,0 +1,57 @@
+"""What a rank keeps, which follows from the order of its actions alone: activations between forward and backward, weight versions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from parallel.pipeline.schedule import Op, Schedule
+
+
+def _one(stage: int) -> float:
+    return 1
+
+
+def peak_activations(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
+    """Most micro-batches of stages in flight on each rank: after F and not yet through B or I. `size`: of one, by stage."""
+    return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.I: -1}, size)
+
+
+def peak_owed(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
+    """Most that wait for W after I: of them the layers' inputs and output gradients are kept."""
+    return _peaks(schedule, {Op.I: 1, Op.W: -1}, size)
+
+
+def peak_held(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
+    """Most in flight and owed together: the peak where W needs as much as I."""
+    return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.W: -1}, size)
+
+
+def _peaks(schedule: Schedule, change: dict[Op, int], size: Callable[[int], float]) -> tuple[float, ...]:
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for action in order:
+            held += change.get(action.op, 0) * size(action.stage)
+            peak = max(peak, held)
+        peaks.append(int(peak) if size is _one else peak)
+    return tuple(peaks)
+
+
+def weight_versions(schedule: Schedule) -> tuple[int, ...]:
+    """Most versions of one stage's weights that a rank keeps: the newest, and older ones that an F, B or I to come still reads."""
+    return tuple(
+        max((_versions(schedule, rank, stage) for stage in schedule.stages_of(rank)), default=0) for rank in range(schedule.num_ranks)
+    )
+
+
+def _versions(schedule: Schedule, rank: int, stage: int) -> int:
+    mine = [action for action in schedule.orders[rank] if action.stage == stage]
+    to_come = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))
+    newest, most = 0, 1
+    for action in mine:
+        if action.op in (Op.F, Op.B, Op.I):
+            to_come[action.version] -= 1
+        newest = action.version if action.op is Op.U else newest
+        most = max(most, 1 + sum(n > 0 and version < newest for version, n in to_come.items()))
+    return most

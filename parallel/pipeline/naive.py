@@ -1,0 +1,15 @@
+"""Naive model parallelism: one micro-batch at a time through all stages and back; one rank works, the others wait.
+
+rank 0   F0 .. .. B0 F1 ..
+rank 1   .. F0 B0 .. .. F1        bubble p - 1, whatever the number of micro-batches; one micro-batch in flight
+"""
+
+from __future__ import annotations
+
+from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
+
+
+def naive(ranks: int, microbatches: int) -> Schedule:
+    """No overlap at all: what the other schedules are compared with."""
+    orders = [[Action(op, rank, j) for j in range(microbatches) for op in (Op.F, Op.B)] for rank in range(ranks)]
+    return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)

@@ -1,0 +1,33 @@
+"""1F1B: after p - 1 - r forwards, rank r alternates forward and backward, and so frees a micro-batch before it takes the next.
+
+    rank 0   F0 F1 .. .. B0 B0 F2 .. B1 B1 .. .. B2 B2
+    rank 1   .. F0 B0 B0 F1 B1 B1 F2 B2 B2             bubble (p - 1) / m; min(m, p - r) in flight instead of m
+
+PipeDream-Flush [2006.09503, section 3.3], DAPPLE [2007.01045].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_a_rank
+
+
+def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
+    """`extra_warmup`: forwards that each rank runs further ahead, at the price of as many activations (EnvPipe)."""
+    extra = extra_warmup or [0] * ranks
+    orders = []
+    for rank in range(ranks):
+        forwards = [Action(Op.F, rank, j) for j in range(microbatches)]
+        backwards = [Action(Op.B, rank, j) for j in range(microbatches)]
+        orders.append(alternate(forwards, backwards, warmup=ranks - 1 - rank + extra[rank]))
+    return flushed("1f1b", one_stage_a_rank(ranks), microbatches, orders)
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    ahead = min(warmup, len(forwards))
+    order = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return [*order, *backwards[len(forwards) - ahead :]]

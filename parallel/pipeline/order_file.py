@@ -1,0 +1,105 @@
+"""Schedules as CSV: a line a rank, a cell an action, written stage-op-micro-batch@version.
+
+    0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is left out
+    1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair, which runs as one block
+
+Stages live on the ranks that name them. Lines without S and U get them at their end. Without versions this is also the
+compute-only format of torch.distributed.pipelining, whose files are read too; empty cells are waits there and mean nothing here.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel.errors import BadInput
+from parallel.pipeline.check import check
+from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule
+
+_ACTION = re.compile(r"(\d+)([FBIWSU])(\d*)(?:@(\d+))?")
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
+def write_order(schedule: Schedule, path: str | Path) -> None:
+    """One line a rank. Raises BadInput where the file cannot be written."""
+    lines = []
+    for rank, order in enumerate(schedule.orders):
+        cells: list[str] = []
+        for index, action in enumerate(order):
+            if Node(rank, index - 1) in schedule.pairs:
+                cells[-1] = f"({cells[-1]};{action})OVERLAP_F_B"
+            else:
+                cells.append(str(action))
+        lines.append(",".join(cells) + "\n")
+    try:
+        Path(path).write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+
+
+def read_order(path: str | Path) -> Schedule:
+    """The schedule of a file, checked: whole and without deadlock. Raises BadInput, one line, for anything else."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            lines = [cells for cells in csv.reader(file) if cells]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        said = getattr(error, "strerror", None) or "no text of a CSV file"
+        fix = "write one with moe simulate 1f1b --out order.csv"
+        raise BadInput("schedule", got=f"{path}: {said}", needed="a CSV file of actions", fix=fix) from None
+    orders: list[list[Action]] = []
+    pairs: set[Node] = set()
+    for rank, cells in enumerate(lines):
+        orders.append([])
+        for column, cell in enumerate(cells):
+            where = f"{path} line {rank + 1} cell {column + 1}"
+            pair = _PAIR.fullmatch(cell.strip())
+            if pair:
+                pairs.add(Node(rank, len(orders[-1])))
+            orders[-1] += [_action(text.strip(), where) for text in (pair.groups() if pair else (cell,)) if text.strip()]
+    if not any(action.op is Op.F for order in orders for action in order):
+        raise BadInput("schedule", got=f"{path} without a forward", needed="a line of actions a rank, such as 0F0,0B0", fix="add them")
+    return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
+
+
+def _action(text: str, where: str) -> Action:
+    found = _ACTION.fullmatch(text)
+    if found is None or (not found[3]) != (found[2] in "SU"):
+        raise BadInput(
+            where,
+            got=repr(text),
+            needed="stage, then F, B, I or W, then micro-batch (2F0), or stage, then S or U, then version (2U@1)",
+            fix="correct or remove the cell",
+        )
+    op = Op(found[2])
+    version = int(found[4] or (op in (Op.S, Op.U)))
+    return Action(op, int(found[1]), int(found[3]) if found[3] else OF_A_BATCH, version)
+
+
+def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node]) -> Schedule:
+    compute = [action for order in orders for action in order if action.op in COMPUTE]
+    num_stages, microbatches = 1 + max(a.stage for a in compute), 1 + max(a.microbatch for a in compute)
+    homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
+    for stage, ranks in enumerate(homes):
+        if not ranks:
+            raise BadInput(
+                f"schedule {name}",
+                got=f"stages up to {num_stages - 1}, none {stage}",
+                needed="every stage from 0",
+                fix=f"add stage {stage} to a rank, or renumber",
+            )
+    if not any(action.op in (Op.S, Op.U) for order in orders for action in order):
+        for rank, order in enumerate(orders):
+            mine = [stage for stage, ranks in enumerate(homes) if rank in ranks]
+            order += [Action(Op.S, stage, version=1) for stage in mine if len(homes[stage]) > 1]
+            order += [Action(Op.U, stage, version=1) for stage in mine]
+    updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
+    if microbatches % updates:
+        raise BadInput(
+            f"schedule {name}",
+            got=f"{microbatches} micro-batches and {updates} updates",
+            needed="as many micro-batches to each update",
+            fix="add or remove updates",
+        )
+    return Schedule(name, tuple(homes), microbatches, microbatches // updates, tuple(tuple(order) for order in orders), pairs)
