@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe import verbs
 from moe.flags import check_words, take_overrides
-from moe.verbs import Bench, Convert, Doctor, Generate, Recipes, Report, Show, Train, Verify
+from moe.verbs import Bench, Convert, Doctor, Generate, Recipes, Report, Show, Simulate, Train, Verify
 from parallel.agreement import DEBUG
 from parallel.errors import BadInput, did_you_mean
 
@@ -124,6 +124,11 @@ def _arguments_of_main(module: Path) -> list[str]:
     return [a.arg for a in (*main_function.args.args, *main_function.args.kwonlyargs)] if main_function else []
 
 
+def _simulate(flags: Simulate, _: dict[str, str]) -> int:
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return _call("moe.simulate", given.pop("name", None), **given)
+
+
 def _convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert_checks import settings_of
     from moe.recipe import recipe_names, recipe_path
@@ -201,6 +206,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "generate": _generate,
     "report": _report,
     "bench": _bench,
+    "simulate": _simulate,
     "convert": _convert,
     "show": _show,
     "recipes": _recipes,

@@ -3,7 +3,7 @@
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: any dotted key of a recipe, wherever it stands
 
-A verb is a frozen dataclass: fields without a default are its words, the others its flags. tyro makes values, help and
+A verb is a frozen dataclass: fields without a default, or marked so, are its words, the others its flags. tyro makes values, help and
 shell completion from the same dataclass; its own complaints are boxes of many lines, hence the check here.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from moe.verbs import RECIPE_VERBS
+from moe.verbs import RECIPE_VERBS, is_word
 from parallel.errors import BadInput, did_you_mean
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
@@ -55,8 +55,9 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
     """
     hints = get_type_hints(kind)
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
-    flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not is_word(f)}
     wanted = [name for name in types_of if f"--{name}" not in flags]
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
     given: list[str] = []
     checked: dict[str, str] = {}
     rest = iter(enumerate(words))
@@ -82,8 +83,8 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
             value = next(rest)[1]
         _check_value(name, flags[name], value)
         checked[name] = f"{name}={value}"
-    if len(given) < len(wanted):
-        missing = wanted[len(given)]
+    if len(given) < len(needed):
+        missing = needed[len(given)]
         raise BadInput(
             f"moe {verb}", got=f"no {missing.upper()}", needed=" ".join(["moe", verb, *map(str.upper, wanted)]), fix=_hint(missing, verb)
         )

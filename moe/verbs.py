@@ -1,7 +1,7 @@
 """The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
 
-A field without a default is a word after the verb, the others are flags. For completion, `train` and `show` also get every
-section of a recipe as a field, so that a shell knows each dotted key and its choices.
+A field without a default is a word after the verb, one marked as a word may be left out, the others are flags. For completion,
+`train` and `show` also get every section of a recipe as a field, so that a shell knows each dotted key and its choices.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ _OVERRIDES = (
 
 def _word(help: str) -> Any:
     return dataclasses.field(metadata={"help": help})
+
+
+def _word_or_none(help: str) -> Any:
+    return dataclasses.field(default=None, metadata={"help": help, "word": True})
+
+
+def is_word(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING or bool(field.metadata.get("word"))
 
 
 def _flag(default: Any, help: str) -> Any:
@@ -93,6 +101,26 @@ class Bench:
 
 
 @dataclasses.dataclass(frozen=True)
+class Simulate:
+    """Draw a pipeline schedule and count its bubbles, activations and weight versions; without a name: a table of all of them."""
+
+    name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
+    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default")
+    microbatches: int | None = _flag(None, "to a batch; 8 by default")
+    chunks: int | None = _flag(None, "stages a rank, where the schedule has a choice: 2 by default")
+    batches: int | None = _flag(None, "one after the other; 1 by default, for two_bw 2")
+    forward_time: str | None = _flag(
+        None, "of one micro-batch through the layers of a rank, 1 by default; or one for each stage, with commas"
+    )
+    backward_time: str | None = _flag(None, "likewise; 2 by default")
+    weight_share: float | None = _flag(None, "of the backward time: the weights' gradient, where it is split; 0.5 by default")
+    transfer_time: float | None = _flag(None, "from a rank to the next; 0 by default")
+    overlap: Literal["on", "off"] | None = _flag(None, "whether ranks compute while they send; on by default")
+    out: Path | None = _flag(None, "also write .png, .csv (the actions), .txt, or .json (a trace for chrome://tracing or Perfetto)")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
 class Convert:
     """Make the checkpoint of one model that of another: dense layers to experts, or experts to fewer or to dense."""
 
@@ -138,6 +166,7 @@ VERBS: dict[str, type] = {
     "generate": Generate,
     "report": Report,
     "bench": Bench,
+    "simulate": Simulate,
     "convert": Convert,
     "show": Show,
     "recipes": Recipes,
@@ -189,17 +218,19 @@ def _tyro(words: list[str], *, benches: list[str], full: bool = True, complete: 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
     """The verb's dataclass as tyro wants it: help, names of words and defaults as annotations."""
-    from tyro.conf import arg
+    from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)
+    positional: Any = Positional
     fields: list[Any] = []
     for f in dataclasses.fields(kind):
         about: dict[str, Any] = {"help": f.metadata["help"]}
-        if f.default is dataclasses.MISSING:
+        if is_word(f):
             about |= {"metavar": f.name.upper()}
         if f.default in (None, False):
             about |= {"help_behavior_hint": ""}
-        fields.append((f.name, Annotated[hints[f.name], arg(**about)], dataclasses.field(default=f.default)))
+        hint = positional[hints[f.name]] if f.metadata.get("word") else hints[f.name]
+        fields.append((f.name, Annotated[hint, arg(**about)], dataclasses.field(default=f.default)))
     if complete and verb in RECIPE_VERBS:
         from moe.config import Run
 

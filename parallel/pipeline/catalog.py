@@ -79,7 +79,7 @@ def build(name: str, *, ranks: int, microbatches: int, chunks: int | None = None
                 "chunks",
                 got=chunks,
                 needed=f"{kind.chunks} for {name}",
-                fix=f"chunks {kind.chunks}, or a schedule with a choice: {several}",
+                fix=f"set chunks to {kind.chunks}, or a schedule with a choice: {several}",
             )
     if batches is not None:
         at_least("batches", batches, 1)

@@ -21,12 +21,15 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         raise BadInput(
-            "stages", got=ranks, needed="an even number for chimera, whose two directions meet in the middle", fix=f"stages {near}"
+            "stages", got=ranks, needed="an even number for chimera, whose two directions meet in the middle", fix=f"set stages to {near}"
         )
     if microbatches % ranks:
         near = " or ".join(str(n) for n in (microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks) if n)
         raise BadInput(
-            "microbatches", got=microbatches, needed=f"a multiple of {ranks} stages for chimera, half each way", fix=f"microbatches {near}"
+            "microbatches",
+            got=microbatches,
+            needed=f"a multiple of {ranks} stages for chimera, half each way",
+            fix=f"set microbatches to {near}",
         )
     homes = [sorted((stage, ranks - 1 - stage)) for stage in range(ranks)]
     orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]

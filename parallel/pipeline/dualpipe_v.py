@@ -22,7 +22,7 @@ def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedul
             "microbatches",
             got=microbatches,
             needed=f"at least {2 * ranks}, two a rank, for dualpipe_v",
-            fix=f"microbatches {2 * ranks}",
+            fix=f"set microbatches to {2 * ranks}",
         )
     pairs: set[Node] = set()
     orders = [_order(rank, ranks, microbatches, pairs) for rank in range(ranks)]

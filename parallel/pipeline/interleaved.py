@@ -20,7 +20,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
             "microbatches",
             got=microbatches,
             needed=f"a multiple of {ranks} stages for interleaved, whose micro-batches go in groups of that size",
-            fix=f"microbatches {' or '.join(map(str, near))}",
+            fix=f"set microbatches to {' or '.join(map(str, near))}",
         )
     orders = []
     for rank in range(ranks):

@@ -254,4 +254,4 @@ def folded(ranks: int) -> list[tuple[int]]:
 
 def at_least(what: str, got: int, needed: int, why: str = "") -> None:
     if got < needed:
-        raise BadInput(what, got=got, needed=f"at least {needed}{why}", fix=f"{what} {needed}")
+        raise BadInput(what, got=got, needed=f"at least {needed}{why}", fix=f"set {what} to {needed}")

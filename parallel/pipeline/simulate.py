@@ -111,13 +111,13 @@ def simulate(
     return Timeline(schedule, spans, tuple(run.transfers), overlap)
 
 
-def period(build: Callable[[int], Schedule], cost: Cost | None = None, *, batches: int = 2) -> float:
+def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline] = simulate, *, batches: int = 2) -> float:
     """Time that one more batch costs once the pipeline is full; `build(n)` is the schedule of n batches, and `batches` fill it.
 
     A rank begins its next batch right after its own update. Where a flush leaves rank 0 waiting to the end this is the makespan; for
     schedules without a flush, or whose ranks end at the stagger at which they began, it is less.
     """
-    return simulate(build(batches + 1), cost).makespan - simulate(build(batches), cost).makespan
+    return run(build(batches + 1)).makespan - run(build(batches)).makespan
 
 
 def _by_message(value: float | OfMessage) -> OfMessage:

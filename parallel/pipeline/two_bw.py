@@ -20,7 +20,7 @@ def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
             "microbatches",
             got=microbatches,
             needed=f"at least {ranks}, one a stage, for two_bw: with fewer two versions are not enough",
-            fix=f"microbatches {ranks}",
+            fix=f"set microbatches to {ranks}",
         )
     orders = []
     for rank in range(ranks):
