@@ -3,7 +3,7 @@
 A rank's steady state is F of one chunk beside B of the other, back and forth, each pair one block: the exchange of one hides behind
 the compute of its partner, which is why it was made for experts on many nodes. 2 p + 1 chunks in flight. Idle time, in times of one
 chunk with B = I + W: (p - 1) (F&B + B - 3 W), F&B the time of a pair, where F = I. With `paired=False` F and B run one after the other
-and each result leaves at once: (p - 1) (F + I - W), less, unless the block saves more than that.
+and each result leaves at once: (p - 1) (F + I - W) where I is not longer than F, less, unless the block saves more than that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """1F1B: after p - 1 - r forwards, rank r alternates forward and backward, and so frees a micro-batch before it takes the next.
 
-    rank 0   F0 F1 .. .. B0 B0 F2 .. B1 B1 .. .. B2 B2
-    rank 1   .. F0 B0 B0 F1 B1 B1 F2 B2 B2             bubble (p - 1) / m; min(m, p - r) in flight instead of m
+    rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
+    rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) in flight instead of m
 
 PipeDream-Flush [2006.09503, section 3.3], DAPPLE [2007.01045].
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from parallel.errors import BadInput
 from parallel.pipeline.check import check
-from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule
+from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
 
 _ACTION = re.compile(r"(\d+)([FBIWSU])(\d*)(?:@(\d+))?")
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -93,13 +93,13 @@ def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node])
         for rank, order in enumerate(orders):
             mine = [stage for stage, ranks in enumerate(homes) if rank in ranks]
             order += [Action(Op.S, stage, version=1) for stage in mine if len(homes[stage]) > 1]
-            order += [Action(Op.U, stage, version=1) for stage in mine]
-    updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
-    if microbatches % updates:
+            order += updates(order)
+    num_updates = max((action.version for order in orders for action in order if action.op is Op.U), default=1)
+    if microbatches % num_updates:
         raise BadInput(
             f"schedule {name}",
-            got=f"{microbatches} micro-batches and {updates} updates",
+            got=f"{microbatches} micro-batches and {num_updates} updates",
             needed="as many micro-batches to each update",
             fix="add or remove updates",
         )
-    return Schedule(name, tuple(homes), microbatches, microbatches // updates, tuple(tuple(order) for order in orders), pairs)
+    return Schedule(name, tuple(homes), microbatches, microbatches // num_updates, tuple(tuple(order) for order in orders), pairs)

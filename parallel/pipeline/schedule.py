@@ -231,11 +231,13 @@ def _shifted(action: Action, microbatches: int, versions: int) -> Action:
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
     """A schedule of one batch from its compute actions: each rank ends with an update of each of its stages."""
     placed = tuple(tuple(ranks) for ranks in homes)
-    ended = []
-    for rank, order in enumerate(orders):
-        updates = [Action(Op.U, stage, version=1) for stage, ranks in enumerate(placed) if rank in ranks]
-        ended.append((*order, *updates))
-    return Schedule(name, placed, microbatches, microbatches, tuple(ended))
+    return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
+
+
+def updates(order: Sequence[Action]) -> list[Action]:
+    """U of every stage of a rank, those first whose gradients are there first."""
+    stages = dict.fromkeys(action.stage for action in reversed(order) if action.op in (Op.B, Op.W))
+    return [Action(Op.U, stage, version=1) for stage in reversed(stages)]
 
 
 def one_stage_a_rank(ranks: int) -> list[tuple[int]]:

@@ -7,7 +7,6 @@ rank 1 | .. F0 F1 F2 .. .. .. B0 B0 F3 B1 ...
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
     spans = [span for spans in timeline.spans for span in spans if span.end > span.start and span.action.op is not Op.S]
     unit = _unit([span.end - span.start for span in spans])
     size = 1 + max(len(label(timeline.schedule, span.action)) for span in spans)
-    columns = math.ceil(timeline.makespan / unit - 1e-9)
+    columns = max(round(span.end / unit) for span in spans)
     head = len(f"rank {timeline.schedule.num_ranks - 1}") + 3
     shown = columns if width is None else min(columns, max(1, (width - head - 4) // size))
     rows = []
