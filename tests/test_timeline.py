@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import struct
@@ -19,12 +20,15 @@ from parallel.pipeline.simulate import costs, simulate
 from parallel.pipeline.timeline import text, trace, write_trace
 
 
-def test_text_is_the_staircase() -> None:
-    """Megatron-LM (2104.04473), figure 4, in small."""
-    assert text(simulate(build("1f1b", ranks=2, microbatches=3))).splitlines() == [
-        "rank 0 | F0 F1 .. .. B0 B0 F2 .. B1 B1 .. .. B2 B2",
-        "rank 1 | .. F0 B0 B0 F1 B1 B1 .. .. .. F2 B2 B2",
-    ]
+@pytest.mark.parametrize(
+    ("name", "file", "p", "m"),
+    [("naive", "naive", 2, 2), ("gpipe", "gpipe", 2, 3), ("1f1b", "one_f_one_b", 2, 3), ("zb_h1", "zero_bubble", 3, 4)],
+)
+def test_text_is_the_staircase_that_the_methods_file_draws(name: str, file: str, p: int, m: int) -> None:
+    """Written by hand in the files; figures 3 and 4 of Megatron-LM (2104.04473) in small."""
+    drawn = (importlib.import_module(f"parallel.pipeline.{file}").__doc__ or "").splitlines()
+    rows = [line.strip().partition("   ")[0] for line in drawn if line.strip().startswith("rank ")]
+    assert rows == text(simulate(build(name, ranks=p, microbatches=m))).splitlines()[-len(rows) :] and rows
 
 
 def test_text_names_the_stage_where_a_rank_has_several_and_cuts_what_is_too_wide() -> None:

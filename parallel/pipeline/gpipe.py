@@ -1,7 +1,9 @@
 """GPipe [1811.06965]: every forward, then every backward.
 
-rank 0   F0 F1 F2 .. .. .. .. B0 B0 B1 B1 B2 B2
-rank 1   .. F0 F1 F2 B0 B0 B1 B1 B2 B2          bubble (p - 1) / m; all m micro-batches in flight
+    rank 0 | F0 F1 F2 .. .. .. B0 B0 B1 B1 B2 B2
+    rank 1 | .. F0 F1 F2 B0 B0 B1 B1 B2 B2 .. ..
+
+Bubble (p - 1) / m; all m micro-batches in flight on every rank.
 """
 
 from __future__ import annotations

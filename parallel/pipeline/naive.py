@@ -1,7 +1,9 @@
 """Naive model parallelism: one micro-batch at a time through all stages and back; one rank works, the others wait.
 
-rank 0   F0 .. .. B0 F1 ..
-rank 1   .. F0 B0 .. .. F1        bubble p - 1, whatever the number of micro-batches; one micro-batch in flight
+    rank 0 | F0 .. .. .. B0 B0 F1 .. .. .. B1 B1
+    rank 1 | .. F0 B0 B0 .. .. .. F1 B1 B1 .. ..
+
+Bubble p - 1, whatever the number of micro-batches; one in flight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Timeline as text and as a trace for chrome://tracing or ui.perfetto.dev; draw.py makes the picture.
 
-rank 0 | F0 F1 F2 F3 .. .. .. .. .. B0 B0 ...     a column is one unit of time, .. is a wait
-rank 1 | .. F0 F1 F2 .. .. .. B0 B0 F3 B1 ...
+rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
+rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
 """
 
 from __future__ import annotations

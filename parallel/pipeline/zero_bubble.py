@@ -1,7 +1,7 @@
 """Zero bubble, H1 and H2 [2401.10241, section 2]: backward cut in two, because only half of it is waited for.
 
     I (input gradient): the stage before waits for it          W (weight gradient): only the update waits for it
-    rank 2 of H1, p = 3   .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3      W fills what would be bubbles
+    rank 2 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3     the last of three ranks in H1: W fills what would be bubbles
 
 H1: forwards in flight as in 1F1B, rank r delays W by r, so each rank keeps p micro-batches until their W; bubble
 (p - 1) (F + I - W) / (m (F + I + W)). H2: 2 (p - r) - 1 forwards ahead, W delayed by 2 r, 2 p - 1 kept; bubble
