@@ -212,7 +212,7 @@ def frontier(schedule: Schedule, profile: Profile, limit: float) -> float:
 
 
 def between(points: list[tuple[int, float]]) -> object:
-    """The largest convex cost that lies nowhere above the points, in whole units of 0.1 mJ, and slopes below the 10000 that the solver takes for infinite."""
+    """The largest convex cost nowhere above the points, in units of 0.1 mJ: the solver takes a slope of 10000 for infinite."""
     from lowtime.cost_model import CostModel
 
     hull = [min(points)]
