@@ -47,7 +47,7 @@ def check_packing(packing: Packing, works: list[Work], margin: float = 1.0) -> N
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> None:
-    """PipeFisher's performance model, m = p: T = c_F F + c_B B, c = (2 p - 1, 2 p - 1) for GPipe and 1F1B, (p, 2 p - 2) for Chimera; the work
+    """PipeFisher's performance model, m = p: T = c_F F + c_B B, c = (2 p - 1, 2 p - 1) for GPipe and 1F1B, (p, 2 p - 2) for Chimera; work
     needs at least ceil(work / bubble) steps. That it comes in pieces costs one or, with Chimera's short bubbles, two more."""
     forward, backward, curvature, inversion = PROFILES[profile]
     p = 8

@@ -23,10 +23,12 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from moe.capacity import capacity, kept_choices  # noqa: E402
 from moe.config import Optimizer  # noqa: E402
-from moe.dispatch import _by_expert  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.train.schedule import learning_rate  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402
+from parallel.pipeline.catalog import build  # noqa: E402
+from parallel.pipeline.draw import draw_on  # noqa: E402
+from parallel.pipeline.simulate import costs, simulate  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"
@@ -251,7 +253,7 @@ def exchange() -> Axes:
         arrow(axes, (28, top - 7), (35, top - 7), color=LINE)
         theirs = torch.stack([counts[s][r] for s in range(2)])
         arrived = [row for s in range(2) for row in by_expert[s] if row[1] // 2 == r]
-        order = _by_expert(theirs).tolist()
+        order = torch.argsort(torch.tensor([e for _, e in arrived]), stable=True).tolist()  # by expert, then by source
         for i, (name, e) in enumerate(arrived):
             cell(axes, xs[3], top - 5 * i, name, fill=EXPERTS[e])
         for i, n in enumerate(order):
@@ -328,7 +330,20 @@ def schedules() -> Axes:
     return axes
 
 
-PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in (layer, groups, mesh, exchange, memory, schedules)}
+def pipelines() -> Axes:
+    """Six schedules of the same work on one time axis: four ranks, eight micro-batches, backward twice as long as forward."""
+    names = ("gpipe", "1f1b", "interleaved", "chimera", "zb_h1", "zb_v")
+    figure, rows = plt.subplots(len(names), 1, figsize=(12, 1.62 * len(names)), layout="constrained", sharex=True)
+    for axes, name in zip(rows, names, strict=True):
+        schedule = build(name, ranks=4, microbatches=8)
+        chunks = schedule.num_stages // schedule.num_ranks
+        timeline = simulate(schedule, costs(1 / chunks, 2 / chunks, summation=0.6))
+        draw_on(axes, timeline, legend=False)
+        axes.set_xlim(0, 34)
+    return rows[0]
+
+
+PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in (layer, groups, mesh, exchange, memory, schedules, pipelines)}
 
 
 def main(names: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, dark: float) 
     axes.barh(rank, length, left=span.start, height=0.78, color=color, edgecolor=_INK, linewidth=0.5)
     name = label(timeline.schedule, span.action)
     size = min(8.5, 12 * 72 * 0.9 * length / timeline.makespan / (0.8 * len(name)))  # points: what fits the bar's width
-    if size >= 4:
+    if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 
 
