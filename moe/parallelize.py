@@ -30,6 +30,7 @@ from parallel.data.replicate import DDP
 from parallel.data.tiling import tiles_of
 from parallel.errors import BadInput
 from parallel.layout import Layout, dense, stacked_over
+from parallel.memory import give_freed_memory_back
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES
 
@@ -90,6 +91,7 @@ def prepare(run: Run, say: Callable[[str], None]) -> None:
         from parallel.data.zero import compile_async_io
 
         compile_async_io(say)
+        give_freed_memory_back()  # memory is what is scarce then, and speed is the disk's
 
 
 def offload_of(settings: config.Offload) -> Offload:

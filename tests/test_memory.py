@@ -70,6 +70,26 @@ def test_every_step_leads_to_another_one_and_ends_in_tiles(where: str, world: in
         assert any(text == "--sharding.kind zero --sharding.stage 3" for text in seen)
 
 
+_FREED = """
+import torch
+from parallel import memory
+memory.%s()
+def held():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) * 1024
+before, tensors = held(), [torch.zeros(2**20) for _ in range(64)]
+tensors = tensors[-1:]
+print((held() - before) / 2**28)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="tells glibc's allocator, which other systems have not")
+@pytest.mark.parametrize(("choice", "share"), [("give_freed_memory_back", 1 / 64), ("keep_freed_memory", 1.0)])
+def test_freed_memory_is_given_back_or_kept(choice: str, share: float) -> None:
+    """Of 64 tensors of 4 MiB the last is still there: the process holds that one, or as much as all."""
+    found = subprocess.run([sys.executable, "-c", _FREED % choice], capture_output=True, text=True, timeout=60, check=True)
+    assert float(found.stdout) == pytest.approx(share, abs=0.01)
+
+
 def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
     """Under a limit on the process's data, a wide model fails where its weights are made; no traceback, and the status says the same."""
     out = tmp_path / "run"
