@@ -55,7 +55,7 @@ def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited, timeout=1200)
     shown = " ".join(words).replace(str(out.parent), "")
     print(f"{'no limit' if limit_bytes is None else f'{limit_bytes / 2**30:.2f} GiB':<10} moe train {RECIPE} {shown}", flush=True)
-    row: dict[str, Any] = {"flags": shown, "limit_bytes": limit_bytes, "said": None, "losses": [], "peak_memory_bytes": None}
+    row: dict[str, Any] = {"flags": shown, "limit_bytes": limit_bytes, "said": None, "losses": []}
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "memory: got" in line]
         if len(lines) != 1 or "Traceback" in done.stderr:
@@ -64,8 +64,10 @@ def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None
         print(f"           {lines[0]}", flush=True)
         return row
     row["losses"] = [line["loss"] for line in read(out) if line["kind"] == "train"]
-    row["peak_memory_bytes"] = json_format.loads((out / "summary.json").read_text())["peak_memory_bytes"]
-    print(f"           losses {' '.join(f'{x:.5f}' for x in row['losses'])}, peak {row['peak_memory_bytes'] / 2**30:.2f} GiB", flush=True)
+    summary = json_format.loads((out / "summary.json").read_text())
+    row |= {key: summary[key] for key in ("peak_memory_bytes", "tokens_per_second")}
+    losses, peak, speed = " ".join(f"{x:.5f}" for x in row["losses"]), row["peak_memory_bytes"] / 2**30, row["tokens_per_second"]
+    print(f"           losses {losses}, peak {peak:.2f} GiB, {speed:.0f} tokens/s", flush=True)
     return row
 
 
