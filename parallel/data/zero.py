@@ -87,6 +87,7 @@ class Zero(DeepSpeed):
         self.parameters = dict(model.named_parameters())
         shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
         groups, self.families, dtypes = group_parameters(self.parameters, layouts, optimizer, working=working, ep=shards)
+        self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
         self.engine, _, _, _ = deepspeed.initialize(
             model=_marked(model, ep=shards) if shards > 1 else model,
@@ -118,11 +119,23 @@ class Zero(DeepSpeed):
             buffers[number] = buffers[number].to(dtype).pin_memory() if pinned else buffers[number].to(dtype)
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
+            fragment = parameter._hp_mapping
+            if fragment is not None:  # a view of the old flat group, which would keep all of it
+                at = fragment.lp_fragment_address
+                fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
         if self.offloads and not last:
             self._make_room()
         return super().forward(*args, last=last)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        if not self.shards_gradients or not last:
+            return
+        for number, parts in self.zero.averaged_gradients.items():
+            if parts:  # of a parameter that two ranks share, a view would keep the whole gradient
+                self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
     def _make_room(self) -> None:
         """Host buffers in which gradients of several micro-batches add up: DeepSpeed's own would be in the weights' dtype."""
@@ -183,6 +196,7 @@ class Zero(DeepSpeed):
 def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration: it is told to clip nothing and to scale nothing, and takes whatever optimizer it is given."""
     sharded = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
+    sharded["use_multi_rank_bucket_allreduce"] = False  # each gradient to its owner alone: half the bytes of all to all
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -66,6 +66,7 @@ _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
     "stage3_max_reuse_distance": 0,  # nor because it will be used again soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered at once, unless one layer is larger: each module asks for a bucket more
 }
 
 
@@ -133,7 +134,7 @@ class Zero3(DeepSpeed):
             for parameter in zero.fp16_groups[number]:
                 parameter.data = torch.empty(0, dtype=dtype, device=parameter.device)
                 parameter.grad_dtype = torch.float32
-        if self.offload.optimizer != "none" and self.offload.parameters == "none":
+        if self.offload.parameters == "none":
             zero.lp_param_buffer = torch.empty(0)  # copied above, group by group
         if self.offload.parameters == "cpu":
             zero.param_groups_fp16_flat_cpu_memory = []
