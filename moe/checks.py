@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moe.config import Run
 from moe.router_checks import check_causal, check_read, check_spec
+from moe.sharding_checks import check_sharding
 from moe.tiling_checks import check_tiling
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import divisors
@@ -21,6 +22,7 @@ def check_together(run: Run) -> None:
     _check_data(run)
     _check_batch(run)
     check_tiling(run)
+    check_sharding(run)
 
 
 def _check_model(run: Run) -> None:

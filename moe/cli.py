@@ -165,8 +165,9 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
-    values = run.model_dump(mode="json")
-    return [{"key": f"{s}.{k}", "value": v, "origin": origins[f"{s}.{k}"]} for s, fields in values.items() for k, v in fields.items()]
+    from moe.recipe import flat
+
+    return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
 
 
 def _recipes(_: Recipes, __: dict[str, str]) -> int:

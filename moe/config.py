@@ -177,12 +177,22 @@ class Parallel(Section):
     pp: Literal[1] = 1
 
 
+class Offload(Section):
+    """Where states lie that do not stay on the device."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="master weights and moments: of zero; nvme: stage 3")
+    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="a rank's part of the working weights: of zero stage 3")
+    path: str | None = Field(None, description="of nvme: a folder on the disk")
+
+
 class Sharding(Section):
     kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
     replicas: int = Field(
         2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own where there are enough"
     )
-    stage: Literal[1] = Field(1, description="of zero")
+    stage: Literal[0, 1, 2, 3] = Field(1, description="of zero: shards nothing, the optimizer's state, gradients too, weights too")
+    engine: Literal["auto", "deepspeed", "fsdp"] = Field("auto", description="of zero: who carries the stage out")
+    offload: Offload = Offload()
     reshard: bool = Field(
         True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward one"
     )

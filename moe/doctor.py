@@ -5,7 +5,6 @@ A row is (check, value, state, fix). State: "ok", "note" (works, but worth knowi
 
 from __future__ import annotations
 
-import ctypes.util
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from moe.train.environment import extensions_dir, free_port, usable_cores
+from moe.train.environment import extensions_dir, free_port, missing_for_nvme, usable_cores
 
 # package -> (oldest version that will do, whether training needs it)
 PACKAGES = {
@@ -58,7 +57,7 @@ class Row:
 def main(*, json: str | None = None) -> int:
     """Print the table, and write it where `json` says; 1 if a needed thing fails."""
     rows: list[Row] = []
-    for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _tools):
+    for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
             rows += check()
         except Exception as error:  # a broken installation must not keep the other checks from being seen
@@ -255,20 +254,12 @@ def _extensions() -> list[Row]:
     return [Row("TORCH_EXTENSIONS_DIR", str(folder), "ok" if right else "note", fix)]
 
 
-def _tools() -> list[Row]:
-    """What only DeepSpeed's compiled ops need: CPU Adam for offload (a compiler), NVMe offload (libaio)."""
-    tools = {
-        "g++": shutil.which("g++"),
-        "ninja": shutil.which("ninja") or _beside_python("ninja"),
-        "libaio": ctypes.util.find_library("aio"),
-    }
-    packages = {"g++": "g++", "ninja": "ninja-build", "libaio": "libaio-dev"}
-    return [
-        Row(tool, found or "not found", "ok" if found else "note", "" if found else f"only for offload: apt-get install {packages[tool]}")
-        for tool, found in tools.items()
-    ]
-
-
-def _beside_python(name: str) -> str | None:
-    path = Path(sys.executable).with_name(name)
-    return str(path) if path.exists() else None
+def _nvme() -> list[Row]:
+    """What offload to a disk needs: DeepSpeed's async_io, which is compiled once. Offload to the host's memory needs nothing."""
+    missing = missing_for_nvme()
+    if missing:
+        fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"
+        return [Row("offload to nvme", f"no {' or '.join(missing)} found", "note", fix)]
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
+    there = (folder / "async_io" / "async_io.so").exists()
+    return [Row("offload to nvme", "ready" if there else "async_io is compiled with the first run, in 4 to 6 minutes", "ok", "")]

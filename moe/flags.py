@@ -131,7 +131,7 @@ def _recipe_key(name: str) -> str | None:
     word = name.lstrip("-").replace("-", "_")
     if word in Run.model_fields:
         return f"{word}.KEY VALUE"
-    return next((k for k in known_keys() if k.split(".")[1] == word), None)
+    return next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
 
 
 def _check_value(name: str, kind: Any, value: str) -> None:

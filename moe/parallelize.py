@@ -5,6 +5,7 @@ model on the meta device -> experts of this rank -> how rows reach them -> weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,22 +18,25 @@ from moe.config import Run
 from moe.experts import HIDDEN_DIM, Experts
 from moe.layer import MoELayer
 from moe.model.attention import RelativeBias
-from moe.model.linear import Norm
+from moe.model.linear import Linear, Norm
 from moe.model.transformer import Block, Transformer, embedding_as_module, global_name, initialise, moe_layers, tile_and_shape
 from moe.model.vocabulary import Rows
 from moe.replicas import gather, scatter
 from moe.router import Router
 from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine
+from parallel.data.offload import Offload
 from parallel.data.replicate import DDP
 from parallel.data.tiling import tiles_of
 from parallel.errors import BadInput
 from parallel.layout import Layout, dense, stacked_over
+from parallel.memory import give_freed_memory_back
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES
 
 if TYPE_CHECKING:
     from parallel.data.shard import Unit
+    from parallel.data.zero3 import Birth
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -68,13 +72,35 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
             fill=lambda names: fill(only=names),
         )
     else:
-        initialise(model, seed=run.train.seed, device=device)
+        initialise(model, seed=run.train.seed, device=device, born=_birth(run, layouts, mesh))
     return model, layouts
+
+
+def _birth(run: Run, layouts: dict[str, Layout], mesh: Mesh) -> Birth | None:
+    """ZeRO-3 takes each module's weights as soon as they are there."""
+    if run.sharding.kind != "zero" or run.sharding.stage != 3 or by_fsdp(run):
+        return None
+    from parallel.data.zero3 import Birth  # here, because deepspeed takes seconds to import
+
+    return Birth(layouts, mesh, offload_of(run.sharding.offload))
+
+
+def prepare(run: Run, say: Callable[[str], None]) -> None:
+    """Have compiled, once on a machine, what the kind needs; collective as `build` is, and before it. Raises BadInput."""
+    if offload_of(run.sharding.offload).on_disk:
+        from parallel.data.zero import compile_async_io
+
+        compile_async_io(say)
+        give_freed_memory_back()  # memory is what is scarce then, and speed is the disk's
+
+
+def offload_of(settings: config.Offload) -> Offload:
+    return Offload(settings.optimizer, settings.parameters, settings.path)
 
 
 def by_fsdp(run: Run) -> bool:
     """Whether torch's fully_shard carries out the kind that the recipe names."""
-    return run.sharding.kind == "fsdp"
+    return run.sharding.kind == "fsdp" or (run.sharding.kind == "zero" and run.sharding.engine == "fsdp")
 
 
 def units_of(model: Transformer) -> list[Unit]:
@@ -157,9 +183,29 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
         from parallel.data.shard import FSDP
 
         return FSDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
-    from parallel.data.zero import Zero1  # here, because deepspeed takes seconds to import
+    return _start_zero(run, model, layouts, mesh)
 
-    return Zero1(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+
+def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP."""
+    assert isinstance(model, Transformer)
+    wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
+    if run.sharding.stage == 0:
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    kept = _read_in_fp32(model)
+    working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
+
+    if run.sharding.stage == 3:
+        from parallel.data.zero3 import Zero3
+
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.recast = True  # a plain product would keep its weight until the backward pass
+        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
+    from parallel.data.zero import Zero  # here, because deepspeed takes seconds to import
+
+    stage = run.sharding.stage
+    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
 
 
 def optimizer_of(settings: config.Optimizer) -> AdamW:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Iterator, Sequence
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -73,10 +75,21 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 raise BadInput(
                     f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
                 )
-            for key, value in fields.items():
-                merged.setdefault(section, {})[key] = value
-                origins[f"{section}.{key}"] = source.name
+            _merge(fields, merged.setdefault(section, {}), origins, prefix=section, source=source.name)
     return merged, origins
+
+
+def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
+    """Values over those of the parent, key by key; a section inside a section likewise."""
+    for key, value in fields.items():
+        dotted = f"{prefix}.{key}"
+        if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
+            held = into.get(key)
+            into[key] = dict(held) if isinstance(held, dict) else {}
+            _merge(value, into[key], origins, prefix=dotted, source=source)
+        else:
+            into[key] = value
+            origins[dotted] = source
 
 
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
@@ -118,13 +131,18 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
     for dotted, text in (overrides or {}).items():
         if dotted not in known_keys():
             _refuse_key(tuple(dotted.split(".")))
-        section, _, key = dotted.partition(".")
-        values.setdefault(section, {})[key] = _read_value(text, _section(Run.model_fields[section]).model_fields[key].annotation)
+        *sections, key = dotted.split(".")
+        held = values
+        for section in sections:
+            held[section] = dict(held[section]) if isinstance(held.get(section), dict) else {}
+            held = held[section]
+        field = _field(dotted.split("."))
+        assert field is not None
+        held[key] = _read_value(text, field.annotation)
         origins[dotted] = "command line"
     run = build(values)
-    for section, fields in run.model_dump().items():
-        for key in fields:
-            origins.setdefault(f"{section}.{key}", "default")
+    for dotted in known_keys():
+        origins.setdefault(dotted, "default")
     for key, value in run.router:
         if value == "preset":
             origins[f"router.{key}"] = f"{run.router.preset}: {json.dumps(getattr(run.router.spec, key))}"
@@ -147,46 +165,83 @@ def build(values: dict[str, Any]) -> Run:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-        more = len({".".join(map(str, e["loc"][:2])) for e in errors}) - 1
+        more = len({".".join(map(str, _place(e["loc"]) or e["loc"])) for e in errors}) - 1
         raise _explain(dict(first), more) from None
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of a recipe."""
-    return [f"{section}.{key}" for section, field in Run.model_fields.items() for key in _section(field).model_fields]
+    """Every dotted key of a recipe; `section.inner.key` where a section holds another."""
+    return list(_keys())
 
 
-def _section(field: Any) -> type[Section]:
-    kind: type[Section] = field.annotation
-    return kind
+def flat(run: Run) -> dict[str, Any]:
+    """Every value of a recipe by its dotted key, as JSON has it."""
+    values = run.model_dump(mode="json")
+    return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
+
+
+@cache
+def _keys() -> tuple[str, ...]:
+    return tuple(_keys_of(Run, ""))
+
+
+def _keys_of(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = _section(field)
+        yield from [f"{prefix}{name}"] if inner is None else _keys_of(inner, f"{prefix}{name}.")
+
+
+def _section(field: Any) -> type[Section] | None:
+    """The section that a field is, None for a value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _field(path: Sequence[Any]) -> Any:
+    """The field at the end of a path of names; None if there is none."""
+    section: type[Section] | None = Run
+    field = None
+    for name in path:
+        field = None if section is None else section.model_fields.get(str(name))
+        if field is None:
+            return None
+        section = _section(field)
+    return field
+
+
+def _place(loc: Sequence[Any]) -> list[Any]:
+    """The names of a pydantic location: what follows them is inside a value."""
+    return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
 
 
 def _refuse_key(path: tuple[Any, ...]) -> None:
-    dotted = ".".join(map(str, path))
-    sections = list(Run.model_fields)
-    if path[0] not in sections:
-        near = did_you_mean(dotted, known_keys() if len(path) > 1 else sections)
-        owners = [k for k in known_keys() if k.split(".")[1] == path[-1]]
-        fix = f"did you mean {near}?" if near else f"did you mean {owners[0]}?" if owners else "see: moe show switch_tiny"
-        raise BadInput(dotted, got="a section that does not exist", needed=f"one of {', '.join(sections)}", fix=fix)
-    if len(path) == 1:
+    dotted, last = ".".join(map(str, path)), str(path[-1])
+    elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
+    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
+    if not outer:
+        near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
+        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else "see: moe show switch_tiny"
+        raise BadInput(dotted, got="a section that does not exist", needed=f"one of {', '.join(Run.model_fields)}", fix=fix)
+    field = _field(path)
+    if field is not None:
         raise BadInput(
             dotted,
             got="a section without a key",
             needed=f"{dotted}.KEY",
             fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
         )
-    keys = list(_section(Run.model_fields[path[0]]).model_fields)
-    near = did_you_mean(str(path[1]), keys)
-    elsewhere = [k for k in known_keys() if k.split(".")[1] == path[1]]
+    where, section = ".".join(map(str, outer)), _section(_field(outer))
+    if section is None:
+        raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
+    near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
     fix = (
-        f"did you mean {path[0]}.{near}?"
+        f"did you mean {where}.{near}?"
         if near
         else f"did you mean {elsewhere[0]}?"
         if elsewhere
         else "remove it, or see: moe show switch_tiny"
     )
-    raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(keys)}", fix=fix)
+    raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(section.model_fields)}", fix=fix)
 
 
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
@@ -200,8 +255,11 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
             _refuse_key(loc)
         except BadInput as refused:
             return refused
-    dotted = ".".join(map(str, loc[:2]))
-    field = _section(Run.model_fields[loc[0]]).model_fields.get(str(loc[1])) if len(loc) > 1 else None
+    place = _place(loc)
+    dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
+    if field is not None and _section(field) is not None:
+        inner = ", ".join(_section(field).model_fields)  # type: ignore[union-attr]
+        return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     choices = _choices(field.annotation) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {field.default!r}" if field is not None else f"write {dotted}: {{key: value}}"
@@ -234,11 +292,21 @@ def _takes_number(annotation: Any) -> bool:
 
 def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
     """The whole recipe as YAML, each value with its origin as a comment; `load` reads it back."""
-    lines = []
+    lines: list[str] = []
+
+    def write(fields: dict[str, Any], prefix: str, depth: int) -> None:
+        flat = {key: value for key, value in fields.items() if _section(_field([*prefix.split("."), key])) is None}
+        width = max(len(key) + len(json.dumps(value)) for key, value in flat.items())
+        for key, value in fields.items():
+            dotted, indent = f"{prefix}.{key}", "  " * depth
+            if key in flat:
+                text = f"{key}: {json.dumps(value)}"
+                lines.append(f"{indent}{text:<{width + 2}}  # {origins.get(dotted, 'default')}")
+            else:
+                lines.append(f"{indent}{key}:")
+                write(value, dotted, depth + 1)
+
     for section, fields in run.model_dump(mode="json").items():
         lines.append(f"{section}:")
-        width = max(len(key) + len(json.dumps(value)) for key, value in fields.items())
-        for key, value in fields.items():
-            text = f"{key}: {json.dumps(value)}"
-            lines.append(f"  {text:<{width + 2}}  # {origins.get(f'{section}.{key}', 'default')}")
+        write(fields, section, 1)
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
 
-    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1}  x  ep  x  micro-batches  x  precision  (+ recompute)
+    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
     --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
 
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
@@ -62,7 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. `kind`: dp, ddp, fsdp or zero1; `rows`: how they travel, a key of ROWS."""
+    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, a key of ROWS."""
 
     model: str
     kind: str
@@ -98,7 +98,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.world, "ep": self.ep, "etp": self.etp},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
-            "sharding": {"kind": "zero" if self.kind == "zero1" else self.kind, "replicas": self.replicas},
+            "sharding": sharding_of(self.kind) | {"replicas": self.replicas},
             "pipeline": {"microbatches": self.microbatches},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
@@ -111,13 +111,24 @@ class Case:
         return build(values)
 
 
+def sharding_of(kind: str) -> dict[str, Any]:
+    """zero2: of that stage; zero2+cpu: the optimizer's state on the host; zero3+cpu-all: parameters too; other kinds by their names."""
+    if not kind.startswith("zero"):
+        return {"kind": kind}
+    stage, _, place = kind.removeprefix("zero").partition("+")
+    where, _, everything = place.partition("-")
+    offload = {"optimizer": where or "none", "parameters": where if everything else "none"}
+    return {"kind": "zero", "stage": int(stage), "offload": offload}
+
+
 def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not."""
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    data = data_cases(nproc) + fsdp_cases(nproc) + tiled_cases(nproc) + replica_cases()
-    return (data if "data" in kinds else []) + (expert_cases(nproc) if "expert" in kinds else [])
+    return (data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (
+        expert_cases(nproc) if "expert" in kinds else []
+    )
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -152,6 +163,24 @@ def fsdp_cases(nproc: int) -> list[Case]:
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if microbatches == 1 else "selective")
         if recompute == "none" or precision == "fp32"
+    ]
+
+
+def zero_cases(nproc: int) -> list[Case]:
+    """Stages above 1 and offload; on one rank nothing is cut."""
+    return [
+        Case(model, kind, world, ep, microbatches, precision, recompute)
+        for world in range(2, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+        for precision in ("fp32", "bf16", "fp16")
+        for model in ("dense", "gshard", "deepseek")
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("zero3", "fp32")
     ]
 
 

@@ -2,6 +2,7 @@
 
     checkpoints/step-120/
         rank-00000.safetensors     the tensors this rank owns: "layers.3.experts.17.w1/weight", ".../exp_avg", ".../exp_avg_sq"
+        rank-00000-1.safetensors   where they are more than 256 MiB; and so on
         manifest.json              every file's size and SHA-256; every tensor's full shape and where its pieces lie; the trainer's state
         manifest.sha256            the manifest's own, as `sha256sum -c` reads it
 
@@ -35,6 +36,7 @@ from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 
 FORMAT = 1
+FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
 
 
 @dataclass(frozen=True)
@@ -105,28 +107,42 @@ def _make(folder: Path, temporary: Path) -> None:
 
 
 def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+    """In as many files as it takes to have no more than one file's tensors in memory: an engine's states may lie on a disk."""
     tensors: dict[str, Tensor] = {}
     entries: list[dict[str, Any]] = []
+    files: dict[str, dict[str, Any]] = {}
+    path, held_bytes = temporary / f"rank-{rank:05d}.safetensors", 0
+
+    def write() -> None:
+        save_file(tensors, path)
+        _fsync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        tensors.clear()
+
     for kind, piece in held:
+        if held_bytes >= FILE_BYTES:
+            write()
+            held_bytes = 0
+            path = temporary / f"rank-{rank:05d}-{len(files)}.safetensors"
         whole = list(piece.tensor.shape) == list(piece.shape)
         key = f"{piece.name}/{kind}" + ("" if whole else "@" + ",".join(map(str, piece.start)))
         tensors[key] = piece.tensor.detach().cpu().contiguous()
-        entries.append({"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key, "rank": rank})
-    path = temporary / f"rank-{rank:05d}.safetensors"
-    save_file(tensors, path)
-    _fsync(path)
-    record = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": entries}
-    _write(temporary / f"rank-{rank:05d}.json", json.dumps(record))
+        held_bytes += tensors[key].nbytes
+        entry = {"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key, "rank": rank}
+        entries.append(entry | {"file": path.name})
+    write()
+    _write(temporary / f"rank-{rank:05d}.json", json.dumps({"files": files, "tensors": entries}))
 
 
 def _commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int) -> None:
     final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    files, tensors = {}, []
+    files: dict[str, dict[str, Any]] = {}
+    tensors: list[dict[str, Any]] = []
     for rank in range(world.size):
         part = temporary / f"rank-{rank:05d}.json"
         record = json.loads(part.read_text())
-        files[record["file"]] = {"bytes": record["bytes"], "sha256": record["sha256"]}
-        tensors += [entry | {"file": record["file"]} for entry in record["tensors"]]
+        files |= record["files"]
+        tensors += record["tensors"]
         part.unlink()
     manifest = json.dumps({"format": FORMAT, "files": files, "tensors": tensors, "state": state})
     _write(temporary / "manifest.json", manifest)

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """What a weight's gradient is summed in: wider than the weight where an engine holds a 16-bit copy of its master weights."""
+    return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Value = TypeVar("Value")
@@ -27,8 +28,28 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
     """
     if not torch.is_grad_enabled():
         return part(*args)
-    out: Value = checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+
+    def whole(*args: Any) -> Any:
+        out = part(*args)
+        return (_Return.apply(out[0]), *out[1:]) if isinstance(out, tuple) else _Return.apply(out)
+
+    out: Value = checkpoint(whole, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False)
     return out
+
+
+class _Return(torch.autograd.Function):
+    """The part's result. Backward asks for what it kept, so that the second pass runs here, before anything inside the part is
+    prepared for its backward pass: an engine frees a module's weights after each forward pass, those it has just gathered too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return grad
 
 
 class Replay:

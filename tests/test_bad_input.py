@@ -48,6 +48,8 @@ FILES = {
 }
 
 T = "train switch_tiny "
+Z = T + "--sharding.kind zero --sharding.stage "
+NVME = "3 --sharding.offload.optimizer nvme"
 # (command line, what the line must name, what it must advise)
 CASES: list[tuple[str, str, str]] = [
     # verbs, words, flags
@@ -118,13 +120,43 @@ CASES: list[tuple[str, str, str]] = [
     ("show bool_steps.yaml", "train.steps: got true", "like 300"),
     ("show null_steps.yaml", "train.steps: got null", "like 300"),
     ("show nested.yaml", "train.steps: got {'a': {'b': {...}}}", "like 300"),
+    # sharding and offload
+    (Z + "4", "sharding.stage: got 4, needed 0, 1, 2, 3", "sharding.stage"),
+    (T + "--sharding.stage 3", "sharding.stage: got 3 with sharding.kind=ddp", "set sharding.kind to zero"),
+    (
+        T + "--sharding.kind fsdp --sharding.engine deepspeed",
+        "sharding.engine: got deepspeed with sharding.kind=fsdp",
+        "leave sharding.engine",
+    ),
+    (Z + "2 --sharding.engine fsdp", "sharding.engine: got fsdp with sharding.stage=2", "auto"),
+    (Z + "0 --sharding.engine deepspeed", "sharding.engine: got deepspeed with sharding.stage=0", "auto"),
+    (Z + "1 --sharding.reshard false", "sharding.reshard: got false with sharding.kind=zero", "fsdp"),
+    (Z + "1 --precision.master bf16 --precision.compute bf16", "precision.master: got bf16 with sharding.kind=zero", "fp32"),
+    (Z + "0 --sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.stage=0", "set sharding.stage to 1"),
+    (Z + "1 --sharding.offload.optimizer nvme", "sharding.offload.optimizer: got nvme with sharding.stage=1", "set sharding.stage to 3"),
+    (Z + "2 --sharding.offload.parameters cpu", "sharding.offload.parameters: got cpu with sharding.stage=2", "set sharding.stage to 3"),
+    (T + "--sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.kind=ddp", "set sharding.kind to zero"),
+    (
+        Z + "3 --sharding.engine fsdp --sharding.offload.optimizer cpu",
+        "sharding.offload.optimizer: got cpu with sharding.engine=fsdp",
+        "auto",
+    ),
+    (T + "--sharding.offload cpu", "sharding.offload: got a section without a key", "--sharding.offload.optimizer"),
+    (T + "--sharding.ofload.optimizer cpu", "sharding.ofload.optimizer: got a key that does not exist", "did you mean sharding.offload"),
+    (T + "--sharding.offload.optimiser cpu", "sharding.offload.optimiser: got a key", "did you mean sharding.offload.optimizer?"),
+    (T + "--sharding.offload.optimizer disk", "sharding.offload.optimizer: got 'disk', needed none, cpu, nvme", "offload.optimizer"),
+    (Z + "3 --sharding.offload.path empty_folder", "sharding.offload.path: got empty_folder, with nothing on nvme", "leave it out"),
+    (Z + NVME, "sharding.offload.path: got null", "--sharding.offload.path FOLDER"),
+    (Z + NVME + " --sharding.offload.path empty_fodler", "sharding.offload.path: got empty_fodler, which is not there", "empty_folder?"),
+    (Z + NVME + " --sharding.offload.path orphan.yaml", "sharding.offload.path: got orphan.yaml, which is a file", "name a folder"),
+    (Z + NVME + " --sharding.offload.path /proc", "sharding.offload.path: got /proc, where nothing can be written", "name a folder"),
     # keys and types
     (T + "--modle.d_ff 512", "modle.d_ff: got a section that does not exist", "did you mean model.d_ff?"),
     (T + "--model.dff 512", "model.dff: got a key that does not exist", "did you mean model.d_ff?"),
     (T + "--moe.num-experts=4", "moe.num_experts: got a section that does not exist", "experts.num_experts"),
     (T + "--model.num_experts 4", "model.num_experts: got a key that does not exist", "did you mean"),
     (T + "--model 4", "--model: got a flag", "--model.KEY VALUE"),
-    (T + "--model.d_ff.x 4", "model.d_ff.x: got a key that does not exist", "model.d_ff"),
+    (T + "--model.d_ff.x 4", "model.d_ff.x: got a key inside a value", "set model.d_ff alone"),
     (T + "--model.d_ff", "--model.d_ff: got no value", "--model.d_ff VALUE"),
     (T + "--model.d_ff 1 --model.d-ff 2", "--model.d-ff: got it twice", "remove one"),
     (T + "--model.d_ff many", "model.d_ff: got 'many', needed a valid integer", "model.d_ff"),

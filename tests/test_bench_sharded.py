@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from moe.bench import comm, kinds, memory
-from moe.bench.memory import Shape, storages
+from moe.bench import comm, kinds, memory, tiles
+from moe.bench.held import storages
+from moe.bench.memory import Shape
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import Kind, kind_of, kinds_of, load_engines
 from parallel.collectives import counts, reset_counts
 from parallel.data.zero import load_deepspeed
 from parallel.errors import BadInput
-from parallel.states import FP32, FP32_AND_COPY
+from parallel.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from tests.ranks import run_on_ranks
 
 TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=32, hidden=48, experts=4)
@@ -26,18 +28,34 @@ TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ranks", "shape"), [("ddp", 1, TINY), ("ddp", 2, TINY_SPARSE), ("zero1", 1, TINY), ("zero1", 2, TINY)])
-def test_an_engine_keeps_what_the_formula_says(name: str, ranks: int, shape: Shape, tmp_path: Path) -> None:
-    """Parameters, gradients and moments each, and nothing else of note. Step counters, 4 bytes a tensor, are what is over."""
-    load_deepspeed()
-    kind = kind_of(name)
-    found = run_on_ranks(memory.measure, ranks, ranks, kind, shape, 2 if shape.experts else 1, str(tmp_path), timeout_s=60)
-    for row in found:
-        assert row["kind"] == name and row["ranks"] == ranks and row["num_parameters"] > 10_000
+def _kept(rank: int, ranks: int, names: list[str], shape: Shape, precision: str, folder: str) -> list[dict[str, Any]]:
+    return [memory.measure(rank, ranks, kind_of(name), shape, precision, 2 if shape.experts else 1, folder) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "shape", "precision"),
+    [
+        ("ddp,zero1,zero2", 1, TINY, "fp32"),
+        ("ddp,fsdp,zero1", 2, TINY_SPARSE, "fp32"),
+        ("zero2,zero3", 2, TINY_SPARSE, "bf16"),
+    ],
+)
+def test_an_engine_keeps_what_the_formula_says(names: str, ranks: int, shape: Shape, precision: str, tmp_path: Path) -> None:
+    """Parameters, gradients and moments each, and nothing else of note: step counters, and what makes parts equal, are over."""
+    load_engines([kind_of(name) for name in names.split(",")])
+    for row in chain(*run_on_ranks(_kept, ranks, ranks, names.split(","), shape, precision, str(tmp_path), timeout_s=60)):
+        assert row["ranks"] == ranks and row["num_parameters"] > 10_000
         for part in ("parameters", "gradients", "optimizer"):
-            assert 0 <= row[f"measured_{part}"] - row[f"expected_{part}"] <= 200, (part, row)
-        assert row["measured_other"] <= 200
-        assert abs(row["error"]) < 0.01
+            assert 0 <= row[f"measured_{part}"] - row[f"expected_{part}"] <= 3000, (part, row)
+        assert row["measured_other"] <= 1500, row
+
+
+def test_offload_leaves_the_working_weights_on_the_device(tmp_path: Path) -> None:
+    names = ["zero2+cpu", "zero3+cpu-all"]
+    load_engines([kind_of(name) for name in names])
+    for some, none in run_on_ranks(_kept, 2, 2, names, TINY, "bf16", str(tmp_path), timeout_s=60):
+        assert some["device_bytes"] == pytest.approx(2 * some["num_parameters"], rel=0.1) and none["device_bytes"] < 3000
+        assert all(row["passed"] and row["moved_bytes"] > 6 * row["num_parameters"] for row in (some, none))
 
 
 def test_storages_are_counted_once() -> None:
@@ -104,7 +122,7 @@ def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
 
 
 def _both_counts(rank: int) -> tuple[dict[str, int], int]:
-    started = comm.start(comm.recipe(kind_of("ddp"), 2, sparse=True, microbatches=1), rank, 2)
+    started = comm.start(kind_of("ddp"), comm.recipe(kind_of("ddp"), 2, sparse=True, microbatches=1), rank, 2)
     for number in range(3):  # torch agrees on its buckets in the second
         reset_counts()
         with Sent() as sent:
@@ -118,13 +136,32 @@ def test_what_the_dispatcher_sees_is_what_our_collectives_count() -> None:
         assert sum(seen.values()) == counted and seen[ROWS] > 0
 
 
-def test_zero1_gathers_its_new_parameters_once(capsys: pytest.CaptureFixture[str]) -> None:
-    load_engines([kind_of("zero1")])
-    row: dict[str, Any] = run_on_ranks(comm.measure, 2, 2, kind_of("zero1"), False, 1, "fp32", timeout_s=60)[0]
-    gathered = sum(c["bytes"] for c in row["collectives"] if c["collective"] == "all_gather")
-    assert gathered == pytest.approx(row["expected_bytes"] / 2, rel=comm.TOLERANCE)
-    comm.print_row(row)
-    assert "all_gather of float32 over 2" in capsys.readouterr().out
+def _sent(rank: int, names: list[str], sparse: bool, microbatches: int, precision: str) -> list[dict[str, Any]]:
+    return [comm.measure(rank, 2, kind_of(name), sparse, microbatches, precision) for name in names]
+
+
+@pytest.mark.parametrize(("sparse", "microbatches", "precision"), [(False, 1, "bf16"), (True, 3, "fp32")])
+def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["fsdp", "zero1", "zero2", "zero3"]
+    load_engines([kind_of(name) for name in names])
+    rows = run_on_ranks(_sent, 2, names, sparse, microbatches, precision, timeout_s=90)[0]
+    for row in rows:
+        assert abs(row["error"]) <= (comm.TOLERANCE if row["kind"] == "fsdp" else 0.005), row
+        comm.print_row(row)
+    gathered = sum(c["bytes"] for c in rows[1]["collectives"] if c["collective"] == "all_gather")
+    assert gathered == pytest.approx(rows[1]["expected_bytes"] / (2 if precision == "fp32" else 3), rel=comm.TOLERANCE)
+    assert f"reduce of float32 over 2, {'3' if sparse else '1'} all_gather" in capsys.readouterr().out
+
+
+# --- tiles ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fsdp", "zero3"])
+def test_tiles_divide_what_is_whole_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tiles, "TILES", (1, 4))
+    load_engines([kind_of(name)])
+    one, four = run_on_ranks(tiles.measure, 2, 2, kind_of(name), True, "bf16", str(tmp_path), timeout_s=60)[0]
+    assert one["measured_bytes"] == one["expected_bytes"] == 4 * four["measured_bytes"] and four["passed"]
 
 
 # --- kinds ----------------------------------------------------------------------------------------------------------------
@@ -146,7 +183,7 @@ def _found(*, ours: float, deepspeed: float, loss: float = 2.0) -> list[dict[str
 
 
 def test_a_kind_fails_where_it_is_slower_than_its_engine_or_finds_another_loss() -> None:
-    kind = Kind("zero2", 2, FP32_AND_COPY, {"kind": "zero", "stage": 2})
+    kind = Kind("zero2", 2, {"kind": "zero", "stage": 2})
     good = kinds.row_of(kind, _found(ours=1.2, deepspeed=1.18))
     assert good["passed"] and good["over_torch"] == pytest.approx(1.2) and good["over_deepspeed"] == pytest.approx(1.2 / 1.18)
     assert not kinds.row_of(kind, _found(ours=1.25, deepspeed=1.18))["passed"]
@@ -158,8 +195,14 @@ def test_a_kind_fails_where_it_is_slower_than_its_engine_or_finds_another_loss()
 
 def test_kinds_by_name() -> None:
     ddp, fsdp, zero3, moved = map(kind_of, ("ddp", "fsdp", "zero3", "zero2+cpu"))
-    assert (ddp.stage, ddp.storage, fsdp.stage, fsdp.storage) == (0, FP32, 3, FP32)
-    assert (zero3.stage, zero3.storage, zero3.by_deepspeed, zero3.place) == (3, FP32_AND_COPY, True, "device")
+    assert (ddp.stage, fsdp.stage, zero3.stage, zero3.by_deepspeed, zero3.place) == (0, 3, 3, True, "device")
+    assert all(kind.storage(precision) == FP32 for kind in (ddp, fsdp) for precision in ("fp32", "bf16"))
+    assert (zero3.storage("fp32"), zero3.storage("bf16"), kind_of("deepspeed1").storage("bf16")) == (
+        FP32_AND_COPY,
+        MIXED_FP32_GRADIENTS,
+        MIXED,
+    )
+    assert (fsdp.travels("fp32").parameters, fsdp.travels("bf16").parameters, fsdp.travels("bf16").gradients) == (4, 2, 4)
     assert moved.sharding == {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu", "parameters": "none"}} and moved.place == "cpu"
     disk = kind_of("zero3+nvme-all").with_path("disk")
     assert disk.sharding["offload"] == {"optimizer": "nvme", "parameters": "nvme", "path": "disk"}

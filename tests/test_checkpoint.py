@@ -159,9 +159,14 @@ TOPOLOGIES = [
     ("ddp", 2, 2),
     ("ddp", 2, 1),
     ("zero1", 2, 2),
-    ("zero1", 2, 1),
+    ("zero2", 2, 1),
+    ("zero3", 2, 1),
+    ("zero3+cpu-all", 2, 2),
+    ("fsdp", 2, 1),
     ("zero1", 4, 4),
-    ("zero1", 4, 2),
+    ("zero2+cpu", 4, 2),
+    ("zero3", 4, 2),
+    ("fsdp", 4, 1),
     ("ddp", 4, 2),
 ]
 
@@ -202,6 +207,31 @@ def test_no_expert_is_lost_or_swapped_between_layouts(tmp_path: Path) -> None:
     for kind, dp, ep in TOPOLOGIES:
         for name in (f"{kind} {dp} {ep}", f"{kind} {dp} {ep} back"):
             assert contents(tmp_path / name / "step-3") == original, name
+
+
+def test_a_rank_writes_as_many_files_as_it_has_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors in one file and in many, of the limit and one tensor at most: states that lie elsewhere may stay there."""
+    named = {f"w{number}": torch.randn(number, 100) for number in range(1, 8)}  # 400, 800 ... 2800 bytes
+    asked: list[str] = []
+    before: list[int] = []  # how many tensors had been asked for when a file was written
+    write = checkpoint.save_file
+
+    def held() -> Iterator[tuple[str, Piece]]:
+        for name, tensor in named.items():
+            asked.append(name)
+            yield "weight", Piece(name, tuple(tensor.shape), (0, 0), tensor)
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda tensors, path: (before.append(len(asked)), write(tensors, path)))
+    found = []
+    for limit in (2**20, 1200):
+        asked.clear(), before.clear()
+        monkeypatch.setattr(checkpoint, "FILE_BYTES", limit)
+        path = save(tmp_path / str(limit), 1, held(), state={}, world=ALONE, keep=1)
+        found.append([contents(path), sorted(p.name for p in path.glob("*.safetensors")), list(before)])
+    (one, files, at_end), (many, parts, on_the_way) = found
+    assert one == many and files == ["rank-00000.safetensors"] and at_end == [7]
+    assert parts == [*(f"rank-00000-{n}.safetensors" for n in range(1, 6)), "rank-00000.safetensors"]
+    assert on_the_way == [3, 4, 5, 6, 7, 7]  # the next one is here already
 
 
 # --- at every instant -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ EXPERT, ROUTER, DENSE = "layers.1.moe.experts.w2", "layers.1.moe.router.weight",
 LAYOUTS = [(2, 2), (4, 2), (4, 4)]  # dp, ep
 
 
+each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero3+cpu-all"])
+
+
 @cache
 def single_process() -> Result:
     return reference("switch")
@@ -31,7 +34,7 @@ def single_process() -> Result:
 @cache
 def norms(kind: str, world: int) -> list[dict[str, Any]]:
     """Each layout's norm, clean and with one spoiled gradient, on one set of ranks."""
-    if kind == "zero1":
+    if kind.startswith("zero"):
         load_deepspeed()
 
     def work(rank: int) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def norms(kind: str, world: int) -> list[dict[str, Any]]:
     return run_on_ranks(work, world, timeout_s=90)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@each_kind
 @pytest.mark.parametrize("dp, ep", LAYOUTS)
 def test_the_norm_and_its_parts_are_those_of_one_process(kind: str, dp: int, ep: int) -> None:
     gradients = single_process().gradients
@@ -77,7 +80,7 @@ def test_the_norm_and_its_parts_are_those_of_one_process(kind: str, dp: int, ep:
             assert total == pytest.approx(math.sqrt(sum(p**2 for p in parts.values())), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@each_kind
 @pytest.mark.parametrize("dp, ep", LAYOUTS)
 def test_not_finite_on_one_rank_is_not_finite_on_any_and_names_the_family(kind: str, dp: int, ep: int) -> None:
     for found in norms(kind, dp):

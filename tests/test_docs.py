@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe.config import Run
-from moe.recipe import known_keys
+from moe.recipe import flat, known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,10 +23,9 @@ README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_t
 
 
 def test_recipes_page_has_every_key_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+\.\w+)` \| `([^`]*)` \|", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), flags=re.M)
-    defaults = {f"{section}.{key}": value for section, fields in Run().model_dump(mode="json").items() for key, value in fields.items()}
+    rows = re.findall(r"^\| `([\w.]+\.\w+)` \| `([^`]*)` \|", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), flags=re.M)
     assert [key for key, _ in rows] == known_keys()
-    assert {key: json.loads(text) for key, text in rows} == defaults
+    assert {key: json.loads(text) for key, text in rows} == flat(Run())
 
 
 def test_recipes_page_names_every_recipe() -> None:

@@ -36,8 +36,8 @@ from tests import trained
 
 # layers 1 and 3 of 4 become sparse; sizes as in tests/trained.py: D 16, F 24
 SPARSE: dict[str, Any] = {"num_layers": 4, "moe_every": 2}
-GLAM: dict[str, Any] = {"preset": "glam", "capacity_factor": None, "jitter": 0.0}
-SWITCH: dict[str, Any] = {"preset": "switch", "capacity_factor": None, "jitter": 0.0}
+GLAM: dict[str, Any] = {"preset": "glam", "capacity_factor": None, "min_capacity": 0, "jitter": 0.0}
+SWITCH: dict[str, Any] = {"preset": "switch", "capacity_factor": None, "min_capacity": 0, "jitter": 0.0}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -28,8 +28,10 @@ from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
 from parallel.data import replicate
 from parallel.data.replicate import DDP
-from parallel.data.zero import Zero1
+from parallel.data.zero import Zero
 from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Mesh
 
 
 def legal(case: Case) -> bool:
@@ -80,7 +82,7 @@ def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> 
     assert len(set(found)) == len(found) and all(legal(case) for case in found)
     for world in {case.world for case in found}:
         here = [case for case in found if case.world == world]
-        assert {(c.kind, c.precision) for c in here} == {("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32")}
+        assert {(c.kind, c.precision) for c in here} >= {("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32"), ("fsdp", "fp32")}
         assert any(c.chunks > 1 for c in here) and {c.head_tiles for c in here} == {3}
     assert any(c.recompute == "selective" and c.microbatches == 3 for c in found)
     assert nproc < 2 or {(c.ep, c.etp) for c in found if c.world == 2 and c.tiles > 1} == {(1, 1), (2, 1), (1, 2)}
@@ -98,12 +100,15 @@ def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") ->
     return code, json.loads((tmp_path / "verify.json").read_text())["rows"], said
 
 
-def test_every_layout_of_two_processes_gives_the_numbers_of_one(tmp_path: Path) -> None:
-    code, rows, said = judged(tmp_path, "fp32")
-    expected = [case for case in cases(2, kinds=("data",)) if case.precision == "fp32"]
+@pytest.mark.parametrize("layout", ["dense dp2 ep1 m3", "deepseek dp2 ep2 m1"])
+def test_two_processes_give_the_numbers_of_one(tmp_path: Path, layout: str) -> None:
+    """With every kind, in every precision: rows of `moe verify --nproc 2`, which has the other layouts."""
+    code, rows, said = judged(tmp_path, layout)
+    expected = [case for case in cases(2, kinds=("data",)) if case.layout.startswith(layout)]
     assert code == 0 and len(rows) == len(expected) and all(row["passed"] for row in rows)
-    assert {(r["layout"], r["kind"], r["world"]) for r in rows} == {(c.layout, c.kind, c.world) for c in expected}
-    assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS)
+    assert {(r["layout"], r["kind"], r["precision"]) for r in rows} == {(c.layout, c.kind, c.precision) for c in expected}
+    assert {r["kind"] for r in rows} >= {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
+    assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS if row["precision"] == "fp32")
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
@@ -115,7 +120,14 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
     assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
 
 
-@pytest.mark.parametrize("only", ["switch dp2 ep2 m3 ddp bf16", "gshard dp2 ep2 m1 ddp bf16", "gshard dp2 ep1 m1 zero1 fp16"])
+@pytest.mark.parametrize(
+    "only",
+    [
+        "switch dp2 ep2 m3 ddp bf16",
+        "gshard dp2 ep2 m1 ddp bf16",
+        "gshard dp2 ep1 m1 zero1 fp16",
+    ],
+)
 def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str) -> None:
     code, rows, said = judged(tmp_path, only)
     assert code == 0 and [row["passed"] for row in rows] == [True]
@@ -186,18 +198,19 @@ def on_ranks() -> bool:
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     """What averaging over edp instead of dividing by dp does (DeepSpeed issue 5259)."""
-    real = DDP._sum_apart
+    real = replicate.sum_over_copies
 
-    def wrong(self: DDP) -> None:
-        real(self)
-        for name in self.apart:
-            self.parameters[name].grad.mul_(self.mesh.axis("ep").size)  # type: ignore[union-attr]
+    def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
+        real(grads, layouts, mesh)
+        for name, grad in grads.items():
+            if "ep" in layouts[name].split.values():
+                grad.mul_(mesh.axis("ep").size)
 
-    patch.setattr(DDP, "_sum_apart", wrong)
+    patch.setattr(replicate, "sum_over_copies", wrong)
 
 
 def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DDP, "_sum_apart", lambda self: None)
+    patch.setattr(replicate, "sum_over_copies", lambda grads, layouts, mesh: None)
 
 
 def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
@@ -278,14 +291,14 @@ def gradients_of_the_step_before_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
-    real = Zero1.backward
+    real = Zero.backward
 
-    def wrong(self: Zero1, loss: torch.Tensor, *, last: bool) -> None:
+    def wrong(self: Zero, loss: torch.Tensor, *, last: bool) -> None:
         real(self, loss, last=last)
         if last:
             self.scale_gradients(1 / self.mesh.axis("dp").size)
 
-    patch.setattr(Zero1, "backward", wrong)
+    patch.setattr(Zero, "backward", wrong)
 
 
 def loss_turns_nan_half_way(patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: once here, not in every forked rank
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe.config import Run
 from moe.model.transformer import Transformer
@@ -79,11 +80,17 @@ class Tiny:
             grad.view(-1)[-1] = value
             return grad
 
-        handle = dict(self.model.named_parameters())[name].register_hook(spoil) if self.mesh.rank == rank else None
+        path, _, last = name.rpartition(".")
+        module, handles = self.model.get_submodule(path), []
+        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the whole weight, which is there while the module runs
+            gathered = [handles.append]
+            handles.append(module.register_forward_pre_hook(lambda module, _: gathered[0](getattr(module, last).register_hook(spoil))))
+        elif self.mesh.rank == rank:
+            handles.append(getattr(module, last).register_hook(spoil))
         try:
             yield
         finally:
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
 
 

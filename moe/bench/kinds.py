@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, start, tokens_of
 from moe.bench.timing import in_turn, ratio
-from moe.config import Run
+from moe.config import Run, Sharding
 from moe.context import Context
 from moe.model.transformer import Transformer
 from moe.parallelize import build, optimizer_of
@@ -65,7 +65,8 @@ def ours(started: Started, rank: int) -> Step:
 
 
 def _model(run: Run, mesh: Mesh) -> Transformer:
-    return build(run, mesh, device=CPU)[0]
+    """As DDP has it: whole on every rank."""
+    return build(run.model_copy(update={"sharding": Sharding()}), mesh, device=CPU)[0]
 
 
 def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
@@ -89,7 +90,7 @@ def plain_torch(started: Started, rank: int) -> Step:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm or math.inf)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -104,6 +105,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     optimizer = adamw.build(adamw.groups(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = run.optimizer.lr
+    config.pop("gradient_allreduce_op", None)  # alone it averages gradients
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
@@ -119,7 +121,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
 def measure(rank: int, ranks: int, kind: Kind, rounds: int, folder: str) -> dict[str, Any]:
     """Seconds of each round and losses of each step, by who made them, on the ranks that are running."""
     keep_freed_memory()  # as the trainer does; for all alike
-    started = start(recipe(kind.with_path(folder), ranks), rank, ranks)
+    started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
     if kind.by_deepspeed:
         steps["deepspeed"] = plain_deepspeed(started, rank)

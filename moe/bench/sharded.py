@@ -1,28 +1,37 @@
-"""Kinds of data parallelism by the short names that `moe bench memory`, `comm` and `kinds` take, and the models they are measured on.
+"""Kinds of data parallelism by the short names that `moe bench memory`, `comm` and `kinds` take, started for them.
 
-ddp   fsdp   zero1 .. zero3        then: +cpu, +nvme    the optimizer's state there        +cpu-all, +nvme-all    parameters too
+A name of its own:
+    ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
+    zero2+cpu, zero3+nvme ...                  with the optimizer's state there; +cpu-all, +nvme-all: parameters too
+    deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as the ZeRO paper counts
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.config import Run
 from moe.model.transformer import Transformer
-from moe.parallelize import build, start_engine
+from moe.parallelize import build, optimizer_of, prepare, start_engine
 from moe.recipe import build as build_run
+from moe.train.environment import extensions_dir
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.process import World
-from parallel.states import FP32, FP32_AND_COPY, Storage
+from parallel.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 CPU = torch.device("cpu")
 PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -30,31 +39,56 @@ PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Kind:
-    """`stage` of the closed forms (parallel/states.py), and what one parameter's states take before they are sharded."""
+    """`stage` of the closed forms (parallel/states.py); `sharding` of the recipe, empty for what does not go through one."""
 
     name: str
     stage: int
-    storage: Storage
     sharding: dict[str, Any]
+
+    def storage(self, precision: str) -> Storage:
+        """What one parameter's states take before they are sharded, where the model computes in fp32 or bf16."""
+        if self.is_peer:
+            return MIXED
+        if self.sharding["kind"] != "zero":
+            return FP32
+        return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
+
+    def travels(self, precision: str) -> Storage:
+        """The same as it is sent: FSDP gathers in the dtype that the model computes in."""
+        storage = self.storage(precision)
+        if self.sharding.get("kind") == "fsdp" and precision != "fp32":
+            return Storage(2, storage.gradients, storage.optimizer)
+        return storage
 
     @property
     def by_deepspeed(self) -> bool:
-        return bool(self.sharding["kind"] == "zero")
+        return self.is_peer or bool(self.sharding["kind"] == "zero")
+
+    @property
+    def is_peer(self) -> bool:
+        """Not through the recipe."""
+        return not self.sharding
 
     @property
     def place(self) -> str:
         """Where the optimizer's state lies: device, cpu or nvme."""
         return str(self.sharding.get("offload", {}).get("optimizer", "device"))
 
+    @property
+    def moves_parameters(self) -> bool:
+        return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
+
     def with_path(self, folder: str) -> Kind:
         """The same kind with a folder for what goes to a disk."""
         if self.place != "nvme":
             return self
-        return Kind(self.name, self.stage, self.storage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
+        return Kind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
 
 
 def kind_of(name: str) -> Kind:
     """Raises BadInput."""
+    if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
+        return Kind(name, int(name[-1]), {})
     found = re.fullmatch(r"(ddp|fsdp|zero([0-3]))(\+(cpu|nvme)(-all)?)?", name)
     if not found:
         near = did_you_mean(name, list(PLAIN))
@@ -63,8 +97,8 @@ def kind_of(name: str) -> Kind:
     place, parameters = found[4], found[4] if found[5] else "none"
     offload = {"offload": {"optimizer": place, "parameters": parameters}} if place else {}
     if found[2] is None:
-        return Kind(name, 3 if found[1] == "fsdp" else 0, FP32, {"kind": found[1]} | offload)
-    return Kind(name, int(found[2]), FP32_AND_COPY, {"kind": "zero", "stage": int(found[2])} | offload)
+        return Kind(name, 3 if found[1] == "fsdp" else 0, {"kind": found[1]} | offload)
+    return Kind(name, int(found[2]), {"kind": "zero", "stage": int(found[2])} | offload)
 
 
 def kinds_of(names: str | None) -> list[Kind]:
@@ -87,7 +121,15 @@ def load_engines(kinds: list[Kind]) -> None:
     if any(kind.by_deepspeed for kind in kinds):
         from parallel.data.zero import load_deepspeed
 
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
         load_deepspeed()
+    if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
+        importlib.import_module("parallel.data.shard")  # 40 MB of modules, which no rank shall count as its model's
+
+
+def without_look_ahead() -> AbstractContextManager[Any]:
+    """DeepSpeed's stage 3, started inside, gathers weights when they are due. Otherwise a small model is whole within its window."""
+    return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
 @dataclass(frozen=True)
@@ -101,12 +143,53 @@ class Started:
     engine: Engine
 
 
-def start(values: dict[str, Any], rank: int, ranks: int) -> Started:
-    """The recipe's engine around its model, as the trainer makes them. Every rank must call it."""
+def start(kind: Kind, values: dict[str, Any], rank: int, ranks: int) -> Started:
+    """The recipe's engine around its model, as the trainer makes them; a peer's around the same one. Every rank must call it."""
     run = build_run(values).check(ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
+    prepare(run, print)
     model, layouts = build(run, mesh, device=CPU)
+    if kind.is_peer:
+        alone = DeepSpeedAlone(run, model.to(torch.bfloat16), layouts, stage=kind.stage)
+        return Started(run, mesh, model, layouts, cast(Engine, alone))  # as far as a training step asks
     return Started(run, mesh, model, layouts, start_engine(run, model, layouts, mesh))
+
+
+class DeepSpeedAlone:
+    """DeepSpeed's engine with its own settings around a model of bf16, as far as a step asks. It averages, and clips nothing."""
+
+    def __init__(self, run: Run, model: nn.Module, layouts: dict[str, Layout], *, stage: int) -> None:
+        from parallel.data.zero import BUCKET_ELEMENTS, start_deepspeed
+
+        self.module, self.layouts, adamw = model, layouts, optimizer_of(run.optimizer)
+        settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}
+        optimizer = adamw.build(adamw.groups(model.named_parameters()))
+        self.engine, *_ = start_deepspeed().initialize(
+            model=model,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config=settings | {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}},
+        )
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        return self.engine(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts a micro-batch
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for parts in self.engine.optimizer.averaged_gradients.values():
+            yield from (("dense", part) for part in parts or ())
+
+    def scale_gradients(self, factor: float) -> None:
+        pass
+
+    def step(self, lr: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
 
 
 def tokens_of(rank: int, *, sequences: int, length: int, step: int = 0) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
+from parallel.precision import gradient_dtype
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
@@ -160,7 +161,7 @@ class _Network(torch.autograd.Function):
             _multiply(a, _weights(w2, b, x), y)
             _put(out, y, rows, b, gate_Q)
         ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
-        ctx.rows, ctx.ffn = rows, ffn
+        ctx.rows, ctx.ffn, ctx.dtypes = rows, ffn, [None if w is None else gradient_dtype(w) for w in (w1, w2, w3)]
         return out.to(x_ND.dtype)
 
     @staticmethod
@@ -170,7 +171,7 @@ class _Network(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
-        grads = [None if w is None else torch.empty_like(w) for w in (w1, w2, w3)]
+        grads = [None if w is None else torch.empty_like(w, dtype=d) for w, d in zip((w1, w2, w3), ctx.dtypes, strict=True)]
         for grad in grads:
             _zero_without_rows(grad, rows)
         for b in rows.blocks:

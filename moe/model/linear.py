@@ -24,7 +24,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recast and self.weight.dtype != x.dtype:
+        if self.recast:
             y: Tensor = _Recast.apply(x, self.weight)
             return y
         return F.linear(x, self.weight.to(x.dtype))

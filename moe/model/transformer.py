@@ -10,8 +10,8 @@ value is a function of (seed, its global name) alone: truncated normal within 2 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,10 @@ from parallel.recompute import recomputed
 # B batch, L length, D model, V vocabulary
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """`logits_BLV` fp32, or, where targets are given, their cross-entropy `loss`, summed, fp32 []; the other has no elements.
 
-    And one report for each MoE layer in order.
+    And one report for each MoE layer in order. A tuple, because engines look for tensors in tuples, to hook their backward pass.
     """
 
     logits_BLV: Tensor
@@ -181,9 +180,20 @@ def embedding_as_module(model: Transformer) -> None:
             model.embedding = rows_of(model.vocab_size, model.config.d_model, tiles=1).to(dtype)
 
 
-def initialise(model: Transformer, *, seed: int, device: torch.device | str | None = None, only: Collection[str] | None = None) -> None:
-    """Give every weight its first value, on `device` if the model was made on the meta device; or some, by module name."""
+def initialise(
+    model: Transformer,
+    *,
+    seed: int,
+    device: torch.device | str | None = None,
+    only: Collection[str] | None = None,
+    born: Callable[[str, nn.Module], None] | None = None,
+) -> None:
+    """Give every weight its first value, on `device` if the model was made on the meta device; or some, by module name.
+
+    `born(path, module)` is told of each module whose own weights are there, and may take them away at once.
+    """
     scale = model.config.init_scale
+    wholes = {name: tile_and_shape(model, name) for name, _ in model.named_parameters() if only is None or name in only}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             local = f"{path}.{name}" if path else name
@@ -203,7 +213,7 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
                 _draw(value, full, fan_in=model.config.d_model, scale=scale, seed=seed)  # T5's own sigma, d_model^-1/2
             else:
                 table = full == "embedding"  # tied, its rows are also the head's; alone, an embedding has unit size
-                tile, shape = tile_and_shape(model, local)
+                tile, shape = wholes[local]
                 whole = torch.empty(shape)  # here too
                 fan_in = 1 if table and not model.config.tied_embeddings else shape[1]
                 _draw(whole, full, fan_in=fan_in, scale=1.0 if table else scale, seed=seed)
@@ -216,6 +226,8 @@ def initialise(model: Transformer, *, seed: int, device: torch.device | str | No
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:  # state that is no parameter starts at zero, in fp32 whatever dtype the parameters live in
                 setattr(module, name, torch.zeros(buffer.shape, device=device or "cpu"))
+        if born is not None:
+            born(path, module)
 
 
 def _draw(value: Tensor, name: str, *, fan_in: int, scale: float, seed: int) -> None:

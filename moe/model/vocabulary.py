@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import Tiled, with_branches
 from parallel.layout import Tile
+from parallel.precision import gradient_dtype
 
 # N tokens, D model, V vocabulary or a tile of it
 
@@ -60,15 +61,38 @@ def look_up(tokens: Tensor, matrix: Matrix) -> Tensor:
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
         row, here = _local(tokens, first, weight)
-        return F.embedding(row, weight) * here.unsqueeze(-1)
+        return _taken(row, weight) * here.unsqueeze(-1)
 
     if isinstance(matrix, Tensor):
-        return F.embedding(tokens, matrix)
+        return _taken(tokens, matrix)
     if isinstance(matrix, Rows):
-        rows: Tensor = matrix(tokens, lambda tokens, _, weight: F.embedding(tokens, weight))
+        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _taken(tokens, weight))
         return rows
     found = _each(matrix, tokens, use)
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+
+
+def _taken(row: Tensor, weight_VD: Tensor) -> Tensor:
+    if weight_VD.dtype not in (torch.bfloat16, torch.float16):
+        return F.embedding(row, weight_VD)
+    found: Tensor = _Taken.apply(row, weight_VD)
+    return found
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of a 16-bit table; the gradients of a token that comes often are summed in fp32, where torch's own would round each sum."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        ctx.size, ctx.dtype = len(weight_VD), gradient_dtype(weight_VD)
+        return F.embedding(row, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (row,) = ctx.saved_tensors
+        summed = torch.ops.aten.embedding_dense_backward(grad.float(), row, ctx.size, -1, False)
+        return None, summed.to(ctx.dtype)
 
 
 def project(x: Tensor, matrix: Matrix) -> Tensor:
@@ -119,7 +143,7 @@ class _Scores(torch.autograd.Function):
             largest = logits.amax(1, keepdim=True)
             scores[0, run] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
         ctx.save_for_backward(x_ND, weight_VD, row_N, here_N, scores)
-        ctx.chunks = chunks
+        ctx.chunks, ctx.dtype = chunks, gradient_dtype(weight_VD)
         return scores
 
     @staticmethod
@@ -127,7 +151,7 @@ class _Scores(torch.autograd.Function):
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
         # runs are added up in fp32 at least, also where an engine has gathered the weight in 16 bits
-        wide = torch.promote_types(weight_VD.dtype, torch.float32) if ctx.chunks > 1 else weight_VD.dtype
+        wide = torch.promote_types(ctx.dtype, torch.float32) if ctx.chunks > 1 else ctx.dtype
         grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=wide)
         for run in _runs(len(x_ND), ctx.chunks):
             logits = F.linear(x_ND[run], weight).to(scores.dtype)
@@ -139,7 +163,7 @@ class _Scores(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), x_ND[run])
             else:
                 grad_weight += grad_logits.t() @ x_ND[run]
-        return grad_x, grad_weight.to(weight_VD.dtype), None, None, None
+        return grad_x, grad_weight.to(ctx.dtype), None, None, None
 
 
 def _runs(count: int, chunks: int) -> list[slice]:

@@ -5,8 +5,10 @@ Everything is decided from files and package metadata, because importing torch t
 
 from __future__ import annotations
 
+import ctypes.util
 import math
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -67,6 +69,19 @@ def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
     return cache / "moe-parallel" / "extensions" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}-{python}"
+
+
+def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What must be installed before DeepSpeed's async_io can be compiled; empty if it can be, or is."""
+    folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
+    if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
+        return []
+    needed = {
+        "libaio-dev": any(Path(root, "libaio.h").exists() for root in ("/usr/include", "/usr/local/include")),
+        "g++": shutil.which("g++") is not None,
+        "ninja-build": shutil.which("ninja") is not None or Path(sys.executable).with_name("ninja").exists(),
+    }
+    return [package for package, there in needed.items() if not there]
 
 
 def _version(package: str) -> str:

@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     out: Path | None = None
+    run: Run | None = None
     error: str | None = None
     code = 1
     try:
@@ -83,8 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = 130, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
-        error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        error = None if run is None else _did_not_fit(failure, run)
+        if error is None:
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        else:
+            print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     _leave_status(out, rank, code, error)
     return code
 
@@ -108,6 +113,15 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
             signal.signal(number, signal.SIG_IGN)
         process.stop()
     return 0
+
+
+def _did_not_fit(failure: BaseException, run: Run) -> str | None:
+    """The line for memory that ran out, with the next thing to try; None where it was something else."""
+    from moe.train.memory import did_not_fit
+    from parallel import process
+
+    world = process.read_environment()
+    return did_not_fit(failure, run, world=world.size, cpu=world.device.type == "cpu")
 
 
 def _leave_status(out: Path | None, rank: int, code: int, error: str | None) -> None:

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from moe.config import Run
 from moe.model.flops import size
-from moe.parallelize import build, start_engine
+from moe.parallelize import build, prepare, start_engine
 from moe.recipe import resolved_yaml
 from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
+from moe.train.memory import PASSES, STATES, STEP, WEIGHTS, during
 from moe.train.metrics import Records, read, read_summary, write_summary
 from moe.train.place import asked_to_stop, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
@@ -108,8 +109,11 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     say: Callable[[str], None] = print if first and display else _silent
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=say)
     mesh = process.connect(run.mesh_degrees(), world)
-    model, layouts = build(run, mesh, device=world.device)
-    engine = start_engine(run, model, layouts, mesh)
+    prepare(run, say)
+    with during(WEIGHTS):
+        model, layouts = build(run, mesh, device=world.device)
+    with during(STATES):
+        engine = start_engine(run, model, layouts, mesh)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     found = False
     if fresh:
@@ -146,26 +150,28 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         started = time.perf_counter()
         sequences = _tensor(job, job.data.train.batch(counters.step, run.train.global_batch, dp.index, dp.size))
         rate = learning_rate(counters.updates, run.optimizer, total=run.train.steps)
-        numbers = accumulate(
-            job.engine,
-            sequences,
-            mesh=job.mesh,
-            microbatches=run.pipeline.microbatches,
-            seed=run.train.seed,
-            step=counters.step,
-            loss_scale=job.scale.value,
-            flag=int(asked()),
-        )
+        with during(PASSES):
+            numbers = accumulate(
+                job.engine,
+                sequences,
+                mesh=job.mesh,
+                microbatches=run.pipeline.microbatches,
+                seed=run.train.seed,
+                step=counters.step,
+                loss_scale=job.scale.value,
+                flag=int(asked()),
+            )
         used_scale = job.scale.value
-        norm = finish(
-            job.engine,
-            numbers,
-            world=job.mesh.axis("world"),
-            scale=job.scale,
-            lr=rate,
-            clip_norm=run.optimizer.clip_norm,
-            device=job.world.device,
-        )
+        with during(STEP):
+            norm = finish(
+                job.engine,
+                numbers,
+                world=job.mesh.axis("world"),
+                scale=job.scale,
+                lr=rate,
+                clip_norm=run.optimizer.clip_norm,
+                device=job.world.device,
+            )
         _count(job, norm)
         _record(job, numbers, norm, rate, used_scale, time.perf_counter() - started)
         _refuse_endless_skips(job, norm)

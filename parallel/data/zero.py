@@ -1,19 +1,28 @@
 """ZeRO through DeepSpeed's engine: optimizer state, then gradients, then parameters are sharded over data-parallel ranks.
 
     stage 1   every rank keeps all weights and gradients, and the optimizer's state for 1/N of them
+    stage 2   and the gradients of 1/N: each is summed as soon as the backward pass has it, and kept by its owner alone
+    stage 3   and the weights of 1/N (parallel/data/zero3.py)
 
-Expert parameters are sharded over edp, dense ones over dp. The policy stays ours: precision (weights are cast where they
-are used), loss scale, gradient norm and clipping by ownership (an engine that averages per-rank expert norms is wrong),
-checkpoints by global names. DeepSpeed reduces, partitions, steps and gathers. This is the one file that imports its runtime.
-Source: ZeRO (arXiv 1910.02054).
+Expert parameters are sharded over edp, dense ones over dp. The policy stays ours: precision, loss scale, gradient norm and
+clipping by ownership (an engine that averages per-rank expert norms is wrong), checkpoints by global names. DeepSpeed reduces,
+partitions, steps and gathers. This is the one file that imports its runtime. Source: ZeRO (arXiv 1910.02054).
+
+16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights; then the flat groups that the
+model reads in 16 bits are replaced by 16-bit copies. Their gradients are summed in fp32 all the same (Tensor.grad_dtype), over
+uses, micro-batches and ranks. A copy of the master equals a master cast where it is used: no number changes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,35 +30,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.offload import Offload
+from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
+Working = Callable[[str], torch.dtype]  # of a parameter by name: what the model reads it in
+BUCKET_ELEMENTS = 8 * 2**20  # gradients that travel together, 32 MiB in fp32
 
-class Zero1:
-    """Stage 1. `layouts` by module parameter name; the model's weights are in the master dtype."""
 
-    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
-        deepspeed = start_deepspeed()
-        self.module, self.layouts, self.mesh = model, layouts, mesh
-        self.parameters = dict(model.named_parameters())
-        shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
-        groups, self.families = _groups(self.parameters, layouts, optimizer, ep=shards)
-        self.engine, _, _, _ = deepspeed.initialize(
-            model=_marked(model, ep=shards) if shards > 1 else model,
-            optimizer=optimizer.build(groups),
-            dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": 0.0,
-                "zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gradients": True},
-            },
-        )
-        self.zero = self.engine.optimizer
-        for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() can be asked before the first step
-            zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
-            self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
-        self.zero._lazy_init_hp_params_optimizer_state()
+class DeepSpeed(ABC):
+    """What all stages share. `layouts` by module parameter name."""
+
+    module: nn.Module
+    engine: Any
+    zero: Any  # DeepSpeed's sharded optimizer
 
     def forward(self, *args: Any, last: bool) -> Any:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -58,34 +53,119 @@ class Zero1:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss)
-        if last:
-            # DeepSpeed has divided every sum by the number of data ranks, but our losses are shares of the global mean already. Here
-            # and not in the loss, because times 3 rounds every gradient of a 16-bit backward pass anew.
-            self.scale_gradients(float(self.mesh.axis("dp").size))
-        else:
+        if not last:
             self.engine.step()  # counts a micro-batch; steps only at the boundary
 
-    def _owned(self) -> Iterator[tuple[str, Tensor]]:
-        for number, parts in self.zero.averaged_gradients.items():
-            for part in parts or ():
-                yield self.families[number], part
-
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return self._owned()
+    @abstractmethod
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([part for _, part in self._owned()], factor)
+        torch._foreach_mul_([part for _, part in self.owned_gradients()], factor)
 
     def step(self, lr: float) -> None:
         for group in self.zero.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
 
+
+class Zero(DeepSpeed):
+    """Stages 1 and 2; the model's weights are in the master dtype, and afterwards in the one that `working` says (None: as they are)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layouts: dict[str, Layout],
+        mesh: Mesh,
+        optimizer: AdamW,
+        stage: int = 1,
+        offload: Offload | None = None,
+        working: Working | None = None,
+    ) -> None:
+        deepspeed = start_deepspeed()
+        self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
+        self.parameters = dict(model.named_parameters())
+        shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
+        groups, self.families, dtypes = group_parameters(self.parameters, layouts, optimizer, working=working, ep=shards)
+        self.shards_gradients = stage == 2
+        self.offloads = offload.optimizer != "none"
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=_marked(model, ep=shards) if shards > 1 else model,
+            optimizer=optimizer.build(groups),
+            dist_init_required=False,
+            config=settings(stage, offload.sections(None, largest=0)) | {"gradient_allreduce_op": "sum"},
+        )
+        self.zero = self.engine.optimizer
+        assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
+        if working is not None:
+            for number, dtype in enumerate(dtypes):
+                self._narrow(number, dtype)
+        for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() can be asked before the first step
+            zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
+            self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
+        self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _narrow(self, number: int, dtype: torch.dtype) -> None:
+        """Replace one flat group of working weights by its copy in this dtype; the fp32 partitions of it stay."""
+        zero = self.zero
+        if zero.bit16_groups_flat[number].dtype == dtype:
+            return
+        zero.bit16_groups_flat[number] = flat = zero.bit16_groups_flat[number].to(dtype)
+        zero._update_model_bit16_weights(number)
+        zero.parallel_partitioned_bit16_groups[number] = zero.get_data_parallel_partitions(flat, number)
+        if self.offloads:
+            buffers = zero.param_buffer_of_bit16_for_cpu_offload_groups
+            pinned = buffers[number].is_pinned()
+            buffers[number] = buffers[number].to(dtype).pin_memory() if pinned else buffers[number].to(dtype)
+        for parameter in zero.bit16_groups[number]:
+            parameter.grad_dtype = torch.float32
+            fragment = parameter._hp_mapping
+            if fragment is not None:  # a view of the old flat group, which would keep all of it
+                at = fragment.lp_fragment_address
+                fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        if self.offloads and not last:
+            self._make_room()
+        return super().forward(*args, last=last)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        if not self.shards_gradients or not last:
+            return
+        for number, parts in self.zero.averaged_gradients.items():
+            if parts:  # of a parameter that two ranks share, a view would keep the whole gradient
+                self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
+
+    def _make_room(self) -> None:
+        """Host buffers in which gradients of several micro-batches add up: DeepSpeed's own would be in the weights' dtype."""
+        zero = self.zero
+        for params in zero.params_in_partition:
+            for parameter in params:
+                number = zero.get_param_id(parameter)
+                if number not in zero.accumulated_grads_in_cpu:
+                    buffer = torch.zeros(parameter.numel(), dtype=torch.float32)
+                    zero.accumulated_grads_in_cpu[number] = buffer.pin_memory() if zero.cpu_offload_pin_memory else buffer
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        if self.offloads:
+            for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
+                yield self.families[number], partition.grad
+            return
+        for number, parts in self.zero.averaged_gradients.items():
+            for part in parts or ():
+                yield self.families[number], part
+
     def drop_gradients(self) -> None:
-        self.zero.zero_grad(set_to_none=True)
-        for number in self.zero.averaged_gradients:
-            self.zero.averaged_gradients[number] = None
-            self.zero.all_grad_tensors[number] = None
+        zero = self.zero
+        zero.zero_grad(set_to_none=True)
+        for number in zero.averaged_gradients:
+            zero.averaged_gradients[number] = None
+            zero.all_grad_tensors[number] = None
+        zero.micro_step_id = -1  # as DeepSpeed's own step leaves it
+        if self.offloads:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids = set()
 
     def gradient(self, name: str) -> Tensor:
         from deepspeed.utils import safe_get_full_grad
@@ -113,23 +193,41 @@ class Zero1:
         self.zero.update_lp_params()
 
 
-def _groups(
-    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, ep: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The optimizer's groups, one family each, and their families in order; DeepSpeed knows experts by `allreduce` False."""
+def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration: it is told to clip nothing and to scale nothing, and takes whatever optimizer it is given."""
+    sharded = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
+    sharded["use_multi_rank_bucket_allreduce"] = False  # each gradient to its owner alone: half the bytes of all to all
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": sharded | more,
+    }
+
+
+def group_parameters(
+    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, ep: int
+) -> tuple[list[dict[str, Any]], list[str], list[torch.dtype]]:
+    """The optimizer's groups, of one family and one dtype each, with their families and dtypes in order.
+
+    DeepSpeed knows experts by `allreduce` False. Dims are read from layouts: a sharded parameter has none of its own.
+    """
+    keyed: dict[tuple[str, torch.dtype, bool], list[nn.Parameter]] = {}
+    apart: set[str] = set()
+    for name, parameter in parameters.items():
+        layout = layouts[name]
+        dtype = parameter.dtype if working is None else working(name)
+        decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
+        keyed.setdefault((layout.family, dtype, decays), []).append(parameter)
+        if ep > 1 and "ep" in layout.split.values():
+            apart.add(layout.family)
+            parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"  # type: ignore[attr-defined]
     groups: list[dict[str, Any]] = []
-    families: list[str] = []
-    for family in dict.fromkeys(layout.family for layout in layouts.values()):
-        held = [(name, p) for name, p in parameters.items() if layouts[name].family == family]
-        apart = ep > 1 and any("ep" in layouts[name].split.values() for name, _ in held)
-        for group in optimizer.groups(held):
-            if apart:
-                group |= {"moe": True, "name": f"ep_size_{ep}"}
-                for parameter in group["params"]:
-                    parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"
-            groups.append(group)
-            families.append(family)
-    return groups, families
+    for (family, _, decays), held in keyed.items():
+        group: dict[str, Any] = {"params": held, "weight_decay": optimizer.weight_decay if decays else 0.0}
+        groups.append(group | ({"moe": True, "name": f"ep_size_{ep}"} if family in apart else {}))
+    return groups, [family for family, _, _ in keyed], [dtype for _, dtype, _ in keyed]
 
 
 def load_deepspeed() -> Any:
@@ -143,11 +241,36 @@ def load_deepspeed() -> Any:
     import deepspeed
 
     with suppress(ImportError):  # what the first engine imports (1.2 s), now: ranks forked after this have it
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+        import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.zero.stage3  # noqa: F401
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # its calls
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def compile_async_io(say: Callable[[str], None]) -> None:
+    """What reads and writes a disk: compiled once for each version of torch and DeepSpeed. Every rank must call it before an engine starts.
+
+    Raises BadInput where it does not compile.
+    """
+    load_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ".")
+    if not (folder / "async_io" / "async_io.so").exists():
+        say(f"compiling DeepSpeed's async_io for offload to a disk: once, 4 to 6 minutes on 2 cores; it stays in {folder} ...")
+    try:
+        with redirect_stdout(StringIO()):  # each compiler's command
+            get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as failed:
+        raise BadInput(
+            "sharding.offload",
+            got=f"nvme, whose async_io does not compile ({str(failed).splitlines()[0]})",
+            needed="a C++ compiler, ninja and libaio's headers",
+            fix="see: moe doctor; or set it to cpu",
+        ) from failed
 
 
 def start_deepspeed() -> Any:

@@ -1,0 +1,117 @@
+"""What a process holds of a model under training, by what it is for, as torch and as the system see it.
+
+parameters | gradients | optimizer      unique storages of tensors that the model, its engine and its optimizers name
+buckets                                 buffers of a fixed size, in which DeepSpeed's messages are gathered
+other                                   every other storage that was not there before: what somebody forgot to free, too
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.data.engine import Engine
+from parallel.states import States
+
+
+def give_freed_memory_back() -> None:
+    """Every tensor of 64 KiB or more in pages of its own, which the system has back at once: else holes in the heap count as held."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h
+
+
+def resident_bytes() -> int:
+    """Anonymous memory of this process, after the C library has given back what it keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the unique storages behind some tensors, by address; of a distributed tensor, those of this rank."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "meta" and not local.is_sparse:
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def living() -> list[Tensor]:
+    """Every tensor that Python knows of."""
+    gc.collect()
+    return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+
+
+def shards_of(model: nn.Module) -> Iterator[Tensor]:
+    """DeepSpeed's parts of parameters that are not gathered."""
+    yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
+
+
+def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
+    """What optimizers step and remember, with the gradients that wait there."""
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+        for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
+            yield stepped, stepped.grad
+        for state in optimizer.state.values():
+            yield from ((value, None) for value in state.values() if isinstance(value, Tensor))
+
+
+def _buckets(engine: Engine) -> Iterator[Tensor]:
+    zero = getattr(getattr(engine, "engine", None), "optimizer", None)
+    for bucket in getattr(zero, "ipg_buckets", {}).values():
+        yield from [bucket.buffer] if isinstance(bucket.buffer, Tensor) else bucket.buffer or ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes; `shards` are those of `states.parameters` that are parts of parameters."""
+
+    states: States
+    shards: int
+    buckets: int
+    other: int
+
+
+def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
+    """What torch holds of the model now, apart from storages that were there before."""
+    shards = storages(shards_of(model))
+    parameters = shards | storages(model.parameters())
+    stepped = list(_of_optimizers())
+    waiting = [p.grad for p in model.parameters()] + [grad for _, grad in stepped] + [grad for _, grad in engine.owned_gradients()]
+    parts, named = [], set(before)
+    for tensors in (parameters, storages(t for t, _ in stepped), storages(_there(waiting)), storages(_buckets(engine)), storages(living())):
+        parts.append(sum(size for where, size in tensors.items() if where not in named))
+        named |= tensors.keys()
+    return Held(States(parts[0], parts[2], parts[1]), sum(shards.values()), parts[3], parts[4])
+
+
+def _there(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
+    return (t for t in tensors if t is not None)
+
+
+@dataclass
+class Arriving:
+    """The most that whole gradients took at once as they arrived, and what the process held at that moment."""
+
+    model: nn.Module
+    gradients: int = 0
+    resident: int = 0
+    hooks: list[Any] = field(default_factory=list)
+
+    def watch(self) -> Arriving:
+        self.hooks = [p.register_post_accumulate_grad_hook(self._look) for p in self.model.parameters()]
+        return self
+
+    def _look(self, _: Tensor) -> None:
+        now = sum(storages(_there(p.grad for p in self.model.parameters())).values())
+        if now > self.gradients:
+            self.gradients, self.resident = now, resident_bytes()

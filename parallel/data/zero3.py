@@ -1,0 +1,236 @@
+"""ZeRO stage 3 through DeepSpeed: a rank holds 1/N of every weight, gradient and state, and the whole of a weight only while it is used.
+
+    forward, backward of a module    all-gather its weights | compute | free them
+    backward                         and reduce-scatter its gradients to their owners
+    step                             each rank on its own part; nothing is gathered
+
+A parameter says itself over which ranks it is sharded (`ds_zero_partition_process_group`): experts over edp, the rest over dp.
+DeepSpeed's MoE layers refuse this stage; experts that are ordinary parameters of another group do not need them. Weights are
+sharded module by module as they are born, so no rank ever holds the whole model. Sources: ZeRO (arXiv 1910.02054),
+ZeRO-Infinity (arXiv 2104.07857).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.offload import Offload
+from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Working, group_parameters, settings, start_deepspeed
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+
+
+class Birth:
+    """Shards each module's own parameters as soon as they have their first values: call it with every module's path and the module."""
+
+    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, offload: Offload | None = None) -> None:
+        self.deepspeed = start_deepspeed()
+        self.layouts, offload = layouts, offload or Offload()
+        self.groups = {axis: _group(mesh, axis) for axis in ("dp", "edp")}
+        self.folder = offload.folder()
+        ranks = {axis: mesh.axis(axis).size for axis in self.groups}
+        largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / ranks[self._axis(layout)]) for layout in layouts.values())
+        sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
+        self.settings = settings(3, _LIMITS | sections)
+        self.first: Any = None
+
+    def __call__(self, path: str, module: nn.Module) -> None:
+        own = list(module.named_parameters(recurse=False))
+        for name, parameter in own:
+            layout = self.layouts[f"{path}.{name}" if path else name]
+            parameter.ds_zero_partition_process_group = self.groups[self._axis(layout)]  # type: ignore[attr-defined]
+            parameter.birth = self  # type: ignore[attr-defined]  # the engine will find it there
+        if not own:
+            return
+        if self.first is None:
+            born = nn.ParameterList(p for _, p in own)
+            self.deepspeed.zero.Init(module=born, config_dict_or_path=self.settings, dtype=torch.float32, mem_efficient_linear=False)
+            self.first = own[0][1]
+        else:
+            self.first.convert_to_zero_parameters(param_list=[p for _, p in own])
+
+    @staticmethod
+    def _axis(layout: Layout) -> str:
+        return "edp" if "edp" in layout.copies() else "dp"
+
+
+_LIMITS = {
+    "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
+    "stage3_max_reuse_distance": 0,  # nor because it will be used again soon
+    "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered at once, unless one layer is larger: each module asks for a bucket more
+}
+
+
+def _group(mesh: Mesh, axis: str) -> Any:
+    """The axis's process group; a rank that is alone on it has one of its own, which DeepSpeed wants all the same."""
+    found = mesh.axis(axis)
+    if found.group is not None:
+        return found.group
+    return dist.new_group([mesh.rank], use_local_synchronization=True) if dist.get_world_size() > 1 else dist.group.WORLD
+
+
+class Zero3(DeepSpeed):
+    """A Birth has seen every module of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        layouts: dict[str, Layout],
+        mesh: Mesh,
+        optimizer: AdamW,
+        offload: Offload | None = None,
+        working: Working | None = None,
+    ) -> None:
+        self.module, self.layouts, self.mesh = model, layouts, mesh
+        self.birth: Birth = next(model.parameters()).birth  # type: ignore[attr-defined]
+        self.offload = offload or Offload()
+        self.parameters = dict(model.named_parameters())
+        groups, self.families, dtypes = group_parameters(self.parameters, layouts, optimizer, working=working, ep=1)
+        self.engine, _, _, _ = self.birth.deepspeed.initialize(
+            model=model, optimizer=optimizer.build(groups), dist_init_required=False, config=self.birth.settings
+        )
+        for module in model.modules():
+            module.register_forward_hook(_hook_dataclass)
+        self.zero = zero = self.engine.optimizer
+        model.register_forward_hook(self._no_backward_pass)
+        zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
+        self.family_of = [self.families[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
+        if working is not None:
+            self._narrow([dtypes[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))])
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() can be asked before the first step
+            with self._brought_in(number, write=True):
+                zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}
+                zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}
+
+    def _no_backward_pass(self, *_: Any) -> None:
+        """Free what was gathered ahead for it."""
+        if not torch.is_grad_enabled():
+            self.zero._partition_all_parameters()
+
+    def _brought_in(self, number: int, *, write: bool) -> _BroughtIn:
+        return _BroughtIn(self.zero, number, write=write)
+
+    def _narrow(self, dtypes: list[torch.dtype]) -> None:
+        """Replace flat groups of working weights by their copies in these dtypes; what is on a disk stays as it is."""
+        zero = self.zero
+        masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
+        for number, dtype in enumerate(dtypes):
+            flat = zero.fp16_partitioned_groups_flat[number]
+            if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
+                continue  # fp32 weights that are read in fp32 are their own masters
+            narrow = flat.to(dtype, copy=True)
+            zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
+            zero._unflatten_partitioned_parameters(number)
+            for parameter in zero.fp16_groups[number]:
+                parameter.data = torch.empty(0, dtype=dtype, device=parameter.device)
+                parameter.grad_dtype = torch.float32
+        if self.offload.parameters == "none":
+            zero.lp_param_buffer = torch.empty(0)  # copied above, group by group
+        if self.offload.parameters == "cpu":
+            zero.param_groups_fp16_flat_cpu_memory = []
+
+    def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(family, parameter, this rank's part of its summed gradient), as they lie in one buffer."""
+        zero, at = self.zero, 0
+        for number, params in enumerate(zero.fp16_groups):
+            for parameter in params:
+                size = parameter.partition_numel()
+                yield self.family_of[number], parameter, zero.grad_partitions_flat_buffer.narrow(0, at, size)
+                at += size
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((family, part) for family, _, part in self._gradients())
+
+    def scale_gradients(self, factor: float) -> None:
+        zero = self.zero
+        zero.grad_partitions_flat_buffer.mul_(factor)
+        if self.offload.optimizer == "none":
+            return
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's copies on the host
+            if not zero._swappable_optimizer_subgroup(number):
+                master.grad.mul_(factor)
+        if zero.swap_optimizer:  # and on a disk: as they are read for the step
+            zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
+
+    def step(self, lr: float) -> None:
+        super().step(lr)
+        self.zero.custom_loss_scaler, self.zero.external_loss_scale = False, None
+
+    def drop_gradients(self) -> None:
+        zero = self.zero
+        zero._pre_step()
+        zero._partition_all_parameters()
+        zero.zero_grad(set_to_none=True)
+        zero.averaged_gradients = {}
+        if self.offload.optimizer != "none":
+            zero.reset_cpu_buffers()
+
+    def _whole(self, parameter: Any, part: Tensor) -> Tensor:
+        group = parameter.ds_process_group
+        whole = part.new_empty(len(part) * dist.get_world_size(group), device=self.birth.first.device)
+        dist.all_gather_into_tensor(whole, part.to(whole.device).contiguous(), group=group)
+        return whole[: parameter.ds_numel].view(parameter.ds_shape)
+
+    def gradient(self, name: str) -> Tensor:
+        wanted = self.parameters[name]
+        part = next(part for _, parameter, part in self._gradients() if parameter is wanted)
+        return self._whole(wanted, part)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        parameter, zero = self.parameters[name], self.zero
+        number, first, size = zero.grad_position[zero.get_param_id(parameter)]
+        with self._brought_in(number, write=False):
+            master = zero.fp32_partitioned_groups_flat[number]
+            held = {"weight": master.detach()} | {m: zero.optimizer.state[master][m] for m in MOMENTS}
+            return {kind: self._whole(parameter, tensor.narrow(0, first, size)) for kind, tensor in held.items()}
+
+    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+        zero = self.zero
+        given = {id(self.parameters[name]): new for name, new in states.items()}
+        for number, params in enumerate(zero.fp16_groups):
+            master = zero.fp32_partitioned_groups_flat[number]
+            with self._brought_in(number, write=True):
+                for parameter in (p for p in params if id(p) in given):
+                    _, first, size = zero.grad_position[zero.get_param_id(parameter)]
+                    rank = dist.get_rank(parameter.ds_process_group)
+                    for kind, tensor in given[id(parameter)].items():
+                        held = master.data if kind == "weight" else zero.optimizer.state[master][kind]
+                        part = tensor.reshape(-1)[rank * size : (rank + 1) * size]  # the last ones may hold less, or nothing
+                        held.narrow(0, first, len(part)).copy_(part)
+                zero.optimizer.state[master]["step"].fill_(float(steps))
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+
+
+def _hook_dataclass(module: Any, _: Any, output: Any) -> Any:
+    """DeepSpeed gathers a module's weights when the gradient of a tensor that it gave arrives. It finds tensors in tuples; here they
+    also come in dataclasses."""
+    if not is_dataclass(output) or isinstance(output, type):
+        return output
+    tensors = {f.name: value for f in fields(output) if isinstance(value := getattr(output, f.name), Tensor) and value.requires_grad}
+    return replace(output, **{name: module.pre_bwd_fn.apply(tensor) for name, tensor in tensors.items()})
+
+
+class _BroughtIn:
+    """While it lasts, a group's optimizer state is in memory if it lies on a disk; `write`: changes go back there."""
+
+    def __init__(self, zero: Any, number: int, *, write: bool) -> None:
+        self.zero, self.number, self.write = zero, number, write
+        self.swapped = zero._swappable_optimizer_subgroup(number)
+
+    def __enter__(self) -> None:
+        if self.swapped:
+            self.zero._optimizer_states_and_gradient_swap_in(self.number)
+
+    def __exit__(self, *_: object) -> None:
+        if self.swapped:
+            (self.zero._optimizer_states_and_gradient_swap_out if self.write else self.zero._release_swap_buffers)(self.number)
