@@ -24,6 +24,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".sh", ".cfg", 
 READS_THE_ENVIRONMENT = {
     "parallel/process.py": "which rank this process is",
     "parallel/data/zero.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
+    "moe/bench/sharded.py": "where compiled extensions lie",
     "moe/cli.py": "whether this process is already a rank of somebody's launcher",
     "moe/doctor.py": "reports what the launchers and torch would see",
     "moe/train/environment.py": "what ranks inherit: cores, devices, port, cache folder",
