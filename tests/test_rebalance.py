@@ -121,7 +121,7 @@ def settings(name: str, *, clip: float | None = None) -> dict[str, Any]:
     return {"optimizer": {"clip_norm": clip}, "model": {"d_model": 32, "d_ff": 64}} | LAYOUTS[name][1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp"])
 @pytest.mark.parametrize("model", ["switch", "gshard"])
 def test_training_that_moves_experts_has_the_same_losses_to_the_bit(kind: str, model: str) -> None:
     """And the same weights and moments of every expert, wherever it is now; with drops, noise and dropout in the experts."""
