@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
-from moe.bench.sharded import CPU, PLAIN, Kind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
+from moe.bench.sharded import CPU, PLAIN, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
 from moe.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
@@ -68,7 +68,7 @@ def expected(kind: Kind, started: Started) -> float:
 def measure(rank: int, ranks: int, kind: Kind, sparse: bool, microbatches: int, precision: str, ahead: bool = False) -> dict[str, Any]:
     """One case on the ranks that are running: this rank's row, of its third step, when every engine has settled."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
-    with nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
+    with quick_values(), nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
         started = start(kind, values, rank, ranks)
     engine, mesh = started.engine, started.mesh
 

@@ -13,19 +13,16 @@ tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 -
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
 
 from moe.bench import tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
-from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of
 from moe.results import write_json
 from moe.train.environment import missing_for_nvme
 from moe.train.step import accumulate, finish
@@ -80,17 +77,6 @@ def warm_up(shape: Shape, precision: str) -> None:
         weight = torch.zeros(out, into, dtype=dtype, requires_grad=True)
         x = torch.zeros(LENGTH, into, dtype=dtype, requires_grad=True)
         torch.nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def quick_values() -> Iterator[None]:
-    """First values from one draw each: to bytes they do not matter, and a truncated normal's take longer than all the rest."""
-
-    def uniform_(x: Tensor, *, std: float, **_: Any) -> Tensor:
-        return x.uniform_(-std, std)
-
-    with mock.patch.object(nn.init, "trunc_normal_", uniform_):
-        yield
 
 
 def measure(rank: int, ranks: int, kind: Kind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
@@ -130,6 +130,17 @@ def load_engines(kinds: list[Kind]) -> None:
 def without_look_ahead() -> AbstractContextManager[Any]:
     """DeepSpeed's stage 3, started inside, gathers weights when they are due. Otherwise a small model is whole within its window."""
     return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
+
+
+@contextmanager
+def quick_values() -> Iterator[None]:
+    """First values from one draw each: to bytes they do not matter, and a truncated normal's take longer than all the rest."""
+
+    def uniform_(x: Tensor, *, std: float, **_: Any) -> Tensor:
+        return x.uniform_(-std, std)
+
+    with mock.patch.object(nn.init, "trunc_normal_", uniform_):
+        yield
 
 
 @dataclass(frozen=True)
