@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe import config
 from moe.model.linear import Linear
+from moe.shapes import T5_BUCKETS
 
 # B batch, L length, D model, H heads, K key-value heads, C channels of a head
 
@@ -65,7 +66,7 @@ def rotate(x_BHLC: Tensor, position_L: Tensor) -> Tensor:
 class RelativeBias(nn.Module):
     """T5's bias per head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H]."""
 
-    buckets, far = 32, 128
+    buckets, far = T5_BUCKETS, 128
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()

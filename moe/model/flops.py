@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe import config
-from moe.kernels.activation import GATED
-from moe.model.attention import RelativeBias
+from moe.shapes import GATED, T5_BUCKETS
 
 
 @dataclass(frozen=True)
@@ -26,28 +25,40 @@ class Size:
 
 
 def size(model: config.Model, experts: config.Experts, router: config.Router, *, vocab_size: int) -> Size:
+    """Of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
+    ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + model.d_model
+    forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
+    return Size(sum(block.total for block in blocks) + ends, sum(block.active for block in blocks) + ends, forward, 3.0 * forward)
+
+
+def block_size(model: config.Model, experts: config.Experts, router: config.Router, *, layer: int) -> Size:
+    """Of one block: attention, and its feed-forward network or its experts, of which a token passes those that it chooses."""
     head = model.head_size or model.d_model // model.num_heads
     width, kv_heads = model.num_heads * head, model.num_kv_heads or model.num_heads
-    attention = model.d_model * (2 * width + 2 * kv_heads * head)
-    bias = RelativeBias.buckets * model.num_heads if model.positions == "t5" else 0
-    dense_ffn = _ffn(model.d_model, model.d_ff, model.ffn)
-    expert_ffn, expert_d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
-    one_expert = _ffn(model.d_model, expert_d_ff, expert_ffn)
-    with_experts = len(model.layers_with_experts())
-    dense_layers = model.num_layers - with_experts
-    num_experts = sum(experts.of_layer(nth) for nth in range(with_experts))  # of all layers
-    beside = _ffn(model.d_model, (experts.shared_d_ff or expert_d_ff) * experts.shared, expert_ffn)
-    beside += model.d_model if experts.shared_gate else 0
-    beside += one_expert + 2 * model.d_model if experts.residual else 0
-    router_size = model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)  # of all layers
-    table = vocab_size * model.d_model
-
-    matrices = model.num_layers * attention + dense_layers * dense_ffn + with_experts * beside + router_size + table
-    active = matrices + with_experts * router.spec.num_choices * one_expert
-    rest = model.num_layers * (2 * model.d_model + bias) + model.d_model + (0 if model.tied_embeddings else table)
+    products = model.d_model * (2 * width + 2 * kv_heads * head)
+    idle = 0
+    if layer in model.layers_with_experts():
+        ffn, d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
+        one_expert = _ffn(model.d_model, d_ff, ffn)
+        num_experts = experts.of_layer(model.layers_with_experts().index(layer))
+        products += _ffn(model.d_model, (experts.shared_d_ff or d_ff) * experts.shared, ffn) + (model.d_model if experts.shared_gate else 0)
+        products += one_expert + 2 * model.d_model if experts.residual else 0
+        products += model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)
+        products += router.spec.num_choices * one_expert
+        idle = (num_experts - router.spec.num_choices) * one_expert
+    else:
+        products += _ffn(model.d_model, model.d_ff, model.ffn)
+    bias = T5_BUCKETS * model.num_heads if model.positions == "t5" else 0
+    active = products + 2 * model.d_model + bias
     attended = (model.max_length + 1) / 2
-    forward = 2.0 * active + 4.0 * attended * width * model.num_layers
-    return Size(matrices + num_experts * one_expert + rest, active + rest, forward, 3.0 * forward)
+    forward = 2.0 * products + 4.0 * attended * width
+    return Size(active + idle, active, forward, 3.0 * forward)
+
+
+def head_forward(model: config.Model, *, vocab_size: int) -> float:
+    """Forward FLOPs per token of the projection to the vocabulary; to look a token up is no product."""
+    return 2.0 * vocab_size * model.d_model
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:

@@ -1,0 +1,55 @@
+"""Layers cut into stages by what they cost: contiguous, and the slowest stage, which sets the pace of a pipeline, as fast as can be.
+
+    costs 1 1 1 1 1 3, three stages -> (2, 3, 1): the last layer has the head with it
+
+Among cuts with the same slowest stage the one of least sum of squares, so that nobody is left with more than there is need for;
+among those the one with fewer units on earlier stages, which keep more micro-batches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+
+from parallel.errors import BadInput
+
+_EPSILON = 1e-12  # of a value: what rounding may take for a difference
+
+
+def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many units (layers) each stage gets, in order. Raises BadInput for more stages than units."""
+    if not 1 <= stages <= len(costs):
+        fix = f"set stages to {max(1, min(stages, len(costs)))}"
+        raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
+    ends = [0.0, *accumulate(costs)]
+    slowest = _best(ends, stages, limit=inf)
+    return _best(ends, stages, limit=max(ends[b] - ends[a] for a, b in zip(_places(slowest), _places(slowest)[1:], strict=False)))
+
+
+def _places(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)]
+
+
+def _best(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
+    """Without a limit the cut of the least largest stage; with one, of the least sum of squares of stages within it."""
+    count = len(ends) - 1
+    # best[n]: over the units from n on, cut into the stages seen so far (the last ones first): value and size of the first of them
+    best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
+    sizes: list[list[tuple[float, int]]] = []
+    for left in range(stages):
+        found = [(inf, 0)] * (count + 1)
+        for start in range(count - left):
+            for size in range(1, count - left - start + 1):
+                cost = ends[start + size] - ends[start]
+                rest = best[start + size][0]
+                value = max(cost, rest) if limit == inf else cost**2 + rest
+                if cost <= limit * (1 + _EPSILON) and value < found[start][0] * (1 - _EPSILON):
+                    found[start] = (value, size)
+        best = found
+        sizes.append(found)
+    counts, start = [], 0
+    for found in reversed(sizes):
+        counts.append(found[start][1])
+        start += counts[-1]
+    return tuple(counts)
