@@ -89,19 +89,19 @@ def test_a_step_is_that_of_one_process(case: Case, sharding: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in(dtype: str) -> None:
-    """2048 and 1 have no sum in 16 bits, and their mean would be another number."""
+    """2048 and 1, of two uses on a rank or of two ranks, have no sum in 16 bits, and their mean would be another number."""
 
     def work(rank: int) -> list[float]:
         engine, _ = linear(rank, 2, torch.ones(4, 3), dtype=DTYPES[dtype])
-        x = torch.full((1, 3), 2048.0 if rank == 0 else 1.0, dtype=DTYPES[dtype])
+        x = torch.tensor([[2048.0 if rank == 0 else 2.0], [1.0]], dtype=DTYPES[dtype]).expand(2, 3)
         engine.backward(engine.forward(x, last=True).float().sum(), last=True)
         return [float(value) for value in engine.gradient("one.weight").unique()]
 
-    assert run_on_ranks(work, 2, timeout_s=60) == [[2049.0]] * 2
+    assert run_on_ranks(work, 2, timeout_s=60) == [[2052.0]] * 2
 
 
 class Linear(nn.Module):
-    """x W^T + b in x's dtype."""
+    """x W^T + b in x's dtype; each row of x uses W once more."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -109,7 +109,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(weight), device=weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype).t() + self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        return torch.stack([row @ weight.t() for row in x]) + self.bias.to(x.dtype)
 
 
 def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.float32) -> tuple[FSDP, AdamW]:

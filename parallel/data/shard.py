@@ -112,7 +112,19 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
     module.set_unshard_in_backward(unit.backward)
     module.set_custom_all_gather(_Gather(replace(axis, label=unit.path)))
     module.set_custom_reduce_scatter(_ScatterSum(replace(axis, label=f"the gradients of {unit.path}")))
+    _sum_uses_in(wide, model, unit)
     return module
+
+
+def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
+    """Gradients of a weight's several uses are summed in this dtype on each rank too, as where weights are not gathered in 16 bits."""
+
+    def when_gathered(module: nn.Module, _: Any) -> None:
+        for name in unit.parameters:
+            model.get_parameter(name).grad_dtype = dtype
+        first.remove()  # the whole parameter is an object that stays; its memory comes and goes
+
+    first = model.get_submodule(unit.path).register_forward_pre_hook(when_gathered)
 
 
 def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
