@@ -27,15 +27,18 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
-def multiplies_bf16(device: torch.device) -> bool:
-    """Whether this processor has bf16 matrix instructions. A CPU without them is slower than in fp32, by far (docs/log.md)."""
+_FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
+
+
+def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this processor has matrix instructions for a 16-bit dtype. A CPU without them is slower than in fp32 by far (docs/log.md)."""
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool(flags & _FLAGS[dtype])
 
 
 @dataclass

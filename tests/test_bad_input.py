@@ -405,6 +405,17 @@ def test_any_text_for_any_key_is_a_run_or_a_bad_input(key: str, text: str, recip
         assert len(str(bad).splitlines()) <= 1 and "; fix: " in str(bad)
 
 
+def test_a_disk_without_libaio_is_refused_with_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lists of what is missing that a machine without it has; the machine that tests may have it."""
+    monkeypatch.setattr("moe.sharding_checks.missing_for_nvme", lambda: ["libaio-dev"])
+    disk = {"sharding.kind": "zero", "sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": str(tmp_path)}
+    with pytest.raises(BadInput) as refused:
+        load("switch_tiny", disk)[0].check(2)
+    said = str(refused.value)
+    assert said.startswith("sharding.offload: got nvme without libaio-dev, needed ") and "\n" not in said
+    assert said.endswith("; fix: apt-get install libaio-dev, or set it to cpu")
+
+
 def test_numbers_are_read_as_a_user_writes_them() -> None:
     run, origins = load("switch_tiny", {"optimizer.lr": "1e-3", "train.steps": "7", "router.capacity_factor": "null", "data.path": "2024"})
     assert (run.optimizer.lr, run.train.steps, run.router.capacity_factor, run.data.path) == (1e-3, 7, None, "2024")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe.model.transformer import global_name
 from moe.parallelize import FAMILIES
 from moe.verify import Case
 from parallel.clip import gradient_norm
@@ -21,7 +23,7 @@ from parallel.data.zero import load_deepspeed
 from parallel.fork import run_on_ranks
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
-from tests.tiny import CPU, Tiny, same, start
+from tests.tiny import CPU, State, Tiny, same, start
 
 KINDS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -79,6 +81,73 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
         return [*found, same(resumed.state(), unbroken.state())]
 
     assert on_ranks(kind, work) == [[True] * 8] * 2
+
+
+def test_every_kind_goes_on_from_what_any_other_saved() -> None:
+    """All pairs: what one engine saved is in another to the bit, whose next step has its loss and leaves its weights."""
+
+    def work(rank: int, case: Case) -> list[str]:
+        engines = {kind: start(replace(case, kind=kind), rank) for kind in KINDS}
+        saved, after = {}, {}
+        for kind, tiny in engines.items():
+            for step in range(2):
+                tiny.step(step)
+            saved[kind] = named(tiny.state())
+            after[kind] = (tiny.accumulate(2).loss, tiny.finish().total, weights(named(tiny.state())))
+        failed = []
+        for source, target in product(KINDS, KINDS):
+            tiny = engines[target]
+            tiny.engine.load_state({name: saved[source][global_name(name)] for name in tiny.engine.layouts}, steps=2)
+            equal = same(named(tiny.state()), saved[source]) and tiny.adam_steps() == {2.0}
+            loss, norm, left = tiny.accumulate(2).loss, tiny.finish().total, weights(named(tiny.state()))
+            wanted_loss, wanted_norm, wanted = after[source]
+            near = loss == pytest.approx(wanted_loss, rel=1e-6) and norm == pytest.approx(wanted_norm, rel=1e-6)
+            apart = max(float((left[n] - w).abs().max() / w.abs().max()) for n, w in wanted.items())
+            if not (equal and near and apart < 1e-5):
+                failed.append(f"{source} -> {target}: equal {equal}, near {near}, weights {apart:.1e} apart")
+        return failed
+
+    assert on_ranks("zero1", work) == [[], []]
+
+
+def named(state: State) -> State:
+    """By the names that checkpoints use: what an engine gathers together has modules of its own."""
+    return {global_name(name): kinds for name, kinds in state.items()}
+
+
+def weights(state: State) -> dict[str, Tensor]:
+    return {name: kinds["weight"] for name, kinds in state.items()}
+
+
+SPARED = [{"kind": "full", "every": 2, "loss_chunks": 3}, {"kind": "selective"}, {"kind": "full", "loss_chunks": 7}]
+
+
+@each_kind
+def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
+    """Two steps of three micro-batches: losses, every gradient, norms and the weights that are left, against the same kind without."""
+
+    def work(rank: int, case: Case) -> list[float]:
+        def run(**recompute: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+            tiny = start(case, rank, recompute=recompute)
+            numbers, first = [], {}
+            for step in range(2):
+                numbers.append(tiny.accumulate(step).loss)
+                first = first or gradients(tiny)
+                numbers.append(tiny.finish().total)
+            return numbers, first, weights(tiny.state())
+
+        numbers, first, left = run()
+        apart = []
+        for recompute in SPARED:
+            found = run(**recompute)
+            apart.append(max(abs(a / b - 1) for a, b in zip(found[0], numbers, strict=True)))
+            largest = max(float(g.abs().max()) for g in first.values())
+            apart.append(max(float((found[1][n] - g).abs().max() / max(g.abs().max(), 1e-3 * largest)) for n, g in first.items()))
+            apart.append(max(float((found[2][n] - w).abs().max() / w.abs().max()) for n, w in left.items()))
+        return apart
+
+    for apart in on_ranks(kind, work, microbatches=3):
+        assert len(apart) == 3 * len(SPARED) and max(apart) < 1e-5
 
 
 @each_kind

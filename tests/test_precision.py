@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from moe.model.linear import Linear
 from moe.recipe import build as build_run
-from moe.train import trainer
+from moe.train import place, trainer
 from moe.verify import Case, batch
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
 from parallel.data.zero import Zero, load_deepspeed
+from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
@@ -91,6 +92,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
 
     monkeypatch.setattr(trainer, "accumulate", accumulate)
     monkeypatch.setattr(trainer, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
+    monkeypatch.setattr(place, "multiplies", lambda *_: True)
 
     def work(rank: int) -> None:
         trainer.train(build_run(values), out=tmp_path / "out", world=World(rank, 2), display=False)
@@ -101,6 +103,24 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
     assert [line["lr"] for line in lines] == pytest.approx([1e-3 * n / 8 for n in (1, 2, 3, 3, 4)])
     assert [line["loss_scale"] for line in lines] == [2.0**16] * 3 + [2.0**15] * 2
     assert [line["skipped_total"] for line in lines] == [0, 0, 1, 1, 1]
+
+
+def test_fp16_is_refused_where_one_ranks_processor_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, in one line, before anything is written."""
+
+    def work(rank: int) -> str:
+        monkeypatch.setattr(place, "multiplies", lambda *_: rank == 0)
+        try:
+            trainer.train(
+                build_run({"precision": {"compute": "fp16", "loss_scale": "dynamic"}}), out=tmp_path / "out", world=World(rank, 2)
+            )
+        except BadInput as refused:
+            return str(refused)
+        return "trained"
+
+    lines = run_on_ranks(work, 2, timeout_s=60)
+    assert lines[0] == lines[1] and lines[0].startswith("precision.compute: got fp16 on a processor")
+    assert "; fix: set precision.compute to auto" in lines[0] and "\n" not in lines[0] and not (tmp_path / "out").exists()
 
 
 # --- what each format loses -------------------------------------------------------------------------------------------------

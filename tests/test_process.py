@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.errors import BadInput
-from parallel.precision import multiplies_bf16
+from parallel.precision import multiplies
 from parallel.process import World, read_environment
 
 LAUNCHERS = {
@@ -42,7 +42,17 @@ def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
     assert "whole numbers" in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_bf16_is_known_by_the_processors_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags, known in (("flags : sse2 avx2 avx512f", False), ("flags : avx2 amx_bf16", True), ("Features : fp asimd bf16 i8mm", True)):
-        monkeypatch.setattr("pathlib.Path.read_text", lambda self, flags=flags: flags)
-        assert multiplies_bf16(torch.device("cpu")) is known
+@pytest.mark.parametrize(
+    ("flags", "bf16", "fp16"),
+    [
+        ("flags : sse2 avx2 avx512f", False, False),
+        ("flags : avx2 amx_bf16", True, False),
+        ("flags : avx512_bf16 avx512_fp16", True, True),
+        ("Features : fp asimd bf16 i8mm", True, False),
+        ("Features : fp asimd asimdhp", False, True),
+    ],
+)
+def test_16_bits_are_known_by_the_processors_own_flags(flags: str, bf16: bool, fp16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.read_text", lambda self: flags)
+    assert multiplies(torch.bfloat16, torch.device("cpu")) is bf16
+    assert multiplies(torch.float16, torch.device("cpu")) is fp16

@@ -31,6 +31,9 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2 ep 2 zero": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "zero"}}),
     "dp 4 ep 2": (4, {"degrees": {"ep": 2}}),
     "dp 4 ep 2 zero": (4, {"degrees": {"ep": 2}, "sharding": {"kind": "zero"}}),
+    "dp 4 ep 2 zero 3": (4, {"degrees": {"ep": 2}, "sharding": {"kind": "zero", "stage": 3}}),
+    "dp 2 ep 1 zero 2, host": (2, {"degrees": {"ep": 1}, "sharding": {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu"}}}),
+    "dp 2 ep 2 fsdp": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "fsdp"}}),
 }
 
 
@@ -87,6 +90,11 @@ def copied(folder: Path, to: Path) -> Path:
         ("dp 2 ep 2 zero", "dp 4 ep 2 zero"),
         ("dp 1", "dp 2 ep 2"),
         ("dp 1", "dp 2 ep 2 zero"),
+        ("dp 4 ep 2 zero 3", "dp 2 ep 2"),
+        ("dp 4 ep 2 zero 3", "dp 2 ep 2 fsdp"),
+        ("dp 2 ep 2 fsdp", "dp 4 ep 2 zero 3"),
+        ("dp 2 ep 2 fsdp", "dp 2 ep 1 zero 2, host"),
+        ("dp 2 ep 2", "dp 4 ep 2 zero 3"),
     ],
 )
 def test_another_layout_goes_on_with_the_same_state_and_losses(

@@ -28,7 +28,8 @@ from parallel import process
 from parallel.data import zero3
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
-from parallel.data.zero import DeepSpeed, Zero, load_deepspeed
+from parallel.data.zero import DeepSpeed, Zero, compile_async_io, load_deepspeed
+from parallel.errors import BadInput
 from parallel.layout import dense
 from parallel.mesh import Degrees
 from parallel.process import World
@@ -151,6 +152,37 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     trained.warm_zero()
     with pytest.MonkeyPatch.context() as patch:
         yield trained.home(tmp_path_factory.mktemp("home"), patch)
+
+
+def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that takes no time: minutes and folder are said before, nothing where it is there, and one line where it fails."""
+    from deepspeed.accelerator import get_accelerator
+
+    said: list[str] = []
+    built = tmp_path / "async_io" / "async_io.so"
+
+    class Builder:
+        def load(self, verbose: bool) -> None:
+            assert said, "said before, not after"
+            built.parent.mkdir(exist_ok=True)
+            built.touch()
+
+    class Broken:
+        def load(self, verbose: bool) -> None:
+            raise RuntimeError("Error building extension 'async_io'\nninja: build stopped")
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: {"AsyncIOBuilder": Builder()}[name])
+    compile_async_io(said.append)
+    compile_async_io(said.append)
+    assert len(said) == 1 and "compiling DeepSpeed's async_io" in said[0] and "4 to 6 minutes" in said[0] and str(tmp_path) in said[0]
+    monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: Broken())
+    with pytest.raises(BadInput) as refused:
+        compile_async_io(said.append)
+    line = str(refused.value)
+    assert (
+        "async_io does not compile (Error building extension 'async_io')" in line and "; fix: see: moe doctor" in line
+    )
 
 
 @pytest.fixture(scope="module")

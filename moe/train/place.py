@@ -17,7 +17,7 @@ from parallel import process
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
-from parallel.precision import multiplies_bf16
+from parallel.precision import multiplies
 from parallel.process import World
 
 _PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
@@ -27,8 +27,24 @@ def settle_precision(run: Run, world: World) -> Run:
     """`auto` made a dtype, the same on every rank: bf16 only where all of them have it."""
     if run.precision.compute != "auto":
         return run
-    everywhere = -int(max_over(torch.tensor(-int(multiplies_bf16(world.device)), device=world.device), process.everyone(world)))
-    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": "bf16" if everywhere else "fp32"})})
+    compute = "bf16" if _everywhere(torch.bfloat16, world) else "fp32"
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
+
+
+def check_precision(run: Run, world: World) -> None:
+    """Refuse fp16 where a processor of any rank would emulate it. bf16, which `auto` is for, is left to the recipe. Raises BadInput."""
+    if run.precision.compute == "fp16" and not _everywhere(torch.float16, world):
+        raise BadInput(
+            "precision.compute",
+            got="fp16 on a processor that has no instructions for it",
+            needed="bf16 or fp32: emulated, a product takes tens of times as long as in fp32",
+            fix="set precision.compute to auto, and precision.loss_scale to none",
+        )
+
+
+def _everywhere(dtype: torch.dtype, world: World) -> bool:
+    lacking = torch.tensor(int(not multiplies(dtype, world.device)), device=world.device)
+    return not max_over(lacking, process.everyone(world)).item()
 
 
 def make_writable(out: Path, world: World) -> None:

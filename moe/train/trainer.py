@@ -26,7 +26,7 @@ from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
 from moe.train.memory import PASSES, STATES, STEP, WEIGHTS, during
 from moe.train.metrics import Records, read, read_summary, write_summary
-from moe.train.place import asked_to_stop, make_writable, peak_memory_bytes, set_aside, settle_precision
+from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.schedule import learning_rate
@@ -92,6 +92,7 @@ def train(
     run = run.check(world.size)
     process.start(world)
     run = settle_precision(run, world)
+    check_precision(run, world)
     out = out or Path("runs") / name
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with asked_to_stop() as asked:
