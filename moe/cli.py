@@ -124,9 +124,9 @@ def _arguments_of_main(module: Path) -> list[str]:
     return [a.arg for a in (*main_function.args.args, *main_function.args.kwonlyargs)] if main_function else []
 
 
-def _simulate(flags: Simulate, _: dict[str, str]) -> int:
+def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:
     given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    return _call("moe.simulate", given.pop("name", None), **given)
+    return _call("moe.simulate", given.pop("name", None), overrides=overrides, **given)
 
 
 def _convert(flags: Convert, overrides: dict[str, str]) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "convert")
+RECIPE_VERBS = ("train", "show", "convert", "simulate")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -105,10 +105,17 @@ class Simulate:
     """Draw a pipeline schedule and count its bubbles, activations and weight versions; without a name: a table of all of them."""
 
     name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
-    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default")
-    microbatches: int | None = _flag(None, "to a batch; 8 by default")
+    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file, whose model then decides times and memory")
+    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default, or the recipe's degrees.pp")
+    microbatches: int | None = _flag(None, "to a batch; 8 by default, or the recipe's")
     chunks: int | None = _flag(None, "stages a rank, where the schedule has a choice: 2 by default")
     batches: int | None = _flag(None, "one after the other; 1 by default, for two_bw 2")
+    vertical_sync: Literal["on", "off"] | None = _flag(
+        None, "of pipedream: every stage reads the version that the first reads; off by default"
+    )
+    pipelines: int | None = _flag(None, "of chimera: half of them down, half up; 2 by default")
+    tflops: float | None = _flag(None, "with --recipe: what a rank reaches; 140 by default, an A100 in 16 bits")
+    link_gb_s: float | None = _flag(None, "with --recipe: from a rank to another, each way; 25 by default, 200 Gbit/s")
     forward_time: str | None = _flag(
         None, "of one micro-batch through the layers of a rank, 1 by default; or one for each stage, with commas"
     )

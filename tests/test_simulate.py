@@ -5,6 +5,7 @@ p ranks, m micro-batches, v chunks a rank; F, B = I + W: times of one micro-batc
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from parallel.errors import BadInput
 from parallel.pipeline.catalog import SCHEDULES, build
+from parallel.pipeline.check import check
 from parallel.pipeline.dualpipe_v import dualpipe_v
 from parallel.pipeline.held import peak_activations, peak_held, peak_owed
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
@@ -73,6 +75,22 @@ def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: i
 def test_chimeras_bubble_where_forward_and_backward_take_as_long(p: int, m: int) -> None:
     """Chimera (2107.06925), table 2 with f = 1: (p - 2) / (2 m + p - 2) of the whole time, so (p - 2) / (2 m) of the ideal."""
     assert idle(run("chimera", p, m, 1, 1), 2 * m) == Fraction(p - 2, 2 * m)
+
+
+@pytest.mark.parametrize(("p", "n"), [(4, 4), (6, 6), (8, 4), (8, 8), (12, 4), (12, 6)])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
+    """Chimera, section 3.6, n = 2 f, F = B: bubble (p - n) / (n m + p - n) of the time, p - p / n + 1 to p in flight, n stages a rank."""
+    schedule = check(build("chimera", ranks=p, microbatches=blocks * p, pipelines=n))
+    timeline = simulate(schedule, costs(1, 1))
+    assert idle(timeline, int(timeline.makespan)) == Fraction(p - n, n * blocks * p + p - n)
+    in_flight = peak_activations(schedule)
+    assert min(in_flight) == p - p // n + 1 and max(in_flight) == p
+    assert all(len(set(homes)) == n for homes in schedule.homes) and {len(schedule.stages_of(rank)) for rank in range(p)} == {n}
+    for stage in range(p):
+        share = Counter(node.rank for j in range(blocks * p) if (node := schedule.find(Op.F, stage, j)) is not None)
+        assert share == dict.fromkeys(schedule.homes[stage], blocks * p // n)  # each replica sees as many micro-batches
+    assert timeline.makespan < simulate(schedule, costs(1, 1, summation=1)).makespan <= timeline.makespan + n
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])

@@ -34,15 +34,14 @@ def size(model: config.Model, experts: config.Experts, router: config.Router, *,
 
 def block_size(model: config.Model, experts: config.Experts, router: config.Router, *, layer: int) -> Size:
     """Of one block: attention, and its feed-forward network or its experts, of which a token passes those that it chooses."""
-    head = model.head_size or model.d_model // model.num_heads
-    width, kv_heads = model.num_heads * head, model.num_kv_heads or model.num_heads
-    products = model.d_model * (2 * width + 2 * kv_heads * head)
+    products = attention_products(model)
     idle = 0
     if layer in model.layers_with_experts():
-        ffn, d_ff = experts.ffn or model.ffn, experts.d_ff or model.d_ff
-        one_expert = _ffn(model.d_model, d_ff, ffn)
+        ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
-        products += _ffn(model.d_model, (experts.shared_d_ff or d_ff) * experts.shared, ffn) + (model.d_model if experts.shared_gate else 0)
+        products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
+            model.d_model if experts.shared_gate else 0
+        )
         products += one_expert + 2 * model.d_model if experts.residual else 0
         products += model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)
         products += router.spec.num_choices * one_expert
@@ -51,9 +50,25 @@ def block_size(model: config.Model, experts: config.Experts, router: config.Rout
         products += _ffn(model.d_model, model.d_ff, model.ffn)
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" else 0
     active = products + 2 * model.d_model + bias
-    attended = (model.max_length + 1) / 2
-    forward = 2.0 * products + 4.0 * attended * width
+    forward = 2.0 * products + core_forward(model)
     return Size(active + idle, active, forward, 3.0 * forward)
+
+
+def attention_products(model: config.Model) -> int:
+    """Weights of one block's attention."""
+    head = model.head_size or model.d_model // model.num_heads
+    return 2 * model.d_model * head * (model.num_heads + (model.num_kv_heads or model.num_heads))
+
+
+def core_forward(model: config.Model) -> float:
+    """Forward FLOPs per token between q, k, v and their mixture, where there is no weight."""
+    width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
+    return 4.0 * (model.max_length + 1) / 2 * width
+
+
+def expert_size(model: config.Model, experts: config.Experts) -> int:
+    """Parameters of one expert."""
+    return _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)
 
 
 def head_forward(model: config.Model, *, vocab_size: int) -> float:

@@ -8,6 +8,7 @@ has every rank's next action with what it waits for.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
@@ -120,13 +121,12 @@ def _check_updates(schedule: Schedule) -> None:
         needed = "it once" if wanted[rank, op, stage, version] else f"versions 1 to {schedule.num_updates}, and S only for replicas"
         raise _wrong(schedule, f"{n} times {Action(op, stage, version=version)} on rank {rank}", needed, "one U a stage, rank and batch")
     for stage, ranks in enumerate(schedule.homes):
-        for other in ranks[1:]:
-            shared = [set(schedule.homes[s]) >= {ranks[0], other} for s in range(schedule.num_stages)]
-            sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in (ranks[0], other)]
+        for pair in combinations(ranks, 2):
+            shared = [set(homes) >= set(pair) for homes in schedule.homes]
+            sums = [[a for a in schedule.orders[rank] if a.op is Op.S and shared[a.stage]] for rank in pair]
             if sums[0] != sums[1]:
-                raise _wrong(
-                    schedule, f"sums in different orders on ranks {ranks[0]} and {other}", "one order", f"reorder S of stage {stage}"
-                )
+                got = f"sums in different orders on ranks {pair[0]} and {pair[1]}"
+                raise _wrong(schedule, got, "one order", f"reorder S of stage {stage}")
 
 
 def _wrong(schedule: Schedule, got: str, needed: str, fix: str) -> BadInput:

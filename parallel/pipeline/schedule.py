@@ -71,7 +71,7 @@ class Message(NamedTuple):
 class Schedule:
     """Orders of actions, one a rank, and where stages live.
 
-    homes: for each stage the ranks that hold it, one, or two where it has replicas that see different micro-batches.
+    homes: for each stage the ranks that hold it, one, or several where it has replicas that see different micro-batches.
     microbatches: in all of the orders together; an update sums `microbatches_per_update` of them.
     pairs: places of an F that runs as one block with the B after it: both start when both can, both results leave at the end.
     """

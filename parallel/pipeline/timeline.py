@@ -81,9 +81,9 @@ def _event(name: str, category: str, track: int, span: Span, microseconds: float
     return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, **times}
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> None:
+def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
     """Raises BadInput where the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(trace(timeline)) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(trace(timeline, microseconds=microseconds)) + "\n", encoding="utf-8")
     except OSError as error:
         raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
