@@ -15,17 +15,19 @@ gate, which needs no copy of the experts' outputs. Weights' gradients are writte
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
+from parallel.pipeline.split_backward import Owed, owed_for
 from parallel.precision import gradient_dtype
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
+_Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
 _BLOCK_BYTES = 3 * 2**20  # of scratch a thread, in fp32: what a core's cache holds, and little beside the gradients
 
@@ -161,7 +163,7 @@ class _Network(torch.autograd.Function):
             _multiply(a, _weights(w2, b, x), y)
             _put(out, y, rows, b, gate_Q)
         ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
-        ctx.rows, ctx.ffn, ctx.dtypes = rows, ffn, [None if w is None else gradient_dtype(w) for w in (w1, w2, w3)]
+        ctx.rows, ctx.ffn, ctx.weights = rows, ffn, (w1, w2, w3)
         return out.to(x_ND.dtype)
 
     @staticmethod
@@ -171,21 +173,23 @@ class _Network(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
-        grads = [None if w is None else torch.empty_like(w, dtype=d) for w, d in zip((w1, w2, w3), ctx.dtypes, strict=True)]
-        for grad in grads:
-            _zero_without_rows(grad, rows)
+        euler = ctx.ffn == "relu" and gate_Q is not None
+        owed, parts = owed_for(*(w for w in ctx.weights if w is not None)), list[_Part]()
+        grads = [None] * 3 if owed is not None else _gradients(ctx.weights, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
-            grad_y, x = _gather(grad_out, rows, b), _gather(x_ND, rows, b)
+            grad_y = _gather(grad_out, rows, b)
+            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # of the same shape and dtype, which is all then
             a = _activation(h, g, ctx.ffn, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)
-            if ctx.ffn != "relu" and grad_gate_Q is not None:
+            if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
-            # the gate multiplies rows of width D, x's and those of the output's gradient, rather than the hidden ones
-            _weight_gradient(a, _times(grad_y, gate), grads[1], b)
+            if owed is None:
+                # the gate multiplies rows of width D, x's and those of the output's gradient, rather than the hidden ones
+                _weight_gradient(a, _times(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
             grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn)
@@ -194,15 +198,57 @@ class _Network(torch.autograd.Function):
             if w3 is not None and grad_g is not None:
                 _multiply(grad_g, _weights(w3, b, x).transpose(1, 2), other := torch.empty_like(x))
                 back += other
-            if ctx.ffn == "relu" and grad_gate_Q is not None:
+            if euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(back, x)  # Euler: a network of relu is homogeneous, J x = y, so <dX, X> = <dY, Y>
-            x = _times(x, gate)
+            if owed is None:
+                x = _times(x, gate)
+                _weight_gradient(x, grad_h, grads[0], b)
+                if grad_g is not None:
+                    _weight_gradient(x, grad_g, grads[2], b)
+            else:
+                parts.append(_Part(b, a, grad_h, grad_g))
+            _put(grad_x, back, rows, b, gate_Q)
+        if owed is not None:
+            _put_off(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, parts)
+        grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
+        return grad_x.to(x_ND.dtype), grad_gate_R, grads[0], grads[1], grads[2], None, None, None, None
+
+
+class _Part(NamedTuple):
+    """What one block's weight gradients are made of, besides rows that are gathered again."""
+
+    block: Block
+    a: Tensor
+    grad_h: Tensor
+    grad_g: Tensor | None
+
+
+def _put_off(owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, parts: list[_Part]) -> None:
+    def compute() -> list[Tensor | None]:
+        grads = _gradients(weights, rows)
+        for b, a, grad_h, grad_g in parts:
+            gate = None if gate_Q is None else gate_Q[b.padded]
+            grad_y, x = (_times(_gather(source, rows, b), gate) for source in (grad_out, x_ND))
+            _weight_gradient(a, grad_y, grads[1], b)
             _weight_gradient(x, grad_h, grads[0], b)
             if grad_g is not None:
                 _weight_gradient(x, grad_g, grads[2], b)
-            _put(grad_x, back, rows, b, gate_Q)
-        grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
-        return grad_x.to(x_ND.dtype), grad_gate_R, grads[0], grads[1], grads[2], None, None, None, None
+        return grads[:2] if weights[2] is None else grads
+
+    owed.add(tuple(w for w in weights if w is not None), compute)
+
+
+def _gradients(weights: _Matrices, rows: Rows) -> list[Tensor | None]:
+    """Room for the weights' gradients, in the dtypes of these. An expert without rows has one of zero, not none: nobody waits for it."""
+    grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
+    for grad in grads:
+        if grad is not None:
+            done = 0
+            for b in rows.blocks:
+                grad[done : b.first].zero_()
+                done = b.last
+            grad[done:].zero_()
+    return grads
 
 
 def _wide(rows: Tensor) -> torch.dtype:
@@ -284,16 +330,6 @@ def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b
         torch.mm(left_nIQ[0], right_nQO[0], out=out_nIO[0])
     else:
         torch.bmm(left_nIQ, right_nQO, out=out_nIO)
-
-
-def _zero_without_rows(grad_EIO: Tensor | None, rows: Rows) -> None:
-    """An expert without rows has a gradient of zero, not none: nobody waits for it."""
-    if grad_EIO is None:
-        return
-    done = 0
-    for b in [*rows.blocks, None]:
-        grad_EIO[done : len(grad_EIO) if b is None else b.first].zero_()
-        done = done if b is None else b.last
 
 
 def _row_bytes(rows: Tensor, w1: Tensor) -> int:

@@ -1,6 +1,7 @@
 """The definition of right: every step of dispatch as a plain loop or one indexing line, in the order of the papers.
 
-Autograd does the backward. Slow on purpose: read this to know what the fast kernels must equal.
+Autograd does the backward; of a product with weights, `product` does. Slow on purpose: read this to know what the fast kernels
+must equal.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate
 from moe.kernels.plan import Plan
+from parallel.pipeline.split_backward import product
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 
@@ -69,11 +71,11 @@ def grouped_ffn(
     outs, start = [], 0
     for expert, count in enumerate(counts):
         rows = rows_RD[start : start + count]
-        gate = rows @ w3[expert].to(rows.dtype) if w3 is not None else None
-        hidden = activate(rows @ w1[expert].to(rows.dtype), gate, ffn)
+        gate = product(rows, w3[expert]) if w3 is not None else None
+        hidden = activate(product(rows, w1[expert]), gate, ffn)
         if dropped_RF is not None:
             hidden = hidden * dropped_RF[start : start + count]
-        outs.append(hidden @ w2[expert].to(rows.dtype))
+        outs.append(product(hidden, w2[expert]))
         start += count
     return torch.cat(outs)
 

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from moe.context import Context
 from moe.kernels.activation import GATED, activate
 from parallel.data.tiling import Tiled
+from parallel.pipeline.split_backward import gradient_or_later, linear
+from parallel.precision import gradient_dtype
 
 # B batch, L length, D model, F hidden
 
 
 class Linear(nn.Module):
-    """x W^T in x's dtype; `weight` [out, in], no bias. `recast`: the weight is cast again in the backward pass instead of kept cast."""
+    """x W^T in x's dtype; `weight` [out, in], no bias.
+
+    `recast`: the weight is cast again in the backward pass instead of kept cast, and its gradient can be put off
+    (parallel/pipeline/split_backward.py).
+    """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
@@ -24,39 +30,22 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recast:
-            y: Tensor = _Recast.apply(x, self.weight)
-            return y
-        return F.linear(x, self.weight.to(x.dtype))
-
-
-class _Recast(torch.autograd.Function):
-    """A product that keeps nothing of the weight's size but the weight, which an engine may take away in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-        return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
+        return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
 
 
 class _LinearFp32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
+        ctx.weight = weight_OI
         return F.linear(x_TI.float(), weight_OI.float())
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
-        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype)
-        grad_weight = (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(weight_OI.dtype)
-        return grad_x, grad_weight
+        dtype = gradient_dtype(ctx.weight)
+        later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(dtype))
+        return (grad_TO @ weight_OI.float()).to(x_TI.dtype), later
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class Transformer(nn.Module):
         self.config, self.compute, self.vocab_size = model or config.Model(), compute, vocab_size
         experts, router, tiling = experts or config.Experts(), router or config.Router(), tiling or config.Tiling()
         recompute, width = recompute or config.Recompute(), self.config.d_model
-        self.loss_chunks = recompute.loss_chunks
+        self.loss_chunks, self.recast = recompute.loss_chunks, False  # recast: the head as a Linear may be
         self.embedding: nn.Parameter | Rows | Tiled = nn.Parameter(torch.empty(vocab_size, width))
         if tiling.head > 1:
             del self.embedding
@@ -143,8 +143,8 @@ class Transformer(nn.Module):
         x_BLD, none = self.norm(x_BLD), torch.empty(0, device=x_BLD.device)
         matrix = self.embedding if self.head is None else self.head
         if targets_BL is None:
-            return Output(project(x_BLD, matrix).float(), none, tuple(reports))
-        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks), tuple(reports))
+            return Output(project(x_BLD, matrix, recast=self.recast).float(), none, tuple(reports))
+        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), tuple(reports))
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from parallel.data.tiling import Tiled, with_branches
 from parallel.layout import Tile
+from parallel.pipeline.split_backward import linear
 from parallel.precision import gradient_dtype
 
 # N tokens, D model, V vocabulary or a tile of it
@@ -95,19 +96,20 @@ class _Taken(torch.autograd.Function):
         return None, summed.to(ctx.dtype)
 
 
-def project(x: Tensor, matrix: Matrix) -> Tensor:
-    """Logits [..., V] in x's dtype."""
-    parts = _each(matrix, x, lambda x, _, weight: F.linear(x, weight.to(x.dtype)))
+def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
+    """Logits [..., V] in x's dtype; `recast` as in Linear."""
+    parts = _each(matrix, x, lambda x, _, weight: linear(x, weight) if recast else F.linear(x, weight.to(x.dtype)))
     return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
-def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: int) -> Tensor:
+def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: int, recast: bool = False) -> Tensor:
     """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
 
-    In one chunk and without tiles it is torch's cross_entropy on all logits.
+    In one chunk and without tiles it is torch's cross_entropy on all logits, and `recast` as in Linear. Otherwise the matrix's
+    gradient is never put off: it would take the logits, which are not there, or their product once more.
     """
     if chunks == 1 and not isinstance(matrix, Tiled):
-        logits = project(x_BLD, matrix).float()
+        logits = project(x_BLD, matrix, recast=recast).float()
         return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
     x_ND, targets_N = x_BLD.flatten(0, 1), targets_BL.flatten()
 

@@ -23,6 +23,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
+from parallel.pipeline.split_backward import Owed, owed_for
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
@@ -172,7 +173,7 @@ class _Network(torch.autograd.Function):
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.ffn = rows, ffn
+            ctx.rows, ctx.ffn, ctx.weights = rows, ffn, (w1, w2, w3)
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -183,10 +184,13 @@ class _Network(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, ffn=ctx.ffn)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
-        if ctx.needs_input_grad[3]:
+        owed = owed_for(*(w for w in ctx.weights if w is not None))
+        if owed is not None:
+            _put_off(owed, ctx.weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
+        elif ctx.needs_input_grad[3]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
-        if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
+        if owed is None and (ctx.needs_input_grad[2] or ctx.needs_input_grad[4]):
             grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
         if ctx.needs_input_grad[0]:
             w_too = None if w3 is None else _cast(w3, x_TD)
@@ -194,6 +198,26 @@ class _Network(torch.autograd.Function):
             if rows.plan is not None:
                 grad_x = total(grad_x, rows.plan.row_TK, None)
         return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, None, None, None, None
+
+
+def _put_off(
+    owed: Owed,
+    weights: tuple[Tensor, Tensor, Tensor | None],
+    x_TD: Tensor,
+    a_gated: Tensor,
+    grad_out: Tensor,
+    grad_h: Tensor,
+    grad_g: Tensor | None,
+    rows: Rows,
+) -> None:
+    w1, w2, w3 = weights
+
+    def compute() -> tuple[Tensor | None, ...]:
+        of_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
+        of_w1, of_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
+        return (of_w1, of_w2) if w3 is None else (of_w1, of_w2, of_w3)
+
+    owed.add((w1, w2) if w3 is None else (w1, w2, w3), compute)
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
