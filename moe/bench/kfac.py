@@ -1,0 +1,194 @@
+"""What K-FAC gains in steps, and what it costs in time: at the ends of steps, and in a pipeline's bubbles (PipeFisher).
+
+    steps      tiny models on Python's standard library, the same batches: steps until the mean loss of ten is down to what AdamW, with the
+               best of three learning rates, ends with; K-FAC has the best of its own three
+    bubbles    4 processes, a stage each: every forward and backward pass of a stage also sleeps, as if a device were at work, so that two
+               cores suffice; seconds a step of AdamW, of K-FAC at the ends of steps, and of K-FAC in the bubbles
+
+K-FAC in the bubbles and at the ends of steps take the same steps, so that time to a loss goes as the time of a step.
+`moe bench kfac --json FILE`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.config import Run
+from moe.model.transformer import Block, Transformer
+from moe.parallelize import build, start_engine
+from moe.results import write_json
+from moe.train.data import open_data
+from moe.train.schedule import learning_rate
+from moe.train.step import accumulate, finish
+from parallel import process
+from parallel.fork import run_on_ranks
+from parallel.pipeline.grafted import Curved
+from parallel.precision import LossScale
+from parallel.process import World
+
+CPU = torch.device("cpu")
+RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
+LAST = 10  # steps whose mean loss counts
+FORWARD_S, BACKWARD_S = 0.03, 0.06
+ALLOWED = 1.10  # of AdamW's step time in the same schedule
+WAYS = ("adamw", "kfac at the ends", "kfac in the bubbles")
+
+
+def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0) -> dict[str, Any]:
+    model = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
+    kfac = {"kfac": {"delay": delay}} if kind == "kfac" else {}
+    values: dict[str, Any] = {
+        "model": model | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 2 if sparse else 0},
+        "optimizer": {"kind": kind, "lr": lr, "warmup_steps": 20} | kfac,
+        "train": {"steps": steps, "global_batch": 16, "eval_sequences": 16},
+    }
+    if sparse:
+        values |= {"experts": {"num_experts": 4}, "router": {"preset": "switch", "capacity_factor": 2.0}}
+    return values
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
+    """Each step's loss, and seconds a step."""
+    run = Run(**values).check(1)
+    mesh = process.connect(run.mesh_degrees(), World(0, 1))
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
+    model, layouts = build(run, mesh, device=CPU)
+    engine, scale = start_engine(run, model, layouts, mesh), LossScale.of("none")
+    losses, seconds = [], []
+    for step in range(run.train.steps):
+        started = time.perf_counter()
+        batch = torch.from_numpy(data.train.batch(step, run.train.global_batch, 0, 1))
+        numbers = accumulate(engine, batch, mesh=mesh, microbatches=1, seed=run.train.seed, step=step)
+        rate = learning_rate(step, run.optimizer, total=run.train.steps)
+        finish(engine, numbers, world=mesh.axis("world"), scale=scale, lr=rate, clip_norm=run.optimizer.clip_norm, device=CPU)
+        losses.append(numbers.loss)
+        seconds.append(time.perf_counter() - started)
+    return losses, statistics.mean(seconds)
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    """The mean of LAST steps, from the LAST-th on."""
+    return [statistics.mean(losses[i - LAST : i]) for i in range(LAST, len(losses) + 1)]
+
+
+def steps_to(losses: list[float], target: float) -> int | None:
+    """After how many steps the mean of the last LAST is at most the target."""
+    return next((i + LAST for i, mean in enumerate(smoothed(losses)) if mean <= target), None)
+
+
+def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    best: dict[str, tuple[list[float], float, float]] = {}
+    for name, kind, delay in (("adamw", "adamw", 0), ("kfac", "kfac", 0), ("kfac, 4 steps late", "kfac", 4)):
+        tried = {lr: losses_of(values_of(kind, lr, steps, sparse=model == "sparse", delay=delay)) for lr in RATES[kind]}
+        lr = min(tried, key=lambda lr: smoothed(tried[lr][0])[-1])
+        best[name] = (*tried[lr], lr)
+        ends = ", ".join(f"{smoothed(losses)[-1]:.3f} at lr {lr:g}" for lr, (losses, _) in tried.items())
+        say(f"{model:<8}{name:<20}ends at {ends}")
+    target = smoothed(best["adamw"][0])[-1]
+    row: dict[str, Any] = {"what": "steps", "model": model, "steps": steps, "target_loss": target}
+    for name, (losses, seconds, lr) in best.items():
+        row[name] = {"lr": lr, "steps_to_target": steps_to(losses, target), "final_loss": smoothed(losses)[-1], "seconds_a_step": seconds}
+    row["passed"] = (row["kfac"]["steps_to_target"] or steps + 1) < row["adamw"]["steps_to_target"]
+    return row
+
+
+# --- bubbles ----------------------------------------------------------------------------------------------------------
+
+
+class _Sleep(torch.autograd.Function):
+    """The tensor as it is; each pass takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(FORWARD_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(BACKWARD_S)
+        return grad
+
+
+def _sleeping(model: nn.Module) -> None:
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.register_forward_hook(lambda _, inputs, output: (_Sleep.apply(output[0]), output[1]))
+
+
+def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
+    """One rank's seconds a step, the median after what is measured for the plan."""
+    kfac = way != "adamw"
+    values = {
+        "model": {"num_layers": ranks, "d_model": 128, "num_heads": 2, "d_ff": 384, "max_length": 64, "tied_embeddings": False},
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if kfac else {},
+        "degrees": {"pp": ranks, "dp": 1},
+        "pipeline": {"schedule": schedule, "microbatches": ranks},
+        "train": {"global_batch": ranks, "eval_sequences": ranks},
+    }
+    run = Run(**values).check(ranks)
+    mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
+    model, layouts = build(run, mesh, device=CPU)
+    assert isinstance(model, Transformer)
+    _sleeping(model)
+    engine, scale, world = start_engine(run, model, layouts, mesh), LossScale.of("none"), mesh.axis("world")
+    assert engine.pipeline is not None
+    filler: Any = None
+    if isinstance(engine, Curved):
+        filler = getattr(engine.pipeline.between, "__self__", None)
+        if way == "kfac at the ends":
+            engine.pipeline.between, engine.kfac.seconds = None, None
+    seconds = []
+    for step in range(steps):
+        batch = torch.randint(0, run.vocab_size, (ranks, 65), generator=torch.Generator().manual_seed(step))
+        started = time.perf_counter()
+        numbers = accumulate(engine, batch, mesh=mesh, microbatches=ranks, seed=0, step=step)
+        finish(engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
+        seconds.append(time.perf_counter() - started)
+    planned = seconds[12:]  # two refreshes are measured, the next begins with the plan
+    whole = len(planned) // 4 * 4
+    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # a refresh's steps differ
+    found = {"seconds": statistics.mean(phases), "loss": numbers.loss}
+    return found | ({} if filler is None else {"placed": filler.placed_share})
+
+
+def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
+    found = {way: run_on_ranks(staged, ranks, ranks, schedule, way, steps, timeout_s=300) for way in WAYS}
+    seconds = {way: max(rank["seconds"] for rank in of) for way, of in found.items()}
+    row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
+    row |= {f"{way} over adamw": seconds[way] / seconds["adamw"] for way in WAYS[1:]}
+    row["placed_share"] = statistics.mean(rank["placed"] for rank in found[WAYS[2]])
+    row["same_loss"] = len({rank["loss"] for way in WAYS[1:] for rank in found[way]}) == 1
+    row["passed"] = row["same_loss"] and row[f"{WAYS[2]} over adamw"] <= ALLOWED and seconds[WAYS[2]] < seconds[WAYS[1]]
+    return row
+
+
+def main(*, only: str = "steps,bubbles", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
+    """`moe bench kfac`: 1 if K-FAC needs no fewer steps than AdamW, or costs more than 10 % of a pipeline's step in its bubbles."""
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    if "bubbles" in only:
+        print(f"{'schedule':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'in the bubbles over':>22}{'placed':>8}")
+        for schedule in kinds.split(","):
+            row = bubbles_row(schedule, 4, 32)
+            rows.append(row)
+            times = "".join(f"{1000 * row['seconds'][way]:>19.1f} ms" for way in WAYS)
+            said = "" if row["passed"] else "  FAIL"
+            print(f"{schedule:<10}{times}{row[f'{WAYS[2]} over adamw']:>22.3f}{row['placed_share']:>8.2f}{said}", flush=True)
+    if "steps" in only:
+        for model in ("dense", "sparse"):
+            row = steps_row(model, steps, lambda line: print(line, flush=True))
+            rows.append(row)
+            taken = ", ".join(f"{name} {row[name]['steps_to_target']}" for name in ("adamw", "kfac", "kfac, 4 steps late"))
+            print(f"{model}: steps to a loss of {row['target_loss']:.3f}: {taken}{'' if row['passed'] else '  FAIL'}", flush=True)
+    if json:
+        write_json(json, verb="bench kfac", rows=rows, steps=steps, allowed=ALLOWED)
+    return 1 if any(not row["passed"] for row in rows) else 0

@@ -1,0 +1,77 @@
+"""The mathematics of K-FAC on one linear, or on a stack of them (experts): two small matrices in the place of a large one.
+
+    y = W a, g = dL/dy of a row      A = mean over rows of a a^T      G = mean over rows of g g^T
+    Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]
+    direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
+
+Damping is shared between the two as Martens and Grosse do (arXiv 1503.05671, section 6.3): t = pi sqrt(lambda), s = sqrt(lambda) / pi,
+pi^2 = (tr A / I) / (tr G / O). Here lambda is relative, `damping` times the mean eigenvalue of G (x) A, which is (tr A / I) (tr G / O):
+then t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O. So a factor is only needed up to a number, and is kept with a mean
+eigenvalue of 1: what a loss is divided by, its scale in fp16 and the number of tokens all drop out. Everything is fp32.
+
+An expert's rows are those routed to it. Its share of the tokens is a number on its G, and drops out too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# R rows, W width, E matrices of a stack (1 for a plain linear), I in, O out
+
+_RETRIES = 8
+
+
+def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    """Sum of r r^T over rows, fp32 [1, W, W]; with `counts`, rows are sorted by expert and each has its own: [E, W, W]."""
+    wide_RW = rows_RW.float()
+    if counts is None:
+        return (wide_RW.t() @ wide_RW).unsqueeze(0)
+    sums_EWW = wide_RW.new_zeros(len(counts), wide_RW.shape[1], wide_RW.shape[1])
+    for sum_WW, part_RW in zip(sums_EWW, wide_RW.split(list(counts)), strict=True):
+        if len(part_RW):
+            torch.mm(part_RW.t(), part_RW, out=sum_WW)
+    return sums_EWW
+
+
+def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
+    """[E, 1, 1]; 0 for what has seen no row."""
+    return factor_EWW.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+
+
+def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
+    """The running factor with new sums: exponential mean of factors of mean eigenvalue 1.
+
+    The first one counts whole; where no row came (an expert without tokens) the old one stays.
+    """
+    scale_E11 = mean_eigenvalue(sums_EWW)
+    came, had = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
+    new_EWW = sums_EWW / torch.where(came, scale_E11, 1.0)
+    weight_E11 = torch.where(came, torch.where(had, 1 - ema, 1.0), 0.0)
+    return torch.lerp(running_EWW, new_EWW, weight_E11)
+
+
+def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
+    """(F + sqrt(damping) I)^-1 by Cholesky, for F of mean eigenvalue 1; 0 where nothing was ever seen.
+
+    Where rounding leaves a matrix that is not positive definite, its damping grows tenfold until it is.
+    """
+    width = factor_EWW.shape[-1]
+    eye_WW = torch.eye(width, device=factor_EWW.device)
+    seen_E11 = mean_eigenvalue(factor_EWW) > 0
+    added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), damping**0.5)
+    for _ in range(_RETRIES):
+        lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)
+        if not failed_E.any():
+            break
+        added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)
+    return torch.cholesky_inverse(lower_EWW) * seen_E11
+
+
+def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:
+    """G^-1 M A^-1 for M [O, I], or for a stack [E, I, O], whose matrices are the other way round; fp32."""
+    if gradient.ndim == 2:
+        return g_inverse_EOO[0] @ gradient.float() @ a_inverse_EII[0]
+    return a_inverse_EII @ gradient.float() @ g_inverse_EOO
