@@ -89,6 +89,11 @@ def step_means(
     return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / tokens.clamp(min=1)).float())
 
 
+def size_of_sums(num_experts: int) -> int:
+    """Elements that `whole` is asked to sum for one layer: choices and gates of each expert, and tokens."""
+    return 2 * num_experts + 1
+
+
 def count_choices(
     expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
 ) -> Tensor:

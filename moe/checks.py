@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 
 from moe.config import Run
+from moe.optimizer_checks import check_optimizer
+from moe.pipeline_checks import check_pipeline
 from moe.router_checks import check_causal, check_read, check_spec
 from moe.sharding_checks import check_sharding
 from moe.tiling_checks import check_tiling
@@ -23,6 +25,8 @@ def check_together(run: Run) -> None:
     _check_batch(run)
     check_tiling(run)
     check_sharding(run)
+    check_pipeline(run)
+    check_optimizer(run)
 
 
 def _check_model(run: Run) -> None:

@@ -174,7 +174,7 @@ class Parallel(Section):
     etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
     tp: Literal[1] = 1
     sp: Literal[1] = 1
-    pp: Literal[1] = 1
+    pp: int = Field(1, description="stages' ranks of the pipeline")
 
 
 class Offload(Section):
@@ -197,6 +197,7 @@ class Sharding(Section):
         True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward one"
     )
     prefetch: int = Field(1, ge=0, description="of fsdp: blocks that are gathered ahead of the one that runs")
+    allow_slow: bool = Field(False, description="of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
 
 
 class Tensor(Section):
@@ -208,9 +209,14 @@ class Sequence(Section):
 
 
 class Pipeline(Section):
-    schedule: Literal["1f1b"] = "1f1b"
+    """Layers cut into stages on degrees.pp ranks; without stages only `microbatches` counts."""
+
+    schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
     microbatches: int = Field(1, gt=0, description="each rank's share of the batch is cut into so many; gradients accumulate")
-    chunks: Literal[1] = 1
+    chunks: int | None = Field(None, gt=0, description="stages a rank; null: the schedule's own, 2 where it is a choice")
+    layers: tuple[int, ...] | None = Field(None, description="of each stage; null: cut by FLOPs")
+    drain_every: int = Field(16, gt=0, description="of pipedream and two_bw: steps between two drains")
+    vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
 
 
 class Tiling(Section):
@@ -248,9 +254,20 @@ class Data(Section):
     validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
 
 
-class Optimizer(Section):
-    """AdamW; no decay on norms, biases and the router."""
+class Kfac(Section):
+    """Of K-FAC: how its factors are taken and damped."""
 
+    damping: float = Field(0.3, gt=0, description="added to each factor, whose mean eigenvalue is 1: its square root")
+    ema: float = Field(0.5, ge=0, lt=1, description="what remains of the old factors at a refresh")
+    refresh_every: int = Field(5, gt=0, description="steps from one taking of factors to the next; inverses are stale between")
+    delay: int = Field(0, ge=0, description="steps until new inverses are used: time in which bubbles can do the work")
+    experts: bool = Field(True, description="false: experts' matrices take AdamW's steps")
+
+
+class Optimizer(Section):
+    """AdamW, or K-FAC's direction with its length; no decay on norms, biases and the router."""
+
+    kind: Literal["adamw", "kfac"] = "adamw"
     lr: float = Field(1e-3, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -261,6 +278,7 @@ class Optimizer(Section):
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
     min_lr_share: float = Field(0.1, ge=0, le=1)
     clip_norm: float | None = Field(1.0, gt=0)
+    kfac: Kfac = Kfac()
 
 
 class Train(Section):
@@ -300,7 +318,7 @@ class Run(Section):
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""
-        dp = world_size if self.degrees.dp == "auto" else self.degrees.dp
+        dp = max(1, world_size // max(1, self.degrees.pp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
             ep = math.gcd(dp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1

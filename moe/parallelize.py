@@ -1,6 +1,7 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
-model on the meta device -> experts of this rank -> how rows reach them -> weights born here -> data-parallel engine
+model on the meta device -> layers of this rank's stages -> experts of this rank -> how rows reach them -> weights born here
+-> data-parallel engine -> the pipeline's runtime
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe import config, dispatch
+from moe import config, dispatch, stages
 from moe.config import Run
+from moe.curvature import watched
 from moe.experts import HIDDEN_DIM, Experts
 from moe.layer import MoELayer
 from moe.model.attention import RelativeBias
@@ -32,6 +34,9 @@ from parallel.errors import BadInput
 from parallel.layout import Layout, dense, stacked_over
 from parallel.memory import give_freed_memory_back
 from parallel.mesh import Mesh
+from parallel.pipeline.fisher import Filler
+from parallel.pipeline.grafted import Curved, Grafted
+from parallel.pipeline.kfac import Settings
 from parallel.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -56,6 +61,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
     if by_fsdp(run):
         embedding_as_module(model)
     layouts = lay_out(model)
+    if mesh.axis("pp").size > 1:
+        layouts = stages.hold(run, model, layouts, mesh)
     spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
     if by_fsdp(run):
         from parallel.data.shard import shard  # here, because it takes a second to import
@@ -67,7 +74,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
             units_of(model),
             layouts=layouts,
             mesh=mesh,
-            reshard=s.reshard,
+            reshard=s.reshard and run.degrees.pp == 1,
             prefetch=s.prefetch,
             fill=lambda names: fill(only=names),
         )
@@ -100,7 +107,9 @@ def offload_of(settings: config.Offload) -> Offload:
 
 def by_fsdp(run: Run) -> bool:
     """Whether torch's fully_shard carries out the kind that the recipe names."""
-    return run.sharding.kind == "fsdp" or (run.sharding.kind == "zero" and run.sharding.engine == "fsdp")
+    s = run.sharding
+    slow = run.degrees.pp > 1 and s.allow_slow and s.stage >= 2  # with stages nobody else can
+    return s.kind == "fsdp" or (s.kind == "zero" and (s.engine == "fsdp" or slow))
 
 
 def units_of(model: Transformer) -> list[Unit]:
@@ -127,7 +136,7 @@ def units_of(model: Transformer) -> list[Unit]:
     units = []
     for path, names in owned.items():
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
-        tied = table and model.head is None
+        tied = table and model.config.tied_embeddings
         dtype = model.compute if narrow and not table else None
         units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
     return [unit for unit in units if unit.parameters]
@@ -168,8 +177,25 @@ def spread_experts(model: nn.Module, mesh: Mesh, *, settings: config.Dispatch, k
         layer.dispatcher = dispatch.build(settings, mesh, kernels=kernels, label=f"layers.{layer.layer}")
 
 
+def whole_layouts(run: Run) -> dict[str, Layout]:
+    """Every parameter of the recipe's model, whoever holds it."""
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, tiling=run.tiling)
+    return lay_out(model)
+
+
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    """The data-parallel kind the recipe names, around the model."""
+    """The data-parallel kind the recipe names, around the model, and where there are stages what carries them out. Collective."""
+    engine = _start(run, model, layouts, mesh)
+    if mesh.axis("pp").size > 1:
+        engine.pipeline = stages.start_runtime(run, model, layouts, mesh)
+        if isinstance(engine, Curved):
+            assert isinstance(model, Transformer)
+            Filler(engine.kfac, engine.pipeline, stages.stage_of_each(run, model, engine.kfac.linears))
+    return engine
+
+
+def _start(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
     optimizer = optimizer_of(run.optimizer)
     if run.sharding.kind == "dp":
         first = next(model.parameters()).device
@@ -178,7 +204,7 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
         replicas = Replicas(model, devices=devices, scatter=scatter, gather=gather)
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
     if run.sharding.kind == "ddp":
-        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+        return _start_ddp(run, model, layouts, mesh)
     if by_fsdp(run):
         from parallel.data.shard import FSDP
 
@@ -186,12 +212,22 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
     return _start_zero(run, model, layouts, mesh)
 
 
+def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    optimizer, k = optimizer_of(run.optimizer), run.optimizer.kfac
+    if run.optimizer.kind == "adamw":
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    settings = Settings(k.damping, k.ema, k.refresh_every, k.delay)
+    kfac = watched(model, layouts, mesh, settings=settings, experts=k.experts)
+    optimizer = replace(optimizer, make=partial(Grafted, kfac=kfac))
+    return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
+
+
 def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP."""
+    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are stages of a pipeline without replicas."""
     assert isinstance(model, Transformer)
     wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
-    if run.sharding.stage == 0:
-        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp").size == 1):
+        return _start_ddp(run, model, layouts, mesh)
     kept = _read_in_fp32(model)
     working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
 

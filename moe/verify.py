@@ -14,102 +14,35 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe.context import Context
-from moe.model.transformer import Transformer, extra_state, global_name
-from moe.parallelize import build, decays, lay_out, start_engine
+from moe.config import Run
+from moe.model.transformer import global_name
+from moe.parallelize import build, start_engine
+from moe.pipeline_checks import schedule_of
 from moe.results import write_json
+from moe.train.numbers import Numbers
+from moe.train.state import extra_owned
 from moe.train.step import accumulate, finish
-from moe.verify_cases import BATCH, LENGTH, Case, cases
+from moe.train.stream import stream
+from moe.verify_cases import Case, cases
+from moe.verify_twin import STEPS, Result, batch, reference
 from parallel import process
 from parallel.checkpoint import pieces
+from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
 from parallel.fork import run_on_ranks
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
 
-STEPS = 10
 FP32_TOLERANCE = 1e-5
 NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one layout computed; tensors by the names that checkpoints use, whole."""
-
-    losses: list[float]
-    balance: float
-    norm: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-def batch(step: int) -> Tensor:
-    """The sequences of one step, int64 [BATCH, LENGTH + 1]; tokens are uneven, so that experts are too.
-
-    The first two differ: attention over equal tokens gives equal states, and a router that ranks tokens would order them by rounding.
-    """
-    generator = torch.Generator().manual_seed(step)
-    tokens = (torch.rand(BATCH, LENGTH + 1, generator=generator) ** 2 * 256).long()
-    tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
-    return tokens
-
-
-# --- one process, written out plainly -----------------------------------------------------------------------------------
-
-
-def reference(model_name: str, *, num_experts: int = 4) -> Result:
-    """The plain twin in fp32."""
-    run = Case(model_name, "ddp", 1, 1, 1, "fp32", experts=num_experts).run()
-    experts = run.experts.model_copy(update={"kernels": "reference"})
-    model = Transformer(run.model, experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
-    named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named.items() if decays(n, p)], "weight_decay": run.optimizer.weight_decay},
-        {"params": [p for n, p in named.items() if not decays(n, p)], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=(run.optimizer.beta1, run.optimizer.beta2), eps=run.optimizer.eps)
-    losses: list[float] = []
-    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
-    for step in range(STEPS):
-        tokens = batch(step)
-        output = model(tokens[:, :-1], Context.of(tokens[:, :-1], seed=run.train.seed, step=step))
-        loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        for p in named.values():
-            assert p.grad is not None
-            p.grad.mul_(min(1.0, (run.optimizer.clip_norm or norm) / norm))
-        optimizer.step()
-        for bias_E, report in zip(extra_state(model).values(), output.layers, strict=False):  # each layer has one, or none has
-            bias_E += (run.router.spec.bias_rate or 0.0) * torch.sign(report.load_E.double().mean() - report.load_E).float()
-        if kept is None:
-            balance = sum(r.balance_loss.item() for r in output.layers)
-            weights = _whole(model, {n: p.detach() for n, p in named.items()}) | _biases(model)
-            kept = balance, norm, _whole(model, gradients), weights
-    assert kept is not None
-    return Result(losses, *kept)
-
-
-def _whole(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    layouts = lay_out(model)
-    mesh = Mesh.of(Degrees())
-    return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(global_name(n), layouts[n], mesh, t)}
-
-
-def _biases(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: bias_E.clone() for name, bias_E in extra_state(model).items()}
 
 
 # --- one layout, through the trainer's own step --------------------------------------------------------------------------
@@ -125,14 +58,17 @@ def compute(case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Deg
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     engine = start_engine(run, model, layouts, mesh)
+    return (_streamed if case.delayed else _stepped)(case, run, engine, mesh)
+
+
+def _stepped(case: Case, run: Run, engine: Engine, mesh: Mesh) -> Result:
     scale = LossScale.of(run.precision.loss_scale)
     losses: list[float] = []
     kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
     for step in range(STEPS):
-        mine = batch(step).chunk(case.world)[mesh.axis("dp").index]
         numbers = accumulate(
             engine,
-            mine,
+            _mine(step, mesh),
             mesh=mesh,
             microbatches=case.microbatches,
             seed=run.train.seed,
@@ -151,17 +87,46 @@ def compute(case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Deg
             device=torch.device("cpu"),
         )
         if kept is None:
-            kept = numbers.balance_loss, norm.total, gradients, _owned(engine, mesh, "weight", 1.0)
-            if rank == 0:
-                kept[3].update(_biases(model))
+            kept = numbers.balance_loss, norm.total, gradients, _weights(engine, mesh)
     assert kept is not None
     return Result(losses, *kept)
+
+
+def _streamed(case: Case, run: Run, engine: Engine, mesh: Mesh) -> Result:
+    """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
+    steps: list[tuple[Numbers, GradientNorm]] = []
+    kept: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    for count in (1, STEPS - 1):
+        steps += stream(
+            engine,
+            [_mine(len(steps) + n, mesh) for n in range(count)],
+            schedule=schedule_of(run, batches=count),
+            mesh=mesh,
+            seed=run.train.seed,
+            step=len(steps),
+            rate=lambda n: run.optimizer.lr,
+        )
+        kept = kept or (_owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
+    assert kept is not None
+    numbers, norm = steps[0]
+    return Result([numbers.loss for numbers, _ in steps], numbers.balance_loss, norm.total, *kept)
+
+
+def _mine(step: int, mesh: Mesh) -> Tensor:
+    dp = mesh.axis("dp")
+    return batch(step).chunk(dp.size)[dp.index]
+
+
+def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
+    """With routers' biases."""
+    biases = {name: bias_E.clone() for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
+    return _owned(engine, mesh, "weight", 1.0) | biases
 
 
 def _owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, layout in engine.layouts.items():
-        tensor = engine.gradient(name) if what == "gradient" else engine.state(name)["weight"]
+        tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):
                 whole = found.setdefault(p.name, torch.zeros(p.shape))  # other tiles and ranks have the rest; the ranks' parts are added up
@@ -223,7 +188,7 @@ def main(
     say(_line("layout", "kind", "world", "precision", *NUMBERS, ""))
     for world in sorted({c.world for c in chosen}):
         for case, got in _run_world([c for c in chosen if c.world == world], world, say):
-            rows.append(_row(case, got, wanted[_key(case)], tolerances[_key(case)]))
+            rows.append(_row(case, got, wanted[_twin(case)], tolerances[_twin(case)]))
             r = rows[-1]
             say(_line(r["layout"], r["kind"], world, r["precision"], *(f"{r[n]:.1e}" for n in NUMBERS), "pass" if r["passed"] else "FAIL"))
     failed = [r for r in rows if not r["passed"]]
@@ -231,33 +196,37 @@ def main(
     seconds = time.perf_counter() - started
     say(f"{len(rows) - len(failed)} passed, {len(failed)} failed: {len(rows)} layouts of up to {nproc} processes in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
-    for key, tolerance in tolerances.items():
-        if key[1] != "fp32":
-            say(f"  {key[0]} {key[1]}: " + " ".join(f"{number} {value:.0e}" for number, value in tolerance.items()))
+    for twin, tolerance in tolerances.items():
+        if twin.precision != "fp32":
+            say(f"  {_name(twin)}: " + " ".join(f"{number} {value:.0e}" for number, value in tolerance.items()))
     if json:
-        write_json(json, verb="verify", rows=rows, tolerances={f"{m} {p}": t for (m, p, _), t in tolerances.items() if p != "fp32"})
+        write_json(json, verb="verify", rows=rows, tolerances={_name(c): t for c, t in tolerances.items() if c.precision != "fp32"})
     return 1 if failed or not rows else 0
 
 
-Key = tuple[str, str, int]
+def _twin(case: Case) -> Case:
+    """What a case is compared with: the same model and precision on one process, in one piece."""
+    alone = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
+    return replace(alone, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else alone
 
 
-def _key(case: Case) -> Key:
-    return case.model, case.precision, case.experts
+def _name(twin: Case) -> str:
+    size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
+    return f"{twin.model} {twin.precision}{size}" + (f", {twin.schedule} pp{twin.pp}" if twin.delayed else "")
 
 
-def _expectations(chosen: list[Case]) -> tuple[dict[Key, Result], dict[Key, dict[str, float]]]:
-    """For each model and precision: what must come out, and how far each number may be from it."""
-    wanted: dict[Key, Result] = {}
-    tolerances: dict[Key, dict[str, float]] = {}
-    for key in dict.fromkeys(_key(c) for c in chosen):
-        model, precision, num_experts = key
-        if precision == "fp32":
-            wanted[key], tolerances[key] = reference(model, num_experts=num_experts), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
+def _expectations(chosen: list[Case]) -> tuple[dict[Case, Result], dict[Case, dict[str, float]]]:
+    """For each twin: what must come out, and how far each number may be from it."""
+    wanted: dict[Case, Result] = {}
+    tolerances: dict[Case, dict[str, float]] = {}
+    for twin in dict.fromkeys(_twin(c) for c in chosen):
+        if twin.precision == "fp32":
+            wanted[twin], tolerances[twin] = reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE)
             continue
-        case = Case(model, "ddp", 1, 1, 1, precision, experts=num_experts)
-        wanted[key] = compute(case)
-        tolerances[key] = {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(case, wanted[key]).items()}
+        plain = replace(twin, pp=1, schedule="1f1b", microbatches=1)  # the spread of a model is its own, whatever the delay
+        found = compute(plain)
+        wanted[twin] = reference(twin) if twin.delayed else found
+        tolerances[twin] = {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(plain, found).items()}
     return wanted, tolerances
 
 

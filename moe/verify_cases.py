@@ -2,6 +2,7 @@
 
     --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
     --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
 
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
 `rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
@@ -16,9 +17,10 @@ from moe.config import Run
 from moe.recipe import build
 from parallel.errors import BadInput
 from parallel.mesh import divisors
+from parallel.pipeline.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
-KINDS = ("data", "expert")
+KINDS = ("data", "expert", "pipeline")
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -78,10 +80,14 @@ class Case:
     head_tiles: int = 1  # of the vocabulary
     chunks: int = 1  # of the loss
     replicas: int = 2  # of dp
+    pp: int = 1
+    schedule: str = "1f1b"
+    layers: int = 2
 
     @property
     def layout(self) -> str:
-        parts = [f"{self.model} dp{self.world} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
+        parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
+        parts += [f"{self.model} dp{self.world // self.pp} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
@@ -92,14 +98,14 @@ class Case:
         """The recipe: one layer with experts and one without."""
         values: dict[str, dict[str, Any]] = {
             "model": {
-                "num_layers": 2, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
+                "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
                 "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
-            "degrees": {"dp": self.world, "ep": self.ep, "etp": self.etp},
+            "degrees": {"dp": self.world // self.pp, "pp": self.pp, "ep": self.ep, "etp": self.etp},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
-            "sharding": sharding_of(self.kind) | {"replicas": self.replicas},
-            "pipeline": {"microbatches": self.microbatches},
+            "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
+            "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
             "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
@@ -108,7 +114,15 @@ class Case:
         }  # fmt: skip
         for section, fields in (MODELS | ROUTERS)[self.model].items():
             values[section] = values.get(section, {}) | fields
+        if self.delayed:
+            values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
+            values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}
         return build(values)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether gradients are of older weights than those they change: the twin's are too. Then nothing may ask for the whole batch."""
+        return self.schedule in ("pipedream", "two_bw")
 
 
 def sharding_of(kind: str) -> dict[str, Any]:
@@ -127,7 +141,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
     return (data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (
-        expert_cases(nproc) if "expert" in kinds else []
+        (expert_cases(nproc) if "expert" in kinds else []) + (pipeline_cases(nproc) if "pipeline" in kinds else [])
     )
 
 
@@ -249,3 +263,32 @@ def expert_cases(nproc: int) -> list[Case]:
         if BATCH % (world * microbatches) == 0
         for recompute in ("none", "full" if (microbatches == 1) == (number % 2 == 0) else "selective")
     ]
+
+
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
+
+
+def pipeline_cases(nproc: int) -> list[Case]:
+    """Recompute with each precision for two models; engines that shard over replicas of the pipeline beside DDP.
+
+    Tied embeddings lie on two stages, or on one rank twice; layers with experts on some stages alone.
+    """
+    found = []
+    for world, pp in ((2, 2), (4, 4), (4, 2)):
+        for name, kind in SCHEDULES.items() if world <= nproc else ():
+            for precision in ("fp32", "bf16") if kind.continuous else ("fp32", "bf16", "fp16"):
+                shards = ["zero1"] if world > pp and not kind.continuous else []
+                shards += ["fsdp"] if shards and name in ("1f1b", "chimera", "interleaved") and precision != "fp16" else []
+                for model in ("dense", "gshard", "deepseek"):
+                    found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
+                    found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
+    return found
+
+
+def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
+    dp = world // pp
+    layers = LAYERS[pp][int(SCHEDULES[schedule].chunks != 1)]
+    least = {"zb_h2": 2 * pp - 1, "dualpipe_v": 2 * pp}.get(schedule, 4)
+    microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(BATCH // dp) if m >= least and m % pp == 0)
+    ep = dp if model != "dense" else 1
+    return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)

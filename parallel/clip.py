@@ -34,10 +34,20 @@ class GradientNorm:
 
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
-    """From the (family, gradient) parts that this rank owns; squares are summed in float64."""
-    squares = torch.zeros(len(families), dtype=torch.float64, device=device)
+    """From the (family, gradient) parts that this rank owns. Collective."""
+    return norm_of(squares(owned, families=families, device=device), families=families, world=world)
+
+
+def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
+    """Sums of squares by family, float64 [families]."""
+    found = torch.zeros(len(families), dtype=torch.float64, device=device)
     for family, grad in owned:
-        squares[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
+        found[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
+    return found
+
+
+def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
+    """From every rank's `squares`. Collective."""
     totals = sum_over(squares, replace(world, label="the gradient norm")).tolist()
     # max(0, nan) is 0 in Python: an unfinite sum must stay unfinite
     roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]

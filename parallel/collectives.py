@@ -72,9 +72,9 @@ def reset_counts() -> None:
 def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
     """Note one collective before it is made, and in debug mode compare it: for those too that an engine makes on its own.
 
-    `send`, `receive`: rows to and from each rank. Raises Disagreement.
+    `send`, `receive`: rows to and from each rank. "send" is one rank's to another, and nobody else's. Raises Disagreement.
     """
-    if _agreement is not None:
+    if _agreement is not None and name != "send":
         _agreement.check(axis, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), send=send, receive=receive)
     _calls[axis.name, name] += 1
     size = tensor.numel() * tensor.element_size()
@@ -83,7 +83,7 @@ def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = Non
         size = (sum(send) - send[axis.index]) * (size // len(tensor) if len(tensor) else 0)
     elif name == "all_gather":
         size *= axis.size - 1
-    elif name != "shift":
+    elif name not in ("shift", "send"):
         size = size * (axis.size - 1) * (2 if name == "all_reduce" else 1) // axis.size
     _sent[axis.name, name] += size
 

@@ -46,6 +46,7 @@ class Layout:
     label by which norms are broken down; `unstack` is a name with `{}` where dim 0 is stored as separate tensors
     (`layers.3.experts.{}.w1`), so that a checkpoint names each by its global number. `placement`: the global number of
     each place along dim 0, where they do not stand in order. `tile`: a parameter that is one tile of the tensor (parallel/data/tiling.py).
+    `holders`: the places on the pp axis that hold it, where they are several (a tied embedding, Chimera's replicas of a stage).
     """
 
     shape: tuple[int, ...]
@@ -55,9 +56,10 @@ class Layout:
     unstack: str | None = None
     placement: tuple[int, ...] | None = None
     tile: Tile | None = None
+    holders: tuple[int, ...] = ()
 
     def copies(self) -> tuple[str, ...]:
-        """The axes whose ranks hold the same elements: gradients are summed over them."""
+        """The axes whose ranks hold the same elements: gradients are summed over them, and over `holders`."""
         return tuple(a for a in self.view if a != "pp" and a not in self.split.values())
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
@@ -88,7 +90,11 @@ class Layout:
 
     def is_owner(self, mesh: Mesh) -> bool:
         """True on exactly one rank per element: the first of its copies, the one that counts it in a norm and saves it."""
-        return all(mesh.axis(a).index == 0 for a in self.copies())
+        return self.counts_on(mesh.axis("pp").index) and all(mesh.axis(a).index == 0 for a in self.copies())
+
+    def counts_on(self, stage: int) -> bool:
+        """Whether this place on the pp axis, which holds it, is the first that does."""
+        return not self.holders or self.holders[0] == stage
 
 
 def dense(shape: tuple[int, ...], family: str = "dense") -> Layout:

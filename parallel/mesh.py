@@ -127,6 +127,8 @@ class Mesh:
     degrees: Degrees = Degrees()
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
+    new_group: Callable[[tuple[int, ...]], Any] | None = None
+    more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
 
     @staticmethod
     def of(degrees: Degrees, rank: int = 0) -> Mesh:
@@ -154,7 +156,21 @@ class Mesh:
             if len(ranks) > 1 and ranks not in made:
                 made[ranks] = new_group(ranks)
         axes = {name: replace(axis, group=made.get(axis.ranks)) for name, axis in self.axes.items()}
-        return replace(self, axes=axes)
+        return replace(self, axes=axes, new_group=new_group)
+
+    def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
+        """Those places of an axis as an axis of their own, with a group of its own; None where this rank stands at none of them.
+
+        Every rank must ask for the same parts in the same order. One that was asked for before is there already.
+        """
+        if (label, places) not in self.more:
+            self.more[label, places] = None
+            for group in self.degrees.groups(name):
+                ranks = tuple(group[place] for place in places)
+                made = self.new_group(ranks) if self.new_group is not None and len(ranks) > 1 else None
+                if self.rank in ranks:
+                    self.more[label, places] = Axis(name, ranks, ranks.index(self.rank), made, label)
+        return self.more[label, places]
 
 
 def check_world(degrees: Degrees, world_size: int) -> None:

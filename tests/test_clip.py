@@ -28,7 +28,7 @@ each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "z
 
 @cache
 def single_process() -> Result:
-    return reference("switch")
+    return reference(Case("switch", "ddp", 1, 1, 1, "fp32"))
 
 
 @cache

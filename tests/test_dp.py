@@ -42,7 +42,7 @@ def alone(body: str) -> Any:
 def test_replicas_give_the_numbers_of_one_process() -> None:
     """Dense, sparse with capacity, noise and dropout, and sums over the whole step; recompute, tiles and micro-batches; 2 to 6 replicas."""
     found = alone("""
-        want = {model: reference(model) for model in ("dense", "switch", "gshard", "deepseek")}
+        want = {model: reference(Case(model, "ddp", 1, 1, 1, "fp32")) for model in ("dense", "switch", "gshard", "deepseek")}
         found = {}
         for model, replicas, rest in (
             ("dense", 4, {}), ("switch", 2, {"microbatches": 3}), ("gshard", 6, {}), ("deepseek", 3, {}),

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from moe.context import Context
 from moe.model.transformer import global_name
-from moe.train.step import PADDING, LayerNumbers, accumulate, validation_loss
-from moe.verify import BATCH, LENGTH, Case, batch
+from moe.train.numbers import LayerNumbers
+from moe.train.passes import PADDING
+from moe.train.step import accumulate, validation_loss
+from moe.verify import Case, batch
+from moe.verify_cases import BATCH, LENGTH
 from parallel.checkpoint import pieces
 from parallel.data.zero import load_deepspeed
 from parallel.errors import BadInput

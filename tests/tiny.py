@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from moe.config import Run
 from moe.model.transformer import Transformer
 from moe.parallelize import build, start_engine
-from moe.train.step import Numbers, accumulate, finish
+from moe.train.numbers import Numbers
+from moe.train.step import accumulate, finish
 from moe.verify import Case, batch
 from parallel import process
 from parallel.clip import GradientNorm

@@ -10,7 +10,7 @@ value is a function of (seed, its global name) alone: truncated normal within 2 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,12 +34,22 @@ from parallel.recompute import recomputed
 class Output(NamedTuple):
     """`logits_BLV` fp32, or, where targets are given, their cross-entropy `loss`, summed, fp32 []; the other has no elements.
 
-    And one report for each MoE layer in order. A tuple, because engines look for tensors in tuples, to hook their backward pass.
+    And one report for each MoE layer in order. Of a part that does not end the model `hidden_BLD`, in the compute dtype, and no
+    other. A tuple, because engines look for tensors in tuples, to hook their backward pass.
     """
 
     logits_BLV: Tensor
     loss: Tensor
     layers: tuple[LayerReport, ...]
+    hidden_BLD: Tensor | None = None
+
+
+class Part(NamedTuple):
+    """A run of layers, with the embedding before them where it begins the model, and norm and head where it ends it."""
+
+    layers: range
+    begins: bool
+    ends: bool
 
 
 class Block(nn.Module):
@@ -98,7 +108,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL` (PADDING does not count), of their loss.
 
-    Made under `torch.device("meta")` it has no weights yet.
+    Made under `torch.device("meta")` it has no weights yet. `model(x, context, targets, part)` runs a part of it: x is tokens where
+    the part begins the model, else what the part before gave.
     """
 
     def __init__(
@@ -118,33 +129,63 @@ class Transformer(nn.Module):
         experts, router, tiling = experts or config.Experts(), router or config.Router(), tiling or config.Tiling()
         recompute, width = recompute or config.Recompute(), self.config.d_model
         self.loss_chunks, self.recast = recompute.loss_chunks, False  # recast: the head as a Linear may be
-        self.embedding: nn.Parameter | Rows | Tiled = nn.Parameter(torch.empty(vocab_size, width))
+        self.embedding: nn.Parameter | Rows | Tiled | None = nn.Parameter(torch.empty(vocab_size, width))
         if tiling.head > 1:
             del self.embedding
             self.embedding = rows_of(vocab_size, width, tiles=tiling.head)
         self.layers = nn.ModuleList(
             Block(self.config, experts, router, i, recompute=recompute, tiles=tiling.ffn) for i in range(self.config.num_layers)
         )
-        self.norm = Norm(width, self.config.norm)
+        self.norm: Norm | None = Norm(width, self.config.norm)
+        self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
+        self.router_spec = router.spec
+        self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
         self.head = None if self.config.tied_embeddings else rows_of(vocab_size, width, tiles=tiling.head)
         if not next(self.parameters()).is_meta:
             initialise(self, seed=seed)
 
-    def forward(self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None) -> Output:
+    def hold(self, parts: Mapping[int, Part]) -> None:
+        """Keep only these parts, by stage; call it before the weights are made."""
+        self.parts = dict(parts)
+        held = {layer for part in parts.values() for layer in part.layers}
+        for layer in range(self.config.num_layers):
+            if layer not in held:
+                self.layers[layer] = None  # type: ignore[assignment]
+        if not any(part.ends for part in parts.values()):
+            self.norm = self.head = None
+        if not any(part.begins or (part.ends and self.config.tied_embeddings) for part in parts.values()):
+            self.embedding = None
+
+    def forward(
+        self, tokens_BL: Tensor, context: Context | None = None, targets_BL: Tensor | None = None, part: Part | None = None
+    ) -> Output:
+        part = part or self.parts[0]
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
-        if any(block.recompute != "none" for block in self.layers):
+        blocks = [self.layers[layer] for layer in part.layers]
+        if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # a recomputed part must go where it went the first time
-        x_BLD = look_up(tokens_BL, self.embedding).to(self.compute)
+        x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
         reports = []
-        for block in self.layers:
+        for block in blocks:
             x_BLD, report = block(x_BLD, context)
             if report is not None:
                 reports.append(report)
-        x_BLD, none = self.norm(x_BLD), torch.empty(0, device=x_BLD.device)
-        matrix = self.embedding if self.head is None else self.head
+        none = torch.empty(0, device=x_BLD.device)
+        if not part.ends:
+            return Output(none, none, tuple(reports), x_BLD)
+        return self._end(x_BLD, targets_BL, none)._replace(layers=tuple(reports))
+
+    def _look_up(self, tokens_BL: Tensor) -> Tensor:
+        assert self.embedding is not None
+        return look_up(tokens_BL, self.embedding).to(self.compute)
+
+    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor) -> Output:
+        matrix = self.embedding if self.config.tied_embeddings else self.head
+        assert self.norm is not None and matrix is not None
+        x_BLD = self.norm(x_BLD)
         if targets_BL is None:
-            return Output(project(x_BLD, matrix, recast=self.recast).float(), none, tuple(reports))
-        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), tuple(reports))
+            return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
+        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), ())
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:

@@ -5,12 +5,13 @@ Every rank of an expert-parallel model must call `sample` with the same argument
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe.model.transformer import Transformer, global_name
+from moe.model.transformer import Output, Transformer, global_name
 from moe.parallelize import build
 from moe.recipe import build as build_run
 from moe.train.data import Tokenizer
@@ -24,10 +25,17 @@ from parallel.mesh import Degrees, Mesh
 
 @torch.no_grad()
 def sample(
-    model: nn.Module, tokenizer: Tokenizer, *, prompt: str, num_tokens: int, max_length: int, temperature: float = 0.8, seed: int = 0
+    model: Callable[[Tensor], Output],
+    tokenizer: Tokenizer,
+    *,
+    prompt: str,
+    num_tokens: int,
+    max_length: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    device: torch.device | None = None,
 ) -> str:
     """The prompt and `num_tokens` more; temperature 0 takes the likeliest token each time. The context is the last max_length tokens."""
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
     for _ in range(num_tokens):
@@ -74,6 +82,5 @@ def main(run_dir: str, *, prompt: str = "def ", tokens: int = 200, temperature: 
         if value < low:
             raise BadInput(what, got=value, needed=f"at least {low}", fix=f"try {what} {200 if low else 0.8}")
     model, tokenizer, _ = load_model(Path(run_dir))
-    print(
-        sample(model, tokenizer, prompt=prompt, num_tokens=tokens, max_length=model.config.max_length, temperature=temperature, seed=seed)
-    )
+    options = {"num_tokens": tokens, "max_length": model.config.max_length, "device": next(model.parameters()).device}
+    print(sample(model, tokenizer, prompt=prompt, temperature=temperature, seed=seed, **options))  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from moe.config import Run
 from moe.dispatch.placement import Placement, balanced_placement, rank_loads
 from moe.layer import MoELayer
 from moe.model.transformer import moe_layers
-from moe.train.step import Numbers
+from moe.train.numbers import Numbers
 from parallel.collectives import all_to_all
 from parallel.data.engine import Engine
 from parallel.mesh import Axis, Mesh

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from moe.model.transformer import extra_state, global_name
+from moe.model.transformer import extra_state, global_name, moe_layers
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters
 from parallel.data.engine import MOMENTS, Engine
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.pipeline.grafted import Curved
+from parallel.pipeline.kfac import Kfac
 from parallel.precision import LossScale
 
+FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
 ORDER = (("train", "global_batch"), ("train", "seed"), ("model", "max_length"))  # what the order of samples depends on
 
@@ -55,9 +58,19 @@ def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
             for kind, tensor in parts.items():
                 for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
                     yield kind, piece
-    if mesh.rank == 0:
-        for name, tensor in extra_state(engine.module).items():
-            yield EXTRA, Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+    for kind, name, layout, tensor in engine.kfac.state() if isinstance(engine, Curved) else ():
+        if layout.is_owner(mesh):
+            for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
+                yield FACTOR.format(kind), piece
+    for name, tensor in extra_owned(engine.module, engine.layouts, mesh):
+        yield EXTRA, Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """What is no parameter, once over the world: the same on every rank that holds the layer, as the layer's norm is."""
+    for layer in moe_layers(model):
+        if layouts[f"layers.{layer.layer}.ffn_norm.weight"].is_owner(mesh):
+            yield from extra_state(layer).items()
 
 
 def resume(
@@ -70,8 +83,11 @@ def resume(
     data: str,
     recipe: dict[str, Any],
     log: Callable[[str], None],
+    whole: dict[str, Layout] | None = None,
 ) -> bool:
     """Load the newest checkpoint that verifies, whatever layout wrote it. False if there is none. Collective.
+
+    `whole`: the layouts of the whole model, where this rank has some of its stages.
 
     Raises BadInput, naming the parameter, for a checkpoint of another model; says what else changed since, because the
     order of samples and the losses will then not be those of an unbroken run.
@@ -80,8 +96,7 @@ def resume(
     if path is None:
         return False
     reader = Reader(path)
-    layouts = global_layouts(engine.layouts)
-    check_same_parameters(reader, layouts)
+    check_same_parameters(reader, global_layouts(whole or engine.layouts))
     begun = reader.state["counters"]["step"] > 0  # a converted model has seen no sample yet
     if begun and reader.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
@@ -94,9 +109,23 @@ def resume(
     }
     vars(counters).update(reader.state["counters"])
     engine.load_state(states, steps=counters.updates)
-    load_extra(reader, engine.module, log=log)
+    if isinstance(engine, Curved):
+        load_factors(reader, engine.kfac, mesh, updates=counters.updates, log=log)
+    load_extra(reader, engine.module, log=log, staged=whole is not None)
     scale.load(reader.state["loss_scale"])
     return True
+
+
+def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:
+    """K-FAC's factors and inverses, which a run that was AdamW's so far has none of: that is said; AdamW's steps go on until a refresh."""
+
+    def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
+        full, kind = global_name(name), FACTOR.format(kind)
+        first = full if layout.unstack is None else layout.unstack.format(0)
+        return reader.load(full, kind, layout, mesh) if (first, kind) in reader.entries else None
+
+    if not kfac.load(stored, updates=updates):
+        log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
 
 
 def order_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -104,15 +133,21 @@ def order_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
     return ", ".join(f"{s}.{k}: {before[s][k]} -> {after[s][k]}" for s, k in ORDER if before[s][k] != after[s][k])
 
 
-def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None]) -> None:
-    """Routers' biases, which a recipe may gain or lose between two lives of a run: that is said, and no reason to refuse."""
+def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:
+    """Routers' biases, which a recipe may gain or lose between two lives of a run: that is said, and no reason to refuse.
+
+    `staged`: the model is some stages of the recipe's, and the other routers' biases are on other ranks.
+    """
     stored, held = reader.names(EXTRA), extra_state(model)
     for name, tensor in held.items():
         if name in stored:
             tensor.copy_(reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape)))
         else:
             log(f"the checkpoint has no {name}: it starts at zero")
+    here = {layer.layer for layer in moe_layers(model)}
     for name in stored.keys() - held.keys():
+        if staged and int(name.split(".")[1]) not in here:
+            continue
         log(f"this recipe has no {name}: the checkpoint's is left out")
 
 

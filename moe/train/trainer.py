@@ -12,27 +12,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.config import Run
 from moe.model.flops import size
-from moe.parallelize import build, prepare, start_engine
+from moe.parallelize import build, prepare, start_engine, whole_layouts
+from moe.pipeline_checks import continuous, schedule_of
 from moe.recipe import resolved_yaml
 from moe.train import state
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
 from moe.train.memory import PASSES, STATES, STEP, WEIGHTS, during
 from moe.train.metrics import Records, read, read_summary, write_summary
+from moe.train.numbers import LayerNumbers, Numbers
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
+from moe.train.staged import whole_model
 from moe.train.state import Counters
-from moe.train.step import LayerNumbers, Numbers, accumulate, finish, validation_loss
+from moe.train.step import accumulate, finish, validation_loss
+from moe.train.stream import stream
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
@@ -129,6 +133,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
             data=data.index["key"],
             recipe=run.model_dump(mode="json"),
             log=say,
+            whole=whole_layouts(run) if run.degrees.pp > 1 else None,
         )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
@@ -145,47 +150,87 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
-    run, counters, dp = job.run, job.counters, job.mesh.axis("dp")
+    run, counters = job.run, job.counters
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
     while counters.step < run.train.steps:
         started = time.perf_counter()
-        sequences = _tensor(job, job.data.train.batch(counters.step, run.train.global_batch, dp.index, dp.size))
-        rate = learning_rate(counters.updates, run.optimizer, total=run.train.steps)
-        with during(PASSES):
-            numbers = accumulate(
-                job.engine,
-                sequences,
-                mesh=job.mesh,
-                microbatches=run.pipeline.microbatches,
-                seed=run.train.seed,
-                step=counters.step,
-                loss_scale=job.scale.value,
-                flag=int(asked()),
-            )
-        used_scale = job.scale.value
-        with during(STEP):
-            norm = finish(
-                job.engine,
-                numbers,
-                world=job.mesh.axis("world"),
-                scale=job.scale,
-                lr=rate,
-                clip_norm=run.optimizer.clip_norm,
-                device=job.world.device,
-            )
-        _count(job, norm)
-        _record(job, numbers, norm, rate, used_scale, time.perf_counter() - started)
-        _refuse_endless_skips(job, norm)
-        job.rebalancer.after_step(numbers, step=counters.step, updates=counters.updates, record=job.records.write)
-        last = counters.step == run.train.steps
+        made = _stream(job, asked) if continuous(run) else [_step(job, asked)]
+        seconds = (time.perf_counter() - started) / len(made)
+        for one in made:
+            _count(job, one.norm)
+            _record(job, one, seconds)
+            _refuse_endless_skips(job, one.norm)
+            job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
+        last, flags = counters.step == run.train.steps, made[-1].numbers.flags
         if last or due(run.train.eval_every):
             _evaluate(job)
-        if last or due(run.train.save_every) or numbers.flags:
+        if last or due(run.train.save_every) or flags:
             _save(job)
-        if numbers.flags and not last:
+        if flags and not last:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
             job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
             raise Stopped
+
+
+class Made(NamedTuple):
+    """One step."""
+
+    numbers: Numbers
+    norm: GradientNorm
+    rate: float
+    scale: float
+
+
+def _step(job: Job, asked: Callable[[], bool]) -> Made:
+    run, counters = job.run, job.counters
+    rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
+    with during(PASSES):
+        numbers = accumulate(
+            job.engine,
+            _batch(job, counters.step),
+            mesh=job.mesh,
+            microbatches=run.pipeline.microbatches,
+            seed=run.train.seed,
+            step=counters.step,
+            loss_scale=scale,
+            flag=int(asked()),
+        )
+    with during(STEP):
+        norm = finish(
+            job.engine,
+            numbers,
+            world=job.mesh.axis("world"),
+            scale=job.scale,
+            lr=rate,
+            clip_norm=run.optimizer.clip_norm,
+            device=job.world.device,
+        )
+    return Made(numbers, norm, rate, scale)
+
+
+def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
+    """The steps up to the next drain of the pipeline: where something is evaluated or saved, and every so many."""
+    run, counters = job.run, job.counters
+    steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
+    count = min(every - counters.step % every for every in steps if every)
+    rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
+    with during(PASSES):
+        made = stream(
+            job.engine,
+            [_batch(job, counters.step + n) for n in range(count)],
+            schedule=schedule_of(run, batches=count),
+            mesh=job.mesh,
+            seed=run.train.seed,
+            step=counters.step,
+            rate=rates.__getitem__,
+            flag=int(asked()),
+        )
+    return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
+
+
+def _batch(job: Job, step: int) -> Tensor:
+    dp = job.mesh.axis("dp")
+    return _tensor(job, job.data.train.batch(step, job.run.train.global_batch, dp.index, dp.size))
 
 
 def _count(job: Job, norm: GradientNorm) -> None:
@@ -197,8 +242,9 @@ def _count(job: Job, norm: GradientNorm) -> None:
         c.skipped, c.in_a_row = c.skipped + 1, c.in_a_row + 1
 
 
-def _record(job: Job, numbers: Numbers, norm: GradientNorm, rate: float, scale: float, seconds: float) -> None:
+def _record(job: Job, made: Made, seconds: float) -> None:
     run, c = job.run, job.counters
+    numbers, norm, rate, scale = made
     tokens = run.train.global_batch * run.model.max_length
     job.seconds += seconds
     line = {
@@ -238,6 +284,13 @@ def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
         return
     families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
     job.records.write({"kind": "event", "event": "skipped", "step": c.step, "families": families})
+    if continuous(run):
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same",
+            needed="finite gradients",
+            fix="lower optimizer.lr, set pipeline.schedule to 1f1b, which skips such steps, or resume from an earlier checkpoint",
+        )
     scaled = job.scale.growth_interval > 0
     if scaled and job.scale.at_floor:
         raise BadInput(
@@ -292,7 +345,8 @@ def _finish(job: Job) -> dict[str, Any]:
     if not job.evaluated:  # an earlier life made the last step and recorded this, then died before the summary
         _evaluate(job, record=False)
     job.engine.module.eval()
-    text = sample(job.engine.module, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=run.model.max_length)
+    model, length = whole_model(job.engine, job.mesh), run.model.max_length
+    text = sample(model, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=length, device=job.world.device)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
     speed = sum_over(torch.tensor(flops, dtype=torch.float64, device=job.world.device), world).item()
@@ -352,8 +406,9 @@ def _title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
+    pp = f"pp {d.pp} {run.pipeline.schedule} " if d.pp > 1 else ""
     lines = [
-        f"{world.size} x {world.device.type} · dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{world.size} x {world.device.type} · {pp}dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
     if run.model.layers_with_experts():

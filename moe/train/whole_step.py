@@ -10,33 +10,37 @@ biases stand still within a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe.context import Context
-from moe.model.transformer import moe_layers
-from moe.spec import RouterSpec
+from moe.balance import size_of_sums
+from moe.model.transformer import Transformer
+from moe.train.passes import Pass
+from moe.train.staged import forward_all
 from parallel.collectives import sum_over
-from parallel.mesh import Axis
+from parallel.data.engine import Engine
+from parallel.mesh import Axis, Mesh
 
 Sums = Callable[[int, Tensor], Tensor]
-Pass = tuple[Tensor, Context, Tensor]  # inputs, what is known of them, targets: without these all logits would be made
 
 
-def whole_step(model: nn.Module, passes: Iterable[Pass], *, axis: Axis) -> Sums | None:
-    """(layer, sums of this pass) -> sums over all passes of all ranks of the axis; None where no layer asks. Collective."""
-    if not any(_asks(layer.router.settings) for layer in moe_layers(model)):
+def whole_step(engine: Engine, passes: Sequence[Pass], *, mesh: Mesh) -> Sums | None:
+    """(layer, sums of this pass) -> sums over all passes of all ranks; None where no layer asks. Collective."""
+    assert isinstance(engine.module, Transformer)
+    if not _asks(engine.module):
         return None
-    passes = list(passes)
-    return _on_the_spot(axis) if len(passes) == 1 else _counted(model, passes, axis)
+    if len(passes) == 1:
+        return _on_the_spot(mesh.axis("dp"))
+    return _counted(engine, passes, engine.module.expert_counts, (mesh.axis("dp"), mesh.axis("pp")))
 
 
-def _asks(spec: RouterSpec) -> bool:
+def _asks(model: Transformer) -> bool:
     """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
-    return spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
+    spec = model.router_spec
+    return bool(model.expert_counts) and spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
 
 
 def _on_the_spot(axis: Axis) -> Sums:
@@ -50,16 +54,18 @@ def _on_the_spot(axis: Axis) -> Sums:
     return sums
 
 
-def _counted(model: nn.Module, passes: list[Pass], axis: Axis) -> Sums:
-    totals: dict[int, Tensor] = {}
+def _counted(engine: Engine, passes: Sequence[Pass], expert_counts: dict[int, int], axes: Sequence[Axis]) -> Sums:
+    device = passes[0].inputs_BL.device
+    totals = {layer: torch.zeros(size_of_sums(count), dtype=torch.float64, device=device) for layer, count in expert_counts.items()}
 
     def note(layer: int, mine: Tensor) -> Tensor:
-        totals[layer] = totals[layer] + mine if layer in totals else mine
+        totals[layer] += mine
         return mine
 
-    with torch.no_grad():
-        for inputs_BL, context, targets_BL in passes:
-            model(inputs_BL, context.with_whole_step(note), targets_BL)
-    flat = sum_over(torch.cat(list(totals.values())), axis)
+    counting = [replace(p, context=p.context.with_whole_step(note)) for p in passes]
+    forward_all(engine, counting, lambda number, output: None)
+    flat = torch.cat(list(totals.values()))
+    for axis in axes:
+        flat = sum_over(flat, axis)
     known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
     return lambda layer, _: known[layer]

@@ -11,24 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from parallel.pipeline.runtime import Runtime
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """Decoupled weight decay (arXiv 1711.05101); `decays(name, parameter)` says which parameters have it."""
+    """Decoupled weight decay (arXiv 1711.05101); `decays(name, parameter)` says which parameters have it. `make`: torch's class, or one
+    of its kind."""
 
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
+    make: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """torch's parameter groups, with and without decay; an empty one is left out."""
@@ -38,18 +44,29 @@ class AdamW:
         return [{"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held]
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-        return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
+        return self.make(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
 
 class Engine(Protocol):
+    """`pipeline`: carries out this rank's stages, where the model is cut into stages (then `backward_from` and `reduce` for `backward`)."""
+
     module: nn.Module
     layouts: dict[str, Layout]
+    pipeline: Runtime | None
 
     def forward(self, *args: Any, last: bool) -> Any:
         """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        """Backward of one stage and micro-batch; `gradient`: of the stage's output, None where that is the loss."""
+        ...
+
+    def reduce(self) -> None:
+        """Sum over all copies what `backward_from` has added up; once a batch."""
+        ...
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(family, summed gradient) of every element this rank owns, once over the whole world."""

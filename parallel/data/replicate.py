@@ -13,19 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel.collectives import count, sum_over
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
+from parallel.pipeline.runtime import Runtime
 
 
 class DDP:
     """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank.
 
-    `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py).
+    `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py). Where the model is
+    cut into stages, torch's buckets are not used: sums follow each rank's last action.
     """
+
+    pipeline: Runtime | None = None
 
     def __init__(
         self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW, forward: nn.Module | None = None
@@ -34,9 +39,9 @@ class DDP:
         self.parameters = dict(model.named_parameters())
         self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
         self.module, self.model = model, forward or model
-        dp = mesh.axis("dp")
-        self.apart = [name for name, layout in layouts.items() if layout.copies() != _DENSE]
-        if dp.size > 1:
+        dp, staged = mesh.axis("dp"), mesh.axis("pp").size > 1
+        self.apart = [name for name, layout in layouts.items() if staged or layout.copies() != _DENSE]
+        if dp.size > 1 and not staged:
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
@@ -50,8 +55,14 @@ class DDP:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         if last:
-            grads = {name: self.parameters[name].grad for name in self.apart}
-            sum_over_copies({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
+            self.reduce()
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self) -> None:
+        grads = {name: self.parameters[name].grad for name in self.apart}
+        sum_over_copies({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():

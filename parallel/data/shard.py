@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
@@ -33,6 +34,7 @@ from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.replicate import sum_over_copies
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
+from parallel.pipeline.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 class FSDP:
     """The engine of a model that `shard` has cut, or of any that has nothing to cut. `layouts` by module parameter name."""
 
+    pipeline: Runtime | None = None
+
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
         self.module, self.layouts, self.mesh = model, layouts, mesh
         named = dict(model.named_parameters())
@@ -193,7 +197,13 @@ class FSDP:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         if last:
-            sum_over_copies({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
+            self.reduce()
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self) -> None:
+        sum_over_copies({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of each summed gradient."""
@@ -202,9 +212,11 @@ class FSDP:
                 yield name, parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        stage = self.mesh.axis("pp").index
         for name, grad in self._gradients():
-            if grad.numel() and (name in self.cut or self.layouts[name].is_owner(self.mesh)):
-                yield self.layouts[name].family, grad
+            layout = self.layouts[name]
+            if grad.numel() and (layout.counts_on(stage) if name in self.cut else layout.is_owner(self.mesh)):
+                yield layout.family, grad
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([grad for _, grad in self._gradients()], factor)

@@ -21,19 +21,22 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.pipeline.runtime import Runtime
 
 Working = Callable[[str], torch.dtype]  # of a parameter by name: what the model reads it in
 BUCKET_ELEMENTS = 8 * 2**20  # gradients that travel together, 32 MiB in fp32
@@ -45,8 +48,11 @@ class DeepSpeed(ABC):
     module: nn.Module
     engine: Any
     zero: Any  # DeepSpeed's sharded optimizer
+    pipeline: Runtime | None = None
 
     def forward(self, *args: Any, last: bool) -> Any:
+        if self.pipeline is not None:
+            return self.module(*args)  # DeepSpeed's own hooks follow one loss through the whole model
         self.engine.set_gradient_accumulation_boundary(last)
         return self.engine(*args)
 
@@ -56,11 +62,19 @@ class DeepSpeed(ABC):
         if not last:
             self.engine.step()  # counts a micro-batch; steps only at the boundary
 
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self) -> None:
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.zero.setup_buckets()
+        self.zero.reduce_gradients(pipeline_parallel=True)
+
     @abstractmethod
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
 
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([part for _, part in self.owned_gradients()], factor)
+    @abstractmethod
+    def scale_gradients(self, factor: float) -> None: ...
 
     def step(self, lr: float) -> None:
         for group in self.zero.optimizer.param_groups:
@@ -86,24 +100,32 @@ class Zero(DeepSpeed):
         self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
         self.parameters = dict(model.named_parameters())
         shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
-        groups, self.families, dtypes = group_parameters(self.parameters, layouts, optimizer, working=working, ep=shards)
+        made = group_parameters(self.parameters, layouts, optimizer, working=working, ep=shards, stage=mesh.axis("pp").index)
+        groups, self.groups = [group.settings for group in made], made
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
+        stages = _stages_of(mesh)
+        if shards > 1:
+            _make_expert_groups(shards)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=_marked(model, ep=shards) if shards > 1 else model,
+            model=_marked(model, ep=shards) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),
             dist_init_required=False,
+            mpu=stages,
             config=settings(stage, offload.sections(None, largest=0)) | {"gradient_allreduce_op": "sum"},
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
         if working is not None:
-            for number, dtype in enumerate(dtypes):
-                self._narrow(number, dtype)
+            for number, group in enumerate(made):
+                self._narrow(number, group.dtype)
         for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() can be asked before the first step
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
+        if mesh.axis("pp").size > 1:
+            for hook in self.zero._grad_acc_hooks:  # they would sum each micro-batch; `reduce` does, once
+                hook.remove()
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
         """Replace one flat group of working weights by its copy in this dtype; the fp32 partitions of it stay."""
@@ -147,14 +169,20 @@ class Zero(DeepSpeed):
                     buffer = torch.zeros(parameter.numel(), dtype=torch.float32)
                     zero.accumulated_grads_in_cpu[number] = buffer.pin_memory() if zero.cpu_offload_pin_memory else buffer
 
-    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def _partitions(self) -> Iterator[tuple[int, Tensor]]:
         if self.offloads:
             for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
-                yield self.families[number], partition.grad
+                yield number, partition.grad
             return
         for number, parts in self.zero.averaged_gradients.items():
             for part in parts or ():
-                yield self.families[number], part
+                yield number, part
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([part for _, part in self._partitions()], factor)
 
     def drop_gradients(self) -> None:
         zero = self.zero
@@ -206,28 +234,38 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class Group(NamedTuple):
+    """Parameters that DeepSpeed flattens together. `owned`: they count here, and not on another stage that holds them too."""
+
+    settings: dict[str, Any]  # torch's parameter group, with what DeepSpeed knows experts by
+    family: str
+    dtype: torch.dtype
+    owned: bool
+
+
 def group_parameters(
-    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, ep: int
-) -> tuple[list[dict[str, Any]], list[str], list[torch.dtype]]:
-    """The optimizer's groups, of one family and one dtype each, with their families and dtypes in order.
+    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, ep: int, stage: int = 0
+) -> list[Group]:
+    """The optimizer's groups, each of one family, one dtype and one answer to who counts it; `stage`: place on the pp axis.
 
     DeepSpeed knows experts by `allreduce` False. Dims are read from layouts: a sharded parameter has none of its own.
     """
-    keyed: dict[tuple[str, torch.dtype, bool], list[nn.Parameter]] = {}
+    keyed: dict[tuple[str, torch.dtype, bool, bool], list[nn.Parameter]] = {}
     apart: set[str] = set()
     for name, parameter in parameters.items():
         layout = layouts[name]
         dtype = parameter.dtype if working is None else working(name)
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
-        keyed.setdefault((layout.family, dtype, decays), []).append(parameter)
+        owned = layout.counts_on(stage)
+        keyed.setdefault((layout.family, dtype, decays, owned), []).append(parameter)
         if ep > 1 and "ep" in layout.split.values():
             apart.add(layout.family)
             parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"  # type: ignore[attr-defined]
-    groups: list[dict[str, Any]] = []
-    for (family, _, decays), held in keyed.items():
+    groups = []
+    for (family, dtype, decays, owned), held in keyed.items():
         group: dict[str, Any] = {"params": held, "weight_decay": optimizer.weight_decay if decays else 0.0}
-        groups.append(group | ({"moe": True, "name": f"ep_size_{ep}"} if family in apart else {}))
-    return groups, [family for family, _, _ in keyed], [dtype for _, dtype, _ in keyed]
+        groups.append(Group(group | ({"moe": True, "name": f"ep_size_{ep}"} if family in apart else {}), family, dtype, owned))
+    return groups
 
 
 def load_deepspeed() -> Any:
@@ -282,10 +320,61 @@ def start_deepspeed() -> Any:
     return deepspeed
 
 
+def _stages_of(mesh: Mesh) -> Any:
+    """What DeepSpeed asks of who cuts a model into stages; None where nobody does. Its groups of experts are made anew for other stages."""
+    from deepspeed.utils import groups
+
+    stages = _Stages(mesh) if mesh.axis("pp").size > 1 else None
+    before = groups.mpu.get_pipe_parallel_world_size() if isinstance(groups.mpu, _Stages) else 1
+    if before != mesh.axis("pp").size:
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+    groups.mpu = stages
+    return stages
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Megatron's names for a mesh with stages outermost."""
+
+    mesh: Mesh
+
+    def get_data_parallel_group(self) -> Any:
+        return self.mesh.axis("dp").group
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        return self.mesh.axis("dp").ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh.axis("dp").size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.axis("dp").index
+
+    def get_model_parallel_group(self) -> Any:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.mesh.axis("pp").size
+
+
+def _make_expert_groups(ep: int) -> None:
+    """Once in a process; collective over all ranks, also those whose stages have no experts."""
+    from deepspeed.utils import groups
+
+    if f"ep_size_{ep}" not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(ep)
+
+
 def _marked(model: nn.Module, *, ep: int) -> nn.Module:
     """The model with an empty layer of DeepSpeed's MoE class beside it, by which the engine learns that there are experts."""
     from deepspeed.moe.layer import MoE
-    from deepspeed.utils import groups
 
     class Mark(MoE):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -293,8 +382,7 @@ def _marked(model: nn.Module, *, ep: int) -> nn.Module:
             self.num_experts = ep
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            if f"ep_size_{ep}" not in groups._get_expert_parallel_group_dict():
-                groups._create_expert_and_data_parallel(ep)
+            return None  # its groups are there
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

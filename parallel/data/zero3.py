@@ -95,18 +95,22 @@ class Zero3(DeepSpeed):
         self.birth: Birth = next(model.parameters()).birth  # type: ignore[attr-defined]
         self.offload = offload or Offload()
         self.parameters = dict(model.named_parameters())
-        groups, self.families, dtypes = group_parameters(self.parameters, layouts, optimizer, working=working, ep=1)
+        groups = group_parameters(self.parameters, layouts, optimizer, working=working, ep=1)
         self.engine, _, _, _ = self.birth.deepspeed.initialize(
-            model=model, optimizer=optimizer.build(groups), dist_init_required=False, config=self.birth.settings
+            model=model,
+            optimizer=optimizer.build([group.settings for group in groups]),
+            dist_init_required=False,
+            config=self.birth.settings,
         )
         for module in model.modules():
             module.register_forward_hook(_hook_dataclass)
         self.zero = zero = self.engine.optimizer
         model.register_forward_hook(self._no_backward_pass)
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
-        self.family_of = [self.families[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
+        group_of = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
+        self.family_of = [group.family for group in group_of]
         if working is not None:
-            self._narrow([dtypes[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))])
+            self._narrow([group.dtype for group in group_of])
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() can be asked before the first step
             with self._brought_in(number, write=True):
                 zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}

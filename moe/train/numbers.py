@@ -1,0 +1,112 @@
+"""What a step says of itself: loss and each MoE layer's load, drops and losses, over all micro-batches, stages and data ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.layer import LayerReport
+from parallel.collectives import sum_over
+from parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """One MoE layer's step over all ranks: `choices` of each expert, before dropping; the losses are means over valid tokens."""
+
+    layer: int
+    choices: list[int]
+    kept: int
+    dropped: int
+    balance_loss: float
+    importance_loss: float
+    z_loss: float
+    entropy: float
+
+    @property
+    def load(self) -> list[float]:
+        """Shares of the choices, summing to 1."""
+        return [n / max(1, sum(self.choices)) for n in self.choices]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What all ranks together computed in one step: means over the global batch; `flags` is the sum of the ranks' flags."""
+
+    loss: float
+    layers: list[LayerNumbers]
+    flags: int
+
+    @property
+    def balance_loss(self) -> float:
+        return sum(layer.balance_loss for layer in self.layers)
+
+    @property
+    def z_loss(self) -> float:
+        return sum(layer.z_loss for layer in self.layers)
+
+    @property
+    def dropped_share(self) -> float:
+        choices = sum(layer.kept + layer.dropped for layer in self.layers)
+        return sum(layer.dropped for layer in self.layers) / choices if choices else 0.0
+
+
+class Sums:
+    """One step's numbers on this rank as they come, a micro-batch of a stage at a time; over ranks they add up."""
+
+    def __init__(self, expert_counts: dict[int, int], device: torch.device) -> None:
+        self.expert_counts, self.device = expert_counts, device  # {layer with experts: how many}, of the whole model
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.rows: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, loss: Tensor | None, layers: Sequence[LayerReport], share: float) -> None:
+        """`loss`: this pass's share of the global mean; `share` of the global batch's tokens."""
+        if loss is not None:
+            self.loss += loss.detach()
+        if layers:
+            key, row = tuple(r.layer for r in layers), torch.cat([_row(r, share) for r in layers])
+            self.rows[key] = self.rows[key] + row if key in self.rows else row
+
+    def loads(self) -> dict[int, Tensor]:
+        """{layer: choices of each expert, float64 [E]} so far, of this rank."""
+        return {layer: row[6:] for layer, row in self._by_layer().items()}
+
+    def _by_layer(self) -> dict[int, Tensor]:
+        found: dict[int, Tensor] = {}
+        for layers, row in self.rows.items():
+            parts = row.split([6 + self.expert_counts[layer] for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                found[layer] = found[layer] + part if layer in found else part
+        return found
+
+    def packed(self, flag: int = 0) -> Tensor:
+        """Float64: flag, loss, then every layer of the model in order; zeros for those of other stages."""
+        mine = self._by_layer()
+        parts = [mine.get(layer, self.loss.new_zeros(6 + count)) for layer, count in self.expert_counts.items()]
+        return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
+
+    def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
+        """Over all ranks. Collective."""
+        row = self.packed(flag)
+        for axis in axes:
+            row = sum_over(row, axis)
+        return numbers_of(row, self.expert_counts)
+
+
+def _row(r: LayerReport, share: float) -> Tensor:
+    means = torch.stack((r.balance_loss, r.importance_loss, r.z_loss, r.entropy)).double() * share
+    return torch.cat((torch.stack((r.kept, r.dropped)).double(), means, r.load_E.double()))
+
+
+def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
+    """What `packed` says."""
+    row = packed.tolist()
+    layers, at = [], 2
+    for layer, count in expert_counts.items():
+        kept, dropped, balance, importance, z, entropy, *choices = row[at : at + 6 + count]
+        layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, z, entropy))
+        at += 6 + count
+    return Numbers(row[1], layers, int(row[0]))

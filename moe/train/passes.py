@@ -1,0 +1,77 @@
+"""A rank's share of a batch as micro-batches, each with what its forward pass must know: place in the step, padding, share of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe.context import Context
+from moe.model.vocabulary import PADDING as PADDING
+from parallel.collectives import sum_over
+from parallel.errors import BadInput
+from parallel.mesh import Axis
+
+# N sequences held by this rank, B of a micro-batch, L length
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of the global batch: tokens that are read, tokens that are predicted (at least 1 each), and whether any place is padding."""
+
+    inputs: int
+    targets: int
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets logits are asked for."""
+
+    inputs_BL: Tensor
+    targets_BL: Tensor | None
+    context: Context
+    share: float
+
+
+def count_tokens(sequences_NL: Tensor, dp: Axis) -> Tokens:
+    """Agreed over the data ranks, so that every rank divides by the same numbers. Raises BadInput on all of them alike."""
+    valid_NL = sequences_NL != PADDING
+    gaps = (valid_NL[:, 1:] & ~valid_NL[:, :-1]).sum()
+    inputs, targets, gaps = sum_over(torch.stack((valid_NL[:, :-1].sum(), valid_NL[:, 1:].sum(), gaps)), dp).tolist()
+    if gaps:
+        raise BadInput(
+            "sequences",
+            got=f"a token after padding ({PADDING}) in {gaps} place{'s' if gaps > 1 else ''}",
+            needed="padding at the end alone: attention would read it",
+            fix="move the padding behind the tokens",
+        )
+    return Tokens(max(1, inputs), max(1, targets), padded=inputs < dp.size * valid_NL[:, :-1].numel())
+
+
+def passes_of(
+    parts: Iterable[Tensor], tokens: Tokens, *, seed: int = 0, step: int = 0, first_sequence: int = 0, loss_scale: float = 1.0
+) -> list[Pass]:
+    """For micro-batches of sequences [B, L + 1] of one step, in order."""
+    passes = []
+    for part in parts:
+        inputs_BL, valid_BL = part[:, :-1], None
+        held = inputs_BL.numel()
+        if tokens.padded:
+            inputs_BL, valid_BL = without_padding(inputs_BL)
+            held = int(valid_BL.sum())
+        share = held / tokens.inputs
+        context = Context.of(
+            inputs_BL, seed=seed, step=step, first_sequence=first_sequence, auxiliary_scale=share * loss_scale, valid_BL=valid_BL
+        )
+        passes.append(Pass(inputs_BL, part[:, 1:], context, share))
+        first_sequence += len(part)
+    return passes
+
+
+def without_padding(inputs_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens with 0 where padding stood, and which ones are valid."""
+    valid_BL = inputs_BL != PADDING
+    return inputs_BL.masked_fill(~valid_BL, 0), valid_BL

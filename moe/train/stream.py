@@ -1,0 +1,90 @@
+"""Several steps without a drain between them (PipeDream, 2BW): every stage updates as soon as its own gradients are there.
+
+    rank 0   F0 F1 F2 F3 B0 U F4 B1 U ...      batch b + 1 is under way when batch b's update is made: its weights are older than
+    rank 3            F0 B0 U F1 B1 U ...      those that its gradient changes, by the schedule's delay and by no more
+
+There is no gradient norm of the whole model before an update, so nothing is clipped and no step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Output, Transformer, moe_layers
+from moe.parallelize import FAMILIES
+from moe.train.numbers import Numbers, Sums, numbers_of
+from moe.train.passes import Pass, count_tokens, passes_of
+from moe.train.staged import Staged
+from moe.train.step import move_biases
+from moe.train.whole_step import whole_step
+from parallel.clip import GradientNorm, norm_of, squares
+from parallel.collectives import sum_over
+from parallel.data.engine import Engine
+from parallel.mesh import Mesh
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.weights import Versions
+
+
+def stream(
+    engine: Engine,
+    batches: Sequence[Tensor],
+    *,
+    schedule: Schedule,
+    mesh: Mesh,
+    seed: int,
+    step: int,
+    rate: Callable[[int], float],
+    flag: int = 0,
+) -> list[tuple[Numbers, GradientNorm]]:
+    """One step for each batch (this rank's int64 [N, length + 1]), of which the first has the number `step`; `schedule`: of them all.
+
+    `rate(n)`: the learning rate of the n-th update, from 0. Afterwards the pipeline is empty. Collective.
+    """
+    assert isinstance(engine.module, Transformer) and engine.pipeline is not None
+    model, dp, device = engine.module, mesh.axis("dp"), batches[0].device
+    passes: list[Pass] = []
+    targets: list[int] = []
+    for number, sequences in enumerate(batches):
+        tokens, first = count_tokens(sequences, dp), dp.index * len(sequences)
+        parts = sequences.chunk(schedule.microbatches_per_update)
+        of_batch = passes_of(parts, tokens, seed=seed, step=step + number, first_sequence=first)
+        sums = whole_step(engine, of_batch, mesh=mesh)
+        passes += [replace(p, context=p.context.with_whole_step(sums)) for p in of_batch]
+        targets.append(tokens.targets)
+    found = [Sums(model.expert_counts, device) for _ in batches]
+    norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
+    order = schedule.orders[engine.pipeline.axis.index]
+    biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
+    versions = {stage: Versions([*model.parameters(), *biases], order, stage) for stage in model.parts}
+
+    def each(number: int, output: Output) -> Tensor | None:
+        batch = number // schedule.microbatches_per_update
+        loss = output.loss / targets[batch] if output.hidden_BLD is None else None
+        found[batch].add(loss, output.layers, passes[number].share)
+        return loss
+
+    def update(stage: int, version: int) -> None:
+        batch = version - 1
+        engine.reduce()
+        norms[batch] = squares(engine.owned_gradients(), families=FAMILIES, device=device)
+        load = {layer: sum_over(mine, dp) for layer, mine in found[batch].loads().items()}
+
+        def change() -> None:
+            engine.step(rate(batch))
+            move_biases(model, load)
+
+        versions[stage].update(version, change)
+
+    engine.pipeline.run(Staged(engine, passes, each, versions=versions, update=update), schedule)
+    packed = sum_over(sum_over(torch.stack([sums.packed(flag) for sums in found]), dp), mesh.axis("pp"))
+    together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=mesh.axis("world")).families
+    by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
+    return [(numbers_of(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
+
+
+def _norm(roots: Tensor) -> GradientNorm:
+    return GradientNorm(roots.square().sum().sqrt().item(), dict(zip(FAMILIES, roots.tolist(), strict=True)))

@@ -1,0 +1,84 @@
+"""What crosses ranks in a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
+
+    rank 0  --F0 F1 F2-->  rank 1        one group carries what goes up the ranks, another what goes down: two ranks that send
+    rank 0  <--B0 B1-----  rank 1        to each other never wait for one another
+
+The receiver knows the order (Schedule.messages), so that nothing but tensors travels: no shapes, no tags. It has asked for the
+next message before it needs it, which then arrives while it computes; a message that comes before its turn is put aside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.collectives import count
+from parallel.mesh import Axis
+from parallel.pipeline.schedule import Message, Schedule
+
+Empty = Callable[[Message], Tensor]  # the room in which a message arrives
+
+
+class Links:
+    """`up` and `down`: the same ranks, the stages' axis, with a process group each."""
+
+    def __init__(self, up: Axis, down: Axis) -> None:
+        self.up, self.down = up, down
+        self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
+
+    def begin(self, schedule: Schedule, empty: Empty) -> None:
+        """Ask for the first message of every channel to this rank."""
+        rank = self.up.index
+        self._empty = empty
+        self._taken = {m: node.at for node, _ in schedule.nodes() for m in schedule.receives(node)}
+        self._left = {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)}
+        self._due = {pair[0]: deque(messages) for pair, messages in schedule.messages().items() if pair[1] == rank}
+        self._asked: dict[int, tuple[Message, Tensor, dist.Work]] = {}
+        self._early: dict[Message, Tensor] = {}
+        for source in self._due:
+            self._ask(source)
+
+    def _ask(self, source: int) -> None:
+        if self._due[source]:
+            message = self._due[source].popleft()
+            room = self._empty(message)
+            work = dist.irecv(room, self.up.ranks[source], group=self._way(message).group)
+            assert work is not None
+            self._asked[source] = message, room, work
+
+    def _way(self, message: Message) -> Axis:
+        return self.up if message.source < message.target else self.down
+
+    def take(self, message: Message) -> Tensor:
+        """Wait for a message to this rank."""
+        while message not in self._early:
+            arriving, room, work = self._asked.pop(message.source)
+            work.wait()
+            self._early[arriving] = room
+            self._ask(message.source)
+        self._let_go(message)
+        return self._early.pop(message)
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start to send; the tensor is kept until it is known to have arrived."""
+        way = self._way(message)
+        count(replace(way, label=str(message)), "send", tensor)
+        work = dist.isend(tensor, way.ranks[message.target], group=way.group)
+        assert work is not None
+        self.sent[message.target].append((self._taken[message], work, tensor))
+
+    def _let_go(self, message: Message) -> None:
+        """What the sender of this message had taken before it sent it has arrived, so there is no need to ask."""
+        left, sent = self._left[message], self.sent[message.source]
+        while sent and sent[0][0] <= left:
+            sent.popleft()[1].wait()
+
+    def end(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for sent in self.sent.values():
+            while sent:
+                sent.popleft()[1].wait()

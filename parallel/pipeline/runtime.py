@@ -1,0 +1,222 @@
+"""Carries out one rank's actions of a Schedule, whatever its name: what is drawn is what runs.
+
+    for each action:  take what it needs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
+
+The runtime knows orders and tensors; what a stage computes, how gradients are summed and what an update is, is the `Work`'s to
+say. Sends and receives run beside the computation (parallel/pipeline/links.py). Between F and B a micro-batch keeps its input and
+an edge of the graph; the output itself is gone once it is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallel.collectives import max_over
+from parallel.errors import BadInput
+from parallel.mesh import Axis
+from parallel.pipeline.links import Links
+from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
+from parallel.pipeline.split_backward import Owed, put_off
+
+
+class Work(Protocol):
+    """What one rank's stages do; `microbatch` counts over the whole schedule."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        """Of what crosses stages, the same at every cut."""
+        ...
+
+    def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
+        """What the next stage takes, or of the last stage the scalar whose gradient is wanted. x: None for the first stage."""
+        ...
+
+    def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        """Gradients add up in the weights and in what `forward` was given; `gradient`: of the output, None for the last stage."""
+        ...
+
+    def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
+        """The stage's weights are those of this version inside."""
+        ...
+
+    def update(self, stage: int, version: int) -> None: ...
+
+
+class Took(NamedTuple):
+    """When an action ran, in seconds of time.perf_counter."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class _Kept(NamedTuple):
+    """Of a micro-batch between F and its backward."""
+
+    x: Tensor | None
+    output: GradientEdge
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An action with its messages."""
+
+    action: Action
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+@dataclass
+class Runtime:
+    """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold.
+
+    `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order (-1: before the first), before
+    what the next one needs is waited for: work put there runs in the bubble.
+    """
+
+    schedule: Schedule
+    axis: Axis
+    links: Links
+    replicas: Replicas | None = None
+    record: list[Took] | None = None
+    between: Callable[[int], None] | None = None
+    _agreed: set[int] = field(default_factory=set)
+
+    def run(self, work: Work, schedule: Schedule | None = None) -> None:
+        """Forward and backward of a whole schedule (default: the one batch's). Collective over the pipeline's ranks."""
+        _Run(self, work, schedule or self.schedule, train=True).run()
+
+    def forward(self, work: Work, microbatches: int) -> None:
+        """Forward passes alone, without gradient, each on the stages that train the micro-batch of its number."""
+        with torch.no_grad():
+            _Run(self, work, forwards(self.schedule, microbatches), train=False).run()
+
+
+class _Run:
+    def __init__(self, runtime: Runtime, work: Work, schedule: Schedule, *, train: bool) -> None:
+        self.runtime, self.work, self.schedule, self.train = runtime, work, schedule, train
+        rank = runtime.axis.index
+        nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
+        self.steps = [_Step(schedule.action(n), schedule.receives(n), schedule.sends(n)) for n in nodes]
+        self.last = schedule.num_stages - 1
+        self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch), until the neighbour takes it
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.owed: dict[tuple[int, int], Owed] = {}
+
+    def run(self) -> None:
+        runtime, links = self.runtime, self.runtime.links
+        self._agree()
+        links.begin(self.schedule, self._room)
+        self._between(-1)
+        for at, step in enumerate(self.steps):
+            for message in step.receives:
+                self.results[_key(message.op, message.stage, message.microbatch)] = links.take(message)
+            started = time.perf_counter()
+            self._act(step.action)
+            for message in step.sends:
+                links.send(message, self.results.pop(_key(message.op, message.stage, message.microbatch)))
+            if runtime.record is not None and self.train:
+                runtime.record.append(Took(step.action, started, time.perf_counter()))
+            self._between(at)
+        links.end()
+        if self.train and runtime.replicas is not None:
+            runtime.replicas.finish()
+
+    def _between(self, at: int) -> None:
+        if self.runtime.between is not None and self.train:
+            self.runtime.between(at)
+
+    def _room(self, message: Message) -> Tensor:
+        return torch.empty(self.work.shape(message.microbatch), dtype=self.work.dtype, device=self.work.device)
+
+    def _act(self, action: Action) -> None:
+        op, stage, microbatch, version = action
+        if op is Op.S:
+            assert self.runtime.replicas is not None
+            self.runtime.replicas.start(stage)
+        elif op is Op.U:
+            self.work.update(stage, version)
+        elif op is Op.W:
+            self.owed.pop((stage, microbatch)).pay()
+        else:
+            with self.work.reading(stage, version):
+                (self._forward if op is Op.F else partial(self._backward, op))(stage, microbatch)
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        x = self.results.pop((True, stage - 1, microbatch)) if stage else None
+        if x is not None and self.train:
+            x.requires_grad_()
+        output = self.work.forward(stage, microbatch, x)
+        if self.train:
+            self.kept[stage, microbatch] = _Kept(x, get_gradient_edge(output))
+        if stage < self.last:
+            self.results[True, stage, microbatch] = output.detach().contiguous()
+
+    def _backward(self, op: Op, stage: int, microbatch: int) -> None:
+        x, output = self.kept.pop((stage, microbatch))
+        gradient = self.results.pop((False, stage + 1, microbatch)) if stage < self.last else None
+        if op is Op.I:
+            with put_off() as owed:
+                self.work.backward(output, gradient)
+            self.owed[stage, microbatch] = owed
+        else:
+            self.work.backward(output, gradient)
+        if x is not None:
+            assert x.grad is not None
+            self.results[False, stage, microbatch] = x.grad.contiguous()
+
+    def _agree(self) -> None:
+        """Once for each schedule and shape: every rank is about to run the same. Raises BadInput on all of them."""
+        microbatches = {a.microbatch for order in self.schedule.orders for a in order if a.op in COMPUTE}
+        shapes = tuple(self.work.shape(j) for j in sorted(microbatches))
+        code = hash_of((self.schedule.homes, self.schedule.orders, shapes, str(self.work.dtype)))
+        if code in self.runtime._agreed:
+            return
+        both = torch.tensor([code, -code], dtype=torch.int64, device=self.work.device)
+        largest, smallest = max_over(both, self.runtime.axis).tolist()
+        if largest != -smallest:
+            raise BadInput(
+                f"pipeline rank {self.runtime.axis.index}",
+                got=f"schedule {self.schedule.name} of {len(microbatches)} micro-batches {list(shapes[0])} {self.work.dtype}",
+                needed="the same on every rank of the pipeline",
+                fix="start every rank with the same recipe and the same batch",
+            )
+        self.runtime._agreed.add(code)
+
+
+def _key(op: Op, stage: int, microbatch: int) -> tuple[bool, int, int]:
+    return op is Op.F, stage, microbatch
+
+
+def hash_of(value: object) -> int:
+    """The same in every process, unlike hash()."""
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest(), "little")
+
+
+def forwards(schedule: Schedule, microbatches: int) -> Schedule:
+    """F alone, of any number of micro-batches: number j goes the way of the schedule's number j mod m, in groups of as many as ranks.
+
+    All ranks order by (group, stage, micro-batch), and an F needs only those before it in that order, so it ends.
+    """
+    orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
+    for j in range(microbatches):
+        for stage in range(schedule.num_stages):
+            way = schedule.find(Op.F, stage, j % schedule.microbatches)
+            assert way is not None
+            orders[way.rank].append((j // schedule.num_ranks, Action(Op.F, stage, j)))
+    ordered = tuple(tuple(action for _, action in sorted(order, key=lambda o: (o[0], o[1].stage, o[1].microbatch))) for order in orders)
+    return Schedule(f"{schedule.name} forward", schedule.homes, microbatches, microbatches, ordered)

@@ -1,0 +1,62 @@
+"""Versions of a stage's weights, where updates do not wait for the pipeline to drain (PipeDream, 2BW).
+
+    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        1B reads version 0, which its forward read, though version 1 is there
+
+An update puts the old values aside where an action to come still reads them, and changes a copy; before an action the version
+that it reads is put under the parameters. Which actions those are the order says, so that nothing is kept longer than needed.
+Source: weight stashing, PipeDream (arXiv 1806.03377, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from parallel.pipeline.schedule import Action, Op
+
+
+class Versions:
+    """Of one stage on this rank: parameters, and whatever else an update changes; `order`: the rank's actions. They hold version 0 now."""
+
+    def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
+        self.parameters, self.newest = tuple(parameters), 0
+        self.kept: dict[int, list[Tensor]] = {}
+        readers = [a.version for a in order if a.stage == stage and a.op in (Op.F, Op.B, Op.I)]
+        self.to_come = {version: readers.count(version) for version in set(readers)}
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[None]:
+        if version == self.newest:
+            yield
+        else:
+            newest = self._replace(self.kept[version])
+            try:
+                yield
+            finally:
+                self._replace(newest)
+        self.to_come[version] -= 1
+        if not self.to_come[version]:
+            self.kept.pop(version, None)
+
+    def _replace(self, values: Sequence[Tensor]) -> list[Tensor]:
+        before = [p.data for p in self.parameters]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+        return before
+
+    def update(self, version: int, step: Callable[[], None]) -> None:
+        """`step` changes the parameters in place; graphs that were made of the values before keep them."""
+        if self.to_come.get(self.newest):
+            self.kept[self.newest] = self._replace([p.data.clone() for p in self.parameters])
+        # a graph in flight asks whether its weight was changed in place; it will be given the old values, so the answer is no
+        with torch.autograd._unsafe_preserve_version_counter(self.parameters):
+            step()
+        self.newest = version
+
+    @property
+    def count(self) -> int:
+        """Versions that are there now."""
+        return 1 + len(self.kept)
