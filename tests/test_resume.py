@@ -34,6 +34,9 @@ LAYOUTS: dict[str, Layout] = {
     "dp 4 ep 2 zero 3": (4, {"degrees": {"ep": 2}, "sharding": {"kind": "zero", "stage": 3}}),
     "dp 2 ep 1 zero 2, host": (2, {"degrees": {"ep": 1}, "sharding": {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu"}}}),
     "dp 2 ep 2 fsdp": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "fsdp"}}),
+    "pp 2 1f1b": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4}}),
+    "pp 2 chimera": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2, "schedule": "chimera"}}),
+    "pp 2 dp 2 ep 2 zero": (4, {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1"}, "sharding": {"kind": "zero"}}),
 }
 
 
@@ -95,6 +98,11 @@ def copied(folder: Path, to: Path) -> Path:
         ("dp 2 ep 2 fsdp", "dp 4 ep 2 zero 3"),
         ("dp 2 ep 2 fsdp", "dp 2 ep 1 zero 2, host"),
         ("dp 2 ep 2", "dp 4 ep 2 zero 3"),
+        ("dp 2 ep 2", "pp 2 chimera"),
+        ("pp 2 chimera", "dp 2 ep 2 zero"),
+        ("pp 2 chimera", "pp 2 1f1b"),
+        ("pp 2 1f1b", "pp 2 dp 2 ep 2 zero"),
+        ("pp 2 dp 2 ep 2 zero", "dp 1"),
     ],
 )
 def test_another_layout_goes_on_with_the_same_state_and_losses(

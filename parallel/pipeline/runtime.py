@@ -82,8 +82,8 @@ class _Step:
 class Runtime:
     """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold.
 
-    `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order (-1: before the first), before
-    what the next one needs is waited for: work put there runs in the bubble.
+    `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order
+    (-1: before the first), before what the next one needs is waited for: work put there runs in the bubble.
     """
 
     schedule: Schedule
