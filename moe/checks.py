@@ -22,10 +22,10 @@ def check_together(run: Run) -> None:
     _check_dispatch(run)
     _check_precision(run)
     _check_data(run)
+    check_pipeline(run)
     _check_batch(run)
     check_tiling(run)
     check_sharding(run)
-    check_pipeline(run)
     check_optimizer(run)
 
 

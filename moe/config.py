@@ -217,6 +217,7 @@ class Pipeline(Section):
     layers: tuple[int, ...] | None = Field(None, description="of each stage; null: cut by FLOPs")
     drain_every: int = Field(16, gt=0, description="of pipedream and two_bw: steps between two drains")
     vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
+    pipelines: int | None = Field(None, gt=1, description="of chimera: through the same ranks, half of them each way; null: 2")
 
 
 class Tiling(Section):

@@ -6,6 +6,7 @@ layers_of(run, ...)   which layers each stage has: cut by FLOPs, or as pipeline.
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from parallel.pipeline.catalog import SCHEDULES, build
 from parallel.pipeline.check import check
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.simulate import costs, simulate
 from parallel.pipeline.stage import cut
 
 
@@ -25,21 +27,40 @@ def continuous(run: Run) -> bool:
     return run.degrees.pp > 1 and kind is not None and kind.continuous
 
 
+_KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
+
+
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
     """What the recipe's ranks carry out in `batches` steps. Raises BadInput for what its schedule cannot do."""
-    p, ranks = run.pipeline, run.degrees.pp
-    if not p.schedule.endswith(".csv"):
-        more = {"vertical_sync": True} if p.vertical_sync else {}
-        return check(build(p.schedule, ranks=ranks, microbatches=p.microbatches, chunks=p.chunks, batches=batches, **more))
+    p = run.pipeline
+    if p.schedule.endswith(".csv"):
+        return _from_file(run)
+    size = {"ranks": run.degrees.pp, "microbatches": p.microbatches}
+    try:
+        made = build(p.schedule, **size, chunks=p.chunks, batches=batches, vertical_sync=p.vertical_sync or None, pipelines=p.pipelines)
+    except BadInput as refused:
+        what = _KEYS.get(refused.what, refused.what)
+        fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)
+        raise BadInput(what, got=refused.got, needed=refused.needed, fix=fix) from None
+    return check(made)
+
+
+def _from_file(run: Run) -> Schedule:
+    p = run.pipeline
     schedule = read_order(Path(p.schedule).expanduser())
     for what, got, needed in (
-        ("degrees.pp", ranks, schedule.num_ranks),
+        ("degrees.pp", run.degrees.pp, schedule.num_ranks),
         ("pipeline.microbatches", p.microbatches, schedule.microbatches),
-        ("pipeline.schedule", schedule.num_updates, 1),
     ):
         if got != needed:
-            said = f"{got} updates" if what == "pipeline.schedule" else got
-            raise BadInput(what, got=said, needed=f"{needed}, as in {p.schedule}", fix=f"set {what} to {needed}, or take another order")
+            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=f"set {what} to {needed}, or take another order")
+    if schedule.num_updates > 1:
+        raise BadInput(
+            "pipeline.schedule",
+            got=f"{p.schedule} with {schedule.num_updates} updates",
+            needed="one: a file is the order of one step",
+            fix="remove the others, or set it to pipedream or two_bw",
+        )
     return schedule
 
 
@@ -48,7 +69,10 @@ def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
     if stages > layers:
         chunks = stages // schedule.num_ranks
-        smaller = f"set degrees.pp to {max(1, layers // chunks)}" + (" or pipeline.chunks lower" if chunks > 1 else "")
+        fewer = layers // schedule.num_ranks
+        smaller = f"set degrees.pp to {max(1, layers // chunks)}"
+        if fewer and run.pipeline.chunks is not None:
+            smaller = f"set pipeline.chunks to {fewer}"
         raise BadInput(
             "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=f"{smaller}, or add layers"
         )
@@ -63,6 +87,18 @@ def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
 
 
+def described(run: Run) -> str:
+    """The stages in words, with what the schedule leaves idle: simulated by FLOPs, backward twice forward, without transfers."""
+    batches = run.pipeline.drain_every if continuous(run) else 1
+    schedule = schedule_of(run, batches=batches)
+    layers, flops = layers_of(run, schedule), layer_flops(run)
+    forward = [sum(flops[layer] for layer in held) for held in layers]
+    timeline = simulate(schedule, costs(forward, [2 * time for time in forward]))
+    idle = 1 - sum(map(timeline.busy, range(schedule.num_ranks))) / (timeline.makespan * schedule.num_ranks)
+    m, counts = run.pipeline.microbatches, ", ".join(str(len(held)) for held in layers)
+    return f"{run.pipeline.schedule}: stages of {counts} layers, {m} micro-batch{'es' if m > 1 else ''}, ranks idle {idle:.0%} by FLOPs"
+
+
 def splits_backward(schedule: Schedule) -> bool:
     """Whether some action is the backward of the input, or of the weights, alone."""
     return any(action.op is Op.I for order in schedule.orders for action in order)
@@ -75,14 +111,6 @@ def check_pipeline(run: Run) -> None:
         raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
     if pp == 1:
         return
-    p = run.pipeline
-    if p.vertical_sync and p.schedule != "pipedream":
-        raise BadInput(
-            "pipeline.vertical_sync",
-            got=f"true with pipeline.schedule={p.schedule}",
-            needed="pipedream, whose stages read different versions",
-            fix="set it to false",
-        )
     schedule = schedule_of(run)
     layers_of(run, schedule)
     _check_sharding(run, schedule)

@@ -260,6 +260,8 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     if field is not None and _section(field) is not None:
         inner = ", ".join(_section(field).model_fields)  # type: ignore[union-attr]
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
+    if error["type"] == "tuple_type":
+        return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
     choices = _choices(field.annotation) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {field.default!r}" if field is not None else f"write {dotted}: {{key: value}}"

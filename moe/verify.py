@@ -177,7 +177,12 @@ def spread(case: Case, baseline: Result) -> dict[str, float]:
 
 
 def main(
-    *, nproc: int = 2, json: str | None = None, only: str | None = None, kinds: str = "data,expert", say: Callable[[str], None] = print
+    *,
+    nproc: int = 2,
+    json: str | None = None,
+    only: str | None = None,
+    kinds: str = "data,expert,pipeline",
+    say: Callable[[str], None] = print,
 ) -> int:
     """`moe verify`: print the table of layouts; 1 if any fails. `only` keeps the rows whose text holds it."""
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads

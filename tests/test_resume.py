@@ -154,6 +154,26 @@ def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[
     assert sorted(found) == sorted(w for step in expected for w in step)
 
 
+def test_steps_without_a_drain_stop_and_go_on_where_they_drain(home: Path, tmp_path: Path) -> None:
+    """2BW drains every 2 steps and where it saves (3, 6, 9): a signal in step 5 stops after it, and the rest is the unbroken run's."""
+    changed = {
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "two_bw", "microbatches": 2, "drain_every": 2},
+        "model": {"tied_embeddings": False},
+        "optimizer": {"clip_norm": None, "lr": 1e-2, "warmup_steps": 5},
+        "train": {"save_every": 3},
+    }
+    run = recipe(home, changed=changed)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert all(summary["steps"] == STEPS for summary in trained.train(run, whole, ranks=2))
+    assert trained.checkpoints(whole) == [6, 9] and [line["step"] for line in trained.lines(whole)] == list(range(1, STEPS + 1))
+    assert trained.train(run, out, ranks=2, before=trained.stop_at(4)) == [trained.STOPPED] * 2
+    assert trained.checkpoints(out)[-1] == 6  # the segment of steps 5 and 6 was under way
+    assert all(summary["steps"] == STEPS for summary in trained.train(run, out, ranks=2))
+    assert trained.losses(out) == trained.losses(whole)
+    assert trained.tensors(out / f"checkpoints/step-{STEPS}") == trained.tensors(whole / f"checkpoints/step-{STEPS}")
+
+
 # --- signals ------------------------------------------------------------------------------------------------------------
 
 

@@ -185,7 +185,7 @@ def test_versions_keep_what_is_still_read_and_no_more() -> None:
         ({"precision": {"compute": "fp16", "loss_scale": 8.0}}, "precision.compute"),
         ({"optimizer": {"clip_norm": 1.0}}, "optimizer.clip_norm"),
         ({"model": {"tied_embeddings": True}}, "model.tied_embeddings"),
-        ({"pipeline": {"microbatches": 1}}, "microbatches"),
+        ({"pipeline": {"microbatches": 1}}, "pipeline.microbatches"),
     ],
 )
 def test_what_cannot_be_right_without_a_drain_is_refused(sections: dict[str, Any], what: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe.config import Run
 from moe.model.flops import size
 from moe.parallelize import build, prepare, start_engine, whole_layouts
-from moe.pipeline_checks import continuous, schedule_of
+from moe.pipeline_checks import continuous, described, schedule_of
 from moe.recipe import resolved_yaml
 from moe.train import state
 from moe.train.data import Dataset, open_data
@@ -406,11 +406,13 @@ def _title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
-    pp = f"pp {d.pp} {run.pipeline.schedule} " if d.pp > 1 else ""
+    pp = f"pp {d.pp} " if d.pp > 1 else ""
     lines = [
         f"{world.size} x {world.device.type} · {pp}dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
+    if d.pp > 1:
+        lines.append(described(run))
     if run.model.layers_with_experts():
         lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
     return lines
