@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe import verbs
 from moe.flags import check_words, take_overrides
-from moe.verbs import Bench, Convert, Doctor, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from moe.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
 from parallel.agreement import DEBUG
 from parallel.errors import BadInput, did_you_mean
 
@@ -129,6 +129,11 @@ def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:
     return _call("moe.simulate", given.pop("name", None), overrides=overrides, **given)
 
 
+def _energy(flags: Energy, overrides: dict[str, str]) -> int:
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return _call("moe.energy", given.pop("name", None), overrides=overrides, **given)
+
+
 def _convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert_checks import settings_of
     from moe.recipe import recipe_names, recipe_path
@@ -208,6 +213,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "report": _report,
     "bench": _bench,
     "simulate": _simulate,
+    "energy": _energy,
     "convert": _convert,
     "show": _show,
     "recipes": _recipes,

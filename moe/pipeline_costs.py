@@ -19,7 +19,7 @@ from moe.config import Run
 from moe.model.flops import attention_products, block_size, core_forward, expert_size, head_forward
 from moe.pipeline_memory import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
 from parallel.errors import BadInput
-from parallel.pipeline.schedule import Action, Message, Op
+from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulate import Cost
 from parallel.pipeline.stage import cut
 
@@ -64,14 +64,6 @@ class Device:
 
         return cost
 
-    def transfer(self, stages: Sequence[Stage], message: Message) -> float:
-        return message_bytes(stages, message) / (self.link_gb_s * 1e9)
-
-
-def message_bytes(stages: Sequence[Stage], message: Message) -> float:
-    """An activation, or the gradient of one: as many bytes, of the boundary before or after the stage that sends."""
-    return stages[message.stage if message.op is Op.F else message.stage - 1].crossing
-
 
 def layer_flops(run: Run) -> tuple[float, ...]:
     """Forward FLOPs per token of each layer, with those of the vocabulary's projection on the last; experts by the choices of a token."""
@@ -96,8 +88,12 @@ def micro_batch(run: Run, microbatches: int) -> int:
 
 
 def stages_of(run: Run, num_stages: int, *, sequences: int) -> tuple[Stage, ...]:
-    """The layers cut into `num_stages` by FLOPs, for micro-batches of so many sequences. Raises BadInput for more stages than layers."""
-    counts = cut(layer_flops(run), num_stages)
+    """The layers cut into `num_stages`, for micro-batches of so many sequences: by FLOPs, or by pipeline.layers where that has as many.
+
+    Raises BadInput for more stages than layers.
+    """
+    given = run.pipeline.layers or ()
+    counts = given if len(given) == num_stages and sum(given) == run.model.num_layers else cut(layer_flops(run), num_stages)
     places = [range(first, end) for first, end in pairwise((0, *accumulate(counts)))]
     return tuple(_stage(run, layers, sequences * run.model.max_length) for layers in places)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.config import Run
-from moe.pipeline_costs import STATE_BYTES, WEIGHT_BYTES, Device, Stage, message_bytes, micro_batch, stages_of
+from moe.pipeline_costs import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
 from parallel.errors import BadInput
 from parallel.pipeline.held import peak_held, weight_versions
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.simulate import Timeline, costs, simulate
+from parallel.pipeline.simulate import Cost, Timeline, costs, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); a card of 200 Gbit/s a rank
@@ -26,11 +26,17 @@ class Times:
     transfer_time: float = 0
     overlap: str = "on"
 
-    def run(self, schedule: Schedule) -> Timeline:
+    def cost(self, schedule: Schedule) -> Cost:
         forward = _numbers("--forward_time", self.forward_time, schedule)
         backward = _numbers("--backward_time", self.backward_time, schedule)
-        cost = costs(forward, backward, weight_share=self.weight_share)
-        return simulate(schedule, cost, transfer_time=self.transfer_time, overlap=self.overlap == "on")
+        return costs(forward, backward, weight_share=self.weight_share)
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """Time of one message."""
+        return self.transfer_time
+
+    def run(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
 
 
 def times_of(given: dict[str, Any]) -> Times:
@@ -78,15 +84,17 @@ class OfRecipe:
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=f"{fewer}--model.num_layers {stages}")
         return stages_of(self.recipe, schedule.num_stages, sequences=self.sequences)
 
+    def cost(self, schedule: Schedule) -> Cost:
+        return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """Time of one message: every boundary is as wide as the model."""
+        return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
+
     def run(self, schedule: Schedule) -> Timeline:
-        stages = self.stages(schedule)
-        return simulate(
-            schedule,
-            self.device.cost(stages, replicas=len(schedule.homes[0])),
-            transfer_time=lambda message: self.device.transfer(stages, message),
-            message_bytes=lambda message: message_bytes(stages, message),
-            overlap=self.overlap == "on",
-        )
+        crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
+        transfer = self.transfer_of(schedule)
+        return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
         """What a row of the table has beside times where there is a model: layers, bytes of each rank, speed."""

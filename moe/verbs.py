@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "convert", "simulate")
+RECIPE_VERBS = ("train", "show", "convert", "simulate", "energy")
 SHELLS = ("bash", "zsh", "tcsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -128,6 +128,29 @@ class Simulate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Energy:
+    """Plan a clock for every action of a pipeline step, so that only waits absorb what is slower (EnvPipe): what it saves, and the plan."""
+
+    name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forwards pulled ahead")
+    profile: Path | None = _flag(None, "JSON: seconds and joules of each stage's F and B at each clock; else a power model is assumed")
+    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file, whose model then decides times")
+    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default, or the recipe's or the profile's")
+    microbatches: int | None = _flag(None, "to a batch; 8 by default, or the recipe's")
+    chunks: int | None = _flag(None, "stages a rank, where the schedule has a choice: 2 by default")
+    slowdown: float | None = _flag(None, "how much longer the step may be, as a share: 0 by default")
+    ahead: int | None = _flag(None, "of 1f1b: most forwards a rank has memory to pull ahead; as many as help by default")
+    forward_time: str | None = _flag(None, "seconds at full clock, 0.01 by default; or one for each stage, with commas")
+    backward_time: str | None = _flag(None, "likewise; 0.02 by default")
+    transfer_time: float | None = _flag(None, "seconds from a rank to the next; 0 by default")
+    tflops: float | None = _flag(None, "with --recipe: what a rank reaches at full clock; 140 by default")
+    link_gb_s: float | None = _flag(None, "with --recipe: from a rank to another, each way; 25 by default")
+    apply: bool = _flag(False, "set the plan's clocks on this machine's GPUs, one a rank, for --steps steps, and give them back: as root")
+    steps: int | None = _flag(None, "with --apply; 1 by default")
+    out: Path | None = _flag(None, "also write .json (the plan) or .png")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
 class Convert:
     """Make the checkpoint of one model that of another: dense layers to experts, or experts to fewer or to dense."""
 
@@ -174,6 +197,7 @@ VERBS: dict[str, type] = {
     "report": Report,
     "bench": Bench,
     "simulate": Simulate,
+    "energy": Energy,
     "convert": Convert,
     "show": Show,
     "recipes": Recipes,

@@ -1,7 +1,6 @@
 """Laws of clocks for actions (EnvPipe): only slack is used, the makespan stays, the energy is near the least that is possible.
 
-The profiles come from a power model, stated here: a rank at clock f draws static + dynamic (f / full) (V / V_full)^2 watts, V falls
-linearly with the clock, and a share of each action's time is memory's and does not depend on the clock.
+The profiles come from the power model of parallel/pipeline/clocks.py, with times rounded to whole units.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ import pytest
 
 from parallel.errors import BadInput
 from parallel.pipeline.catalog import SCHEDULES, build
-from parallel.pipeline.energy import Clock, EnergyPlan, Graph, Profile, envelope, envpipe, extra_warmup, plan_clocks, write_plan
+from parallel.pipeline.clocks import Clock, PowerModel, Profile
+from parallel.pipeline.energy import EnergyPlan, envelope, envpipe, extra_warmup, plan_clocks, write_plan
 from parallel.pipeline.held import peak_activations
 from parallel.pipeline.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
 from parallel.pipeline.simulate import costs, simulate
+from parallel.pipeline.slack import Graph
 
 IDLE_W = 40.0
 UNIT_S = 5e-4  # times are whole multiples, as the frontier's solver counts in units
@@ -27,10 +28,9 @@ UNIT_S = 5e-4  # times are whole multiples, as the frontier's solver counts in u
 def v100(seconds: float) -> list[Clock]:
     """300 W at 1530 MHz, of which 50 W do not depend on the clock; 0.65 of the voltage at 810 MHz; a fifth of the time is memory's."""
     clocks = []
-    for mhz in range(810, 1531, 90):
-        voltage = 0.65 + 0.35 * (mhz - 810) / 720
-        time = round(seconds * (0.2 + 0.8 * 1530 / mhz) / UNIT_S) * UNIT_S
-        clocks.append(Clock(mhz, time, time * (50 + 250 * mhz / 1530 * voltage**2)))
+    for clock in PowerModel().clocks(seconds):
+        time = round(clock.time / UNIT_S) * UNIT_S
+        clocks.append(Clock(clock.mhz, time, clock.energy / clock.time * time))
     return clocks
 
 

@@ -67,6 +67,8 @@ def test_recompute_costs_time_and_saves_memory_and_the_head_moves_the_cut(tmp_pa
     assert rows["full"]["makespan"] / rows["none"]["makespan"] == pytest.approx(4 / 3, rel=0.02)
     assert max(rows["full"]["activation_bytes_by_rank"]) < 0.25 * max(rows["none"]["activation_bytes_by_rank"])
     assert rows["none"]["layers_by_stage"] == [4, 4] and rows["head"]["layers_by_stage"][0] > 4
+    assert cli.main([*words, str(tmp_path / "listed.json"), "--pipeline.layers", "[3, 5]"]) == 0
+    assert rows_of(tmp_path / "listed.json")[0]["layers_by_stage"] == [3, 5]
 
 
 def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

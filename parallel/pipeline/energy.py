@@ -15,26 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from pathlib import Path
-from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.check import linear
+from parallel.pipeline.clocks import Clock, Profile, above_idle, fastest, useful, valley
 from parallel.pipeline.one_f_one_b import one_f_one_b
-from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
+from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.simulate import Timeline, simulate
+from parallel.pipeline.slack import Graph
 
 _EPSILON = 1e-9  # of the makespan: what rounding may take for slack
-
-
-class Clock(NamedTuple):
-    """One action at one clock: seconds and joules."""
-
-    mhz: float
-    time: float
-    energy: float
-
-
-Profile = Callable[[int, Action], Sequence[Clock]]  # what a rank measured for an action; one clock for what cannot be slowed
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,10 @@ class EnergyPlan:
     def saved(self) -> float:
         """Share of the energy at full clock."""
         return 1 - self.energy / self.full_clock_energy
+
+    def energy_of(self, rank: int) -> float:
+        """Joules of one rank's part of a step, its waits with them."""
+        return sum(clock.energy for clock in self.clocks[rank]) + self.idle_power * self.timeline.idle(rank)
 
     @property
     def slowdown(self) -> float:
@@ -82,8 +75,8 @@ def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power:
     """
     extra = []
     for stage in range(ranks):
-        backward = _fastest(profile(stage, Action(Op.B, stage, 0)))
-        forward = _valley(profile(stage, Action(Op.F, stage, 0)), idle_power)
+        backward = fastest(profile(stage, Action(Op.B, stage, 0)))
+        forward = valley(profile(stage, Action(Op.F, stage, 0)), idle_power)
         room = microbatches - (ranks - stage)
         wanted = floor(backward.time * (ranks - stage - 1) / forward.time + _EPSILON)
         extra.append(max(0, min(wanted, room, wanted if most is None else most)))
@@ -98,18 +91,19 @@ def envpipe(
     idle_power: float,
     most: int | None = None,
     slowdown: float = 0.0,
+    transfer_time: float = 0,
 ) -> EnergyPlan:
     """1F1B with forwards pulled ahead where that saves energy, and a clock for each action; compared with plain 1F1B at full clock.
 
     slowdown: how much longer than at full clock a step may be, as a share.
     """
     plain = one_f_one_b(ranks, microbatches)
-    full = _at(plain, _chosen(plain, profile, _fastest))
+    full = _at(plain, _chosen(plain, profile, fastest), transfer_time)
     limit = full.makespan * (1 + slowdown)
     ahead = one_f_one_b(ranks, microbatches, extra_warmup=extra_warmup(ranks, microbatches, profile, idle_power=idle_power, most=most))
-    plans = [plan_clocks(plain, profile, idle_power=idle_power, limit=limit)]
-    if _at(ahead, _chosen(ahead, profile, _fastest)).makespan <= limit * (1 + _EPSILON):
-        plans.append(plan_clocks(ahead, profile, idle_power=idle_power, limit=limit))
+    plans = [plan_clocks(plain, profile, idle_power=idle_power, limit=limit, transfer_time=transfer_time)]
+    if _at(ahead, _chosen(ahead, profile, fastest), transfer_time).makespan <= limit * (1 + _EPSILON):
+        plans.append(plan_clocks(ahead, profile, idle_power=idle_power, limit=limit, transfer_time=transfer_time))
     best = min(plans, key=lambda plan: plan.energy)
     return replace(best, full_clock=full, full_clock_energy=plans[0].full_clock_energy)
 
@@ -129,7 +123,7 @@ def plan_clocks(
     reaches, and for a profile without clocks.
     """
     graph = Graph(schedule, transfer_time)
-    options = {node: _useful(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
+    options = {node: useful(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
     options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock here
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = graph.makespan(fast)
@@ -161,102 +155,6 @@ def _chosen(schedule: Schedule, profile: Profile, choose: Callable[[Sequence[Clo
     return {node: choose(profile(node.rank, action)) for node, action in schedule.nodes()}
 
 
-def _fastest(clocks: Sequence[Clock]) -> Clock:
-    return min(clocks, key=lambda clock: (clock.time, clock.energy))
-
-
-def _valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
-    return min(clocks, key=lambda clock: (_above_idle(clock, idle_power), clock.time))
-
-
-def _above_idle(clock: Clock, idle_power: float) -> float:
-    """What an action costs beside the power that its rank would draw while it waits."""
-    return clock.energy - idle_power * clock.time
-
-
-def _useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """From the fastest to the valley, without clocks that are slower and cost no less."""
-    if not clocks:
-        raise BadInput("profile", got=f"no clock for {action}", needed="at least one", fix="measure it, or give it one clock")
-    kept: list[Clock] = []
-    for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
-        if not kept or _above_idle(clock, idle_power) < _above_idle(kept[-1], idle_power):
-            kept.append(clock)
-    return kept
-
-
-class Graph:
-    """Everything that takes time in a schedule, in an order that keeps to `needs`, for makespan and slack under many times.
-
-    The same times as `simulate` gives: a message is a vertex of its own behind the one before it on its link, the sum of a stage's
-    replicas is one vertex behind all of them and beside what their ranks do.
-    """
-
-    def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
-        self._place: dict[Node, int] = {}
-        self._before: list[list[int]] = []
-        self._fixed: dict[int, float] = {}  # times of messages
-        self._waiting: dict[Node, set[int]] = {}  # S whose other replicas have not come to it yet
-        last: dict[tuple[str, int, int], int] = {}  # the last vertex of a rank's compute, of its sums, of a link
-        arrives: dict[Message, int] = {}
-        for node in linear(schedule):
-            action, here = schedule.action(node), ("rank", node.rank, 0)
-            if action.op is Op.S:
-                self._sum(schedule, node, last)
-                continue
-            needs = [need for need in schedule.needs(node) if need.rank == node.rank or action.op is Op.U]
-            before = {*(self._place[need] for need in needs), *(arrives[message] for message in schedule.receives(node))}
-            self._place[node] = last[here] = self._vertex(before | ({last[here]} if here in last else set()))
-            for message in schedule.sends(node):
-                link = ("link", message.source, message.target)
-                last[link] = arrives[message] = self._vertex({self._place[node], *([last[link]] if link in last else [])})
-                self._fixed[arrives[message]] = transfer_time
-        self._after: list[list[int]] = [[] for _ in self._before]
-        for i, before_i in enumerate(self._before):
-            for j in before_i:
-                self._after[j].append(i)
-
-    def _sum(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """S: one vertex for all replicas, behind what each of them had done when it came to it; the last to come makes it."""
-        self._waiting[node] = {last[kind, node.rank, 0] for kind in ("rank", "sums") if (kind, node.rank, 0) in last}
-        replicas = schedule.replicas(node)
-        if all(replica in self._waiting for replica in replicas):
-            place = self._vertex({i for replica in replicas for i in self._waiting[replica]})
-            for replica in replicas:
-                self._place[replica] = last["sums", replica.rank, 0] = place
-
-    def _vertex(self, before: set[int]) -> int:
-        self._before.append(sorted(before))
-        return len(self._before) - 1
-
-    def makespan(self, clocks: dict[Node, Clock]) -> float:
-        return max(self._ends(self._times(clocks)))
-
-    def slack(self, clocks: dict[Node, Clock]) -> dict[Node, float]:
-        """By how much each action alone can take longer without moving the makespan."""
-        times = self._times(clocks)
-        ends = self._ends(times)
-        latest = [max(ends)] * len(ends)
-        for i in reversed(range(len(ends))):
-            for j in self._after[i]:
-                latest[i] = min(latest[i], latest[j] - times[j])
-        return {node: latest[i] - ends[i] for node, i in self._place.items()}
-
-    def _times(self, clocks: dict[Node, Clock]) -> list[float]:
-        times = [0.0] * len(self._before)
-        for i, time in self._fixed.items():
-            times[i] = time
-        for node, i in self._place.items():
-            times[i] = max(times[i], clocks[node].time)
-        return times
-
-    def _ends(self, times: list[float]) -> list[float]:
-        ends: list[float] = []
-        for before, time in zip(self._before, times, strict=True):
-            ends.append(time + max((ends[j] for j in before), default=0.0))
-        return ends
-
-
 def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Speed up the cheapest action of the critical path, for the time that it gives, until the limit holds."""
     while graph.makespan(chosen) > limit * (1 + _EPSILON):
@@ -266,7 +164,7 @@ def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Cl
         def price(node: Node) -> float:
             faster = options[node][options[node].index(chosen[node]) - 1]
             gain = chosen[node].time - faster.time
-            return (_above_idle(faster, idle_power) - _above_idle(chosen[node], idle_power)) / gain
+            return (above_idle(faster, idle_power) - above_idle(chosen[node], idle_power)) / gain
 
         node = min(critical, key=lambda node: (price(node), node))
         chosen[node] = options[node][options[node].index(chosen[node]) - 1]
@@ -281,7 +179,7 @@ def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Cl
         for node, clocks in options.items():
             at = clocks.index(chosen[node])
             if at + 1 < len(clocks) and clocks[at + 1].time - chosen[node].time <= slack[node] + spare + _EPSILON * limit / len(options):
-                saved = _above_idle(chosen[node], idle_power) - _above_idle(clocks[at + 1], idle_power)
+                saved = above_idle(chosen[node], idle_power) - above_idle(clocks[at + 1], idle_power)
                 best = max(best, (saved, node, clocks[at + 1])) if best else (saved, node, clocks[at + 1])
         if best is None:
             return

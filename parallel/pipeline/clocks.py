@@ -1,0 +1,139 @@
+"""What a clock costs: time and energy of an action at each, measured (a file) or from a stated power model.
+
+    {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
+
+A file has F and B of each stage; I and W, where a schedule has them, are half of B each unless the file says them. What costs an
+action beside idling is its energy above the power that its rank draws anyway while it waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Action, Op
+
+
+class Clock(NamedTuple):
+    """One action at one clock: seconds and joules."""
+
+    mhz: float
+    time: float
+    energy: float
+
+
+Profile = Callable[[int, Action], Sequence[Clock]]  # what a rank measured for an action; one clock for what cannot be slowed
+
+
+@dataclass(frozen=True)
+class PowerModel:
+    """Watts and time at a clock f, full clock F: P = static + dynamic (f / F) (V / V_F)^2, t = t_F (memory + (1 - memory) F / f).
+
+    V falls linearly from full clock to the lowest; a share of each time is memory's and does not depend on the clock. The defaults are an
+    assumption of the size of a V100, whose clock EnvPipe (USENIX ATC 2023) sets between 800 and 1530 MHz; nothing of it is measured.
+    """
+
+    static_w: float = 50
+    dynamic_w: float = 250
+    idle_w: float = 40
+    lowest_mhz: int = 810
+    full_mhz: int = 1530
+    step_mhz: int = 90
+    lowest_voltage: float = 0.65
+    memory_share: float = 0.2
+
+    def clocks(self, seconds: float) -> list[Clock]:
+        """Of an action that takes so long at full clock."""
+        found = []
+        for mhz in range(self.lowest_mhz, self.full_mhz + 1, self.step_mhz):
+            voltage = self.lowest_voltage + (1 - self.lowest_voltage) * (mhz - self.lowest_mhz) / (self.full_mhz - self.lowest_mhz)
+            time = seconds * (self.memory_share + (1 - self.memory_share) * self.full_mhz / mhz)
+            found.append(Clock(mhz, time, time * (self.static_w + self.dynamic_w * mhz / self.full_mhz * voltage**2)))
+        return found
+
+
+def fastest(clocks: Sequence[Clock]) -> Clock:
+    return min(clocks, key=lambda clock: (clock.time, clock.energy))
+
+
+def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
+    return min(clocks, key=lambda clock: (above_idle(clock, idle_power), clock.time))
+
+
+def above_idle(clock: Clock, idle_power: float) -> float:
+    """What an action costs beside the power that its rank would draw while it waits."""
+    return clock.energy - idle_power * clock.time
+
+
+def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
+    """From the fastest to the valley, without clocks that are slower and cost no less."""
+    if not clocks:
+        raise BadInput("profile", got=f"no clock for {action}", needed="at least one", fix="measure it, or give it one clock")
+    kept: list[Clock] = []
+    for clock in sorted(clocks, key=lambda clock: (clock.time, clock.energy)):
+        if not kept or above_idle(clock, idle_power) < above_idle(kept[-1], idle_power):
+            kept.append(clock)
+    return kept
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile by stage and operation, the same on every rank that holds a stage; S and U take no time."""
+
+    stages: tuple[Mapping[Op, Sequence[Clock]], ...]
+    idle_w: float
+
+    def __call__(self, rank: int, action: Action) -> Sequence[Clock]:
+        found = self.stages[action.stage]
+        if action.op in found:
+            return found[action.op]
+        if action.op in (Op.I, Op.W):
+            return [Clock(clock.mhz, clock.time / 2, clock.energy / 2) for clock in found[Op.B]]
+        return [Clock(0, 0, 0)]
+
+
+def read_profile(path: str | Path) -> Measured:
+    """A profile file. Raises BadInput, one line, for anything that is not one."""
+    needed = '{"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.01, "j": 3.0}}, "B": {...}}]}'
+
+    def wrong(got: str) -> BadInput:
+        return BadInput("--profile", got=f"{path}: {got}", needed=needed, fix="write it so: MHz, seconds and joules, a stage an entry")
+
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise wrong(getattr(error, "strerror", None) or "no JSON") from None
+    stages = value.get("stages") if isinstance(value, dict) else None
+    idle = value.get("idle_w", 0) if isinstance(value, dict) else 0
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        raise wrong("no list of stages")
+    if not _number(idle, least=0):
+        raise wrong(f"idle_w {idle!r}")
+    found = []
+    for at, stage in enumerate(stages):
+        if not {"F", "B"} <= set(stage) <= {"F", "B", "I", "W"}:
+            raise wrong(f"stage {at} with {', '.join(map(str, stage)) or 'nothing'}")
+        found.append({Op(name): _clocks(clocks) for name, clocks in stage.items()})
+        for op, clocks in found[-1].items():
+            if not clocks:
+                raise wrong(f"stage {at} {op} without a clock of a time and an energy above 0")
+    return Measured(tuple(found), float(idle))
+
+
+def _clocks(value: Any) -> list[Clock]:
+    """Empty where anything in it is wrong."""
+    clocks = []
+    for mhz, cost in value.items() if isinstance(value, dict) else ():
+        if not isinstance(cost, dict) or not mhz.isdecimal() or not int(mhz) or not all(_number(cost.get(key), above=0) for key in "sj"):
+            return []
+        clocks.append(Clock(float(mhz), float(cost["s"]), float(cost["j"])))
+    return clocks
+
+
+def _number(value: Any, *, least: float = 0, above: float | None = None) -> bool:
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    return right and (least <= value if above is None else above < value) and value < 1e12
