@@ -28,11 +28,13 @@ class Links:
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
+        self._met: set[tuple[int, int]] = set()
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, schedule: Schedule, empty: Empty) -> None:
         """Ask for the first message of every channel to this rank."""
         rank = self.up.index
+        self._meet(schedule, empty)
         self._empty = empty
         self._taken = {m: node.at for node, _ in schedule.nodes() for m in schedule.receives(node)}
         self._left = {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)}
@@ -41,6 +43,17 @@ class Links:
         self._early: dict[Message, Tensor] = {}
         for source in self._due:
             self._ask(source)
+
+    def _meet(self, schedule: Schedule, empty: Empty) -> None:
+        """The first message of each channel, of one element, pair after pair: NCCL connects two ranks when both are there, and waits."""
+        for pair, messages in sorted(schedule.messages().items()):
+            if pair not in self._met:
+                self._met.add(pair)
+                way, hello = self._way(messages[0]), empty(messages[0]).new_zeros(1)
+                if way.index == pair[0]:
+                    dist.send(hello, way.ranks[pair[1]], group=way.group)
+                elif way.index == pair[1]:
+                    dist.recv(hello, way.ranks[pair[0]], group=way.group)
 
     def _ask(self, source: int) -> None:
         if self._due[source]:
