@@ -180,9 +180,7 @@ def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monk
     with pytest.raises(BadInput) as refused:
         compile_async_io(said.append)
     line = str(refused.value)
-    assert (
-        "async_io does not compile (Error building extension 'async_io')" in line and "; fix: see: moe doctor" in line
-    )
+    assert "async_io does not compile (Error building extension 'async_io')" in line and "; fix: see: moe doctor" in line
 
 
 @pytest.fixture(scope="module")

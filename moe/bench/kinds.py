@@ -105,8 +105,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     optimizer = adamw.build(adamw.groups(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = run.optimizer.lr
-    config.pop("gradient_allreduce_op", None)  # alone it averages gradients
-    config["zero_optimization"].pop("compute_grad_norm", None)  # and clips
+    config.pop("gradient_allreduce_op", None)  # alone it averages gradients, and clips
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 

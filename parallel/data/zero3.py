@@ -107,6 +107,7 @@ class Zero3(DeepSpeed):
         self.zero = zero = self.engine.optimizer
         model.register_forward_hook(self._no_backward_pass)
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
+        zero._get_norm_groups = lambda: [torch.zeros(())]  # the norm is ours
         group_of = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         self.family_of = [group.family for group in group_of]
         if working is not None:
