@@ -238,7 +238,7 @@ def replica_cases() -> list[Case]:
         Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
         for model in ("dense", "gshard", "deepseek")
         for microbatches in (1, 3)
-        for precision in ("fp32", "bf16")
+        for precision in ("fp32", "bf16", "fp16")
     ]
 
 

@@ -6,6 +6,7 @@ which rank stands where, the learning rate), so that a picture cannot say someth
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
@@ -279,30 +281,32 @@ def exchange() -> Axes:
 
 
 def memory() -> Axes:
-    """Bytes a parameter of one rank, by number of data-parallel ranks."""
+    """Bytes a parameter of one rank, as `moe bench memory` measured them; the line across a bar is the formula."""
     figure, axes = plt.subplots(figsize=(11, 4.8))
-    ranks = (1, 2, 4, 8, 16)
-    kinds: tuple[tuple[str, Callable[[int], tuple[float, float, float]]], ...] = (
-        ("DDP", lambda n: (4, 4, 8)),
-        ("ZeRO-1\nhere", lambda n: (4, 4, 12 / n)),
-        ("ZeRO-1\npaper", lambda n: (2, 2, 12 / n)),
-    )
-    colours = (EXPERTS[2], EXPERTS[0], EXPERTS[1])
-    for i, n in enumerate(ranks):
-        for j, (kind, parts) in enumerate(kinds):
-            x, bottom = 4 * i + 1.08 * j, 0.0
-            for part, colour in zip(parts(n), colours, strict=True):
-                axes.bar(x, part, 0.98, bottom=bottom, color=colour, edgecolor=INK, linewidth=0.8)
-                bottom += part
-            axes.text(x, bottom + 0.25, f"{bottom:g}", ha="center", fontsize=11)
-            axes.text(x, -0.35, kind, ha="center", va="top", fontsize=8.5, color=SOFT)
-    axes.set_xticks([4 * i + 1.08 for i in range(len(ranks))], [f"{n} rank{'s' if n > 1 else ''}" for n in ranks], fontsize=12)
-    axes.tick_params(axis="x", length=0, pad=32)
+    found = json.loads((HERE.parent / "benchmarks" / "memory.json").read_text())
+    rows = {(row["kind"], row["ranks"]): row for row in found["rows"] if row["model"] == "dense"}
+    kinds = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP"}
+    parts = {"parameters": EXPERTS[2], "gradients": EXPERTS[0], "optimizer": EXPERTS[1]}
+    numbers = (1, 2, 4)
+    for i, ranks in enumerate(numbers):
+        for j, (kind, label) in enumerate(kinds.items()):
+            row, x, bottom = rows[kind, ranks], 6.4 * i + 1.08 * j, 0.0
+            for part, colour in parts.items():
+                size = row[f"measured_{part}"] / row["num_parameters"]
+                axes.bar(x, size, 0.98, bottom=bottom, color=colour, edgecolor=INK, linewidth=0.8)
+                bottom += size
+            formula = row["expected_bytes"] / row["num_parameters"]
+            axes.plot([x - 0.54, x + 0.54], [formula] * 2, color=INK, linewidth=2.4)
+            axes.text(x, bottom + 0.3, f"{bottom:.3g}", ha="center", fontsize=11)
+            axes.text(x, -0.35, label, ha="center", va="top", fontsize=8.5, color=SOFT)
+    axes.set_xticks([6.4 * i + 2.16 for i in range(len(numbers))], [f"{n} rank{'s' if n > 1 else ''}" for n in numbers], fontsize=12)
+    axes.tick_params(axis="x", length=0, pad=20)
     axes.set_ylabel("bytes a parameter")
     axes.set_ylim(0, 23.5)
-    axes.set_title("Weights, gradients and optimizer state on one rank, AdamW, dense parameters", fontsize=13, loc="left")
-    handles = [Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=INK) for c in colours]
-    axes.legend(handles, ["weights", "gradients", "optimizer state"], loc="upper right", frameon=False, ncols=3)
+    millions = rows["ddp", 1]["num_parameters"] / 1e6
+    axes.set_title(f"Model states on one rank, measured: {millions:.0f}M parameters, AdamW, compute in bf16", fontsize=13, loc="left")
+    handles = [*(Rectangle((0, 0), 1, 1, facecolor=c, edgecolor=INK) for c in parts.values()), Line2D([], [], color=INK, linewidth=2.4)]
+    axes.legend(handles, ["weights", "gradients", "optimizer state", "formula"], loc="upper right", frameon=False, ncols=4)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     return axes
