@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe.bench.kfac import steps_to
 from moe.config import Run
 from moe.curvature import watched
 from moe.experts import Experts
@@ -468,7 +469,7 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() ->
         check_rules(replace(packing, placed=packing.placed[1:]), FACTORS)
 
 
-def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int) -> tuple[list[float], int, float]:
+def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int) -> tuple[list[float], int, tuple[float, float]]:
     small = Small(values, kfac=kfac, rank=rank, ranks=values["degrees"]["pp"] * values["degrees"].get("dp", 1))
     assert small.engine.pipeline is not None
     filler = small.engine.pipeline.between.__self__  # type: ignore[union-attr]
@@ -483,7 +484,7 @@ def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int)
 
     small.engine.pipeline.between = counted
     losses = [small.step(step) for step in range(steps)]
-    return losses, done, filler.placed_share
+    return losses, done, filler.waits
 
 
 @pytest.mark.parametrize(
@@ -496,6 +497,12 @@ def test_in_a_pipeline_losses_are_those_of_one_process_and_work_is_done_in_the_w
     losses = [alone.step(step) for step in range(11)]
     values = SPARSE | {"degrees": {"ep": 1} | degrees, "pipeline": {"schedule": schedule, "microbatches": 4}}
     found = run_on_ranks(_staged, degrees["pp"] * degrees.get("dp", 1), values, kfac, 11, timeout_s=90)
-    for got, _, _ in found:
+    for got, _, waits in found:
         assert got == pytest.approx(losses, rel=2e-5)
-    assert any(done > 0 for _, done, _ in found), found
+        assert 0 <= waits[1] <= waits[0] < 1
+    assert any(done > 0 and waits[1] < waits[0] for _, done, waits in found), found
+
+
+def test_the_bench_counts_steps_until_a_mean_of_ten_is_low_enough() -> None:
+    losses = [3.0] * 12 + [1.0] * 10
+    assert steps_to(losses, 3.0) == 10 and steps_to(losses, 2.0) == 17 and steps_to(losses, 0.9) is None

@@ -2,8 +2,8 @@
 
     steps      tiny models on Python's standard library, the same batches: steps until the mean loss of ten is down to what AdamW, with the
                best of three learning rates, ends with; K-FAC has the best of its own three
-    bubbles    4 processes, a stage each: every forward and backward pass of a stage also sleeps, as if a device were at work, so that two
-               cores suffice; seconds a step of AdamW, of K-FAC at the ends of steps, and of K-FAC in the bubbles
+    bubbles    4 processes, a stage each: every forward and backward pass of a stage and every unit of K-FAC also sleeps, as if a device
+               were at work, so that two cores suffice; seconds a step of AdamW, of K-FAC at the ends of steps and in the bubbles
 
 K-FAC in the bubbles and at the ends of steps take the same steps, so that time to a loss goes as the time of a step.
 `moe bench kfac --json FILE`.
@@ -29,6 +29,7 @@ from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.pipeline.grafted import Curved
+from parallel.pipeline.kfac import Item, Kfac
 from parallel.precision import LossScale
 from parallel.process import World
 
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
 LAST = 10  # steps whose mean loss counts
 FORWARD_S, BACKWARD_S = 0.03, 0.06
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # of one factor; with these K-FAC is a third of the work of a step that has all of it
 ALLOWED = 1.10  # of AdamW's step time in the same schedule
 WAYS = ("adamw", "kfac at the ends", "kfac in the bubbles")
 
@@ -124,11 +126,21 @@ def _sleeping(model: nn.Module) -> None:
             block.register_forward_hook(lambda _, inputs, output: (_Sleep.apply(output[0]), output[1]))
 
 
+def _slow(kfac: Kfac) -> None:
+    plain = kfac.do
+
+    def do(item: Item) -> None:
+        time.sleep(UNIT_S[item.kind])
+        plain(item)
+
+    kfac.do = do  # type: ignore[method-assign]
+
+
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
     """One rank's seconds a step, the median after what is measured for the plan."""
     kfac = way != "adamw"
     values = {
-        "model": {"num_layers": ranks, "d_model": 128, "num_heads": 2, "d_ff": 384, "max_length": 64, "tied_embeddings": False},
+        "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if kfac else {},
         "degrees": {"pp": ranks, "dp": 1},
         "pipeline": {"schedule": schedule, "microbatches": ranks},
@@ -143,12 +155,13 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
     assert engine.pipeline is not None
     filler: Any = None
     if isinstance(engine, Curved):
+        _slow(engine.kfac)
         filler = getattr(engine.pipeline.between, "__self__", None)
         if way == "kfac at the ends":
             engine.pipeline.between, engine.kfac.seconds = None, None
     seconds = []
     for step in range(steps):
-        batch = torch.randint(0, run.vocab_size, (ranks, 65), generator=torch.Generator().manual_seed(step))
+        batch = torch.randint(0, run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
         started = time.perf_counter()
         numbers = accumulate(engine, batch, mesh=mesh, microbatches=ranks, seed=0, step=step)
         finish(engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
@@ -157,7 +170,7 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
     whole = len(planned) // 4 * 4
     phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # a refresh's steps differ
     found = {"seconds": statistics.mean(phases), "loss": numbers.loss}
-    return found | ({} if filler is None else {"placed": filler.placed_share})
+    return found | ({} if filler is None else {"placed": filler.placed_share, "waits": filler.waits[0], "filled": filler.waits[1]})
 
 
 def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
@@ -165,6 +178,9 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
     seconds = {way: max(rank["seconds"] for rank in of) for way, of in found.items()}
     row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
     row |= {f"{way} over adamw": seconds[way] / seconds["adamw"] for way in WAYS[1:]}
+    row |= {
+        f"bubble_{when}": statistics.mean(rank[key] for rank in found[WAYS[2]]) for when, key in (("before", "waits"), ("after", "filled"))
+    }
     row["placed_share"] = statistics.mean(rank["placed"] for rank in found[WAYS[2]])
     row["same_loss"] = len({rank["loss"] for way in WAYS[1:] for rank in found[way]}) == 1
     row["passed"] = row["same_loss"] and row[f"{WAYS[2]} over adamw"] <= ALLOWED and seconds[WAYS[2]] < seconds[WAYS[1]]
@@ -176,13 +192,14 @@ def main(*, only: str = "steps,bubbles", steps: int = 200, kinds: str = "1f1b,gp
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "bubbles" in only:
-        print(f"{'schedule':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'in the bubbles over':>22}{'placed':>8}")
+        print(f"{'schedule':<10}" + "".join(f"{way:>22}" for way in WAYS) + f"{'in the bubbles over':>22}{'placed':>8}{'bubble':>16}")
         for schedule in kinds.split(","):
-            row = bubbles_row(schedule, 4, 32)
+            row = bubbles_row(schedule, 4, 24)
             rows.append(row)
             times = "".join(f"{1000 * row['seconds'][way]:>19.1f} ms" for way in WAYS)
             said = "" if row["passed"] else "  FAIL"
-            print(f"{schedule:<10}{times}{row[f'{WAYS[2]} over adamw']:>22.3f}{row['placed_share']:>8.2f}{said}", flush=True)
+            waits = f"{row['bubble_before']:.3f} -> {row['bubble_after']:.3f}"
+            print(f"{schedule:<10}{times}{row[f'{WAYS[2]} over adamw']:>22.3f}{row['placed_share']:>8.2f}{waits:>16}{said}", flush=True)
     if "steps" in only:
         for model in ("dense", "sparse"):
             row = steps_row(model, steps, lambda line: print(line, flush=True))

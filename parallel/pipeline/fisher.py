@@ -135,6 +135,7 @@ class Filler:
     measured: int = 2
     slots: dict[tuple[int, int], list[Item]] | None = None
     placed_share: float = 0.0  # of the units' time, what the plan has room for
+    waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
     _begun: float = 0.0
     _times: list[tuple[float, float]] = field(default_factory=list)
 
@@ -192,6 +193,8 @@ class Filler:
                     self.slots[begin + placed.step, self._place(timeline, placed)].append(items[placed.work.name])
                     room += placed.work.time
         self.placed_share = room / total if total else 1.0
+        idle = sum(hole.end - hole.start for hole in bubbles(timeline))
+        self.waits = idle / timeline.makespan, (idle - room / s.refresh_every) / timeline.makespan
 
     def _items(self, kind: str) -> list[Item]:
         keys = list(self.kfac.factors)

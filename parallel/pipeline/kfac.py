@@ -201,15 +201,16 @@ class Kfac:
         """Do a unit of work that waits."""
         self._queue.remove(item)
         if self.seconds is None:
-            self._do(item)
+            self.do(item)
             return
         device = self.linears[item.name].weight.device
         started = _now(device)
-        self._do(item)
+        self.do(item)
         self.seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
 
     @torch.no_grad()
-    def _do(self, item: Item) -> None:
+    def do(self, item: Item) -> None:
+        """The unit itself, whether it waits or not."""
         factor = self.factors[item.factor, item.name]
         if item.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
