@@ -109,10 +109,11 @@ def train(tiny: Tiny, *, every: int, first: int = 0, steps: int = 7) -> tuple[li
         numbers = tiny.accumulate(step)
         losses.append(numbers.loss)
         tiny.finish()
+        crowded = []
         for layer in numbers.layers:  # as if the two experts at the first places had most of the load, so that one of them must go
             now = rebalancer.placements.get(layer.layer, range(len(layer.choices)))
-            numbers = replace(numbers, layers=[replace(layer, choices=[10 if e in now[:2] else 1 for e in sorted(now)])])
-        rebalancer.after_step(numbers, step=step + 1, updates=step + 1, record=events.append)
+            crowded.append(replace(layer, choices=[10 if e in now[:2] else 1 for e in sorted(now)]))
+        rebalancer.after_step(replace(numbers, layers=crowded), step=step + 1, updates=step + 1, record=events.append)
     return losses, events
 
 
@@ -163,6 +164,22 @@ def test_sums_over_the_experts_of_a_rank_are_the_same_to_rounding(sum_of: str) -
 
     for still, moving in run_on_ranks(work, 2, timeout_s=60):
         assert moving == pytest.approx(still, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "chimera"])
+def test_experts_move_within_their_stages(schedule: str) -> None:
+    """On the ranks of their stage, and of its replicas alike; every rank tells of all moves."""
+
+    def work(rank: int) -> list[Any]:
+        case = Case("gshard", "ddp", 4, 2, 2, "fp32", pp=2, schedule=schedule, layers=5)
+        tinies = [start(case, rank, **settings("ep2")) for _ in range(2)]
+        still, (moving, events) = train(tinies[0], every=0)[0], train(tinies[1], every=2)
+        return [still, moving, [event["largest_rank"] for event in events]]
+
+    ranks = run_on_ranks(work, 4, timeout_s=60)
+    for still, moving, events in ranks:
+        assert moving == pytest.approx(still, rel=1e-6) and events == ranks[0][2]
+    assert any("layer 1" in event for event in ranks[0][2]) and any("layer 3" in event for event in ranks[0][2])
 
 
 def of_experts(order: tuple[int, ...], counts: list[int], dtype: torch.dtype) -> dict[int, list[Tensor]]:

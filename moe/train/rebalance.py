@@ -61,21 +61,24 @@ class Rebalancer:
             self.load[layer.layer] = [a + b for a, b in zip(before, layer.choices, strict=True)]
         if step % self.every:
             return
-        moved = [said for layer in moe_layers(self.engine.module) if (said := self._rebalance(layer, updates=updates))]
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}  # of this rank's stages; all are decided alike
+        moved = [said for number in self.load if (said := self._rebalance(number, held.get(number), updates=updates))]
         self.load.clear()
         if moved:
             record({"kind": "event", "event": "rebalanced", "step": step, "largest_rank": ", ".join(moved)})
 
-    def _rebalance(self, layer: MoELayer, *, updates: int) -> str | None:
-        load_E, ranks = self.load[layer.layer], self.mesh.axis("ep").size
-        now = self.placements.get(layer.layer, tuple(range(len(load_E))))
+    def _rebalance(self, number: int, layer: MoELayer | None, *, updates: int) -> str | None:
+        load_E, ranks = self.load[number], self.mesh.axis("ep").size
+        now = self.placements.get(number, tuple(range(len(load_E))))
         better = balanced_placement(load_E, ranks)
         before, after = (max(rank_loads(load_E, placement, ranks)) for placement in (now, better))
         if after >= before:
             return None
-        self.move(layer, now, better, updates=updates)
+        self.placements[number] = better
+        if layer is not None:
+            self.move(layer, now, better, updates=updates)
         total = sum(load_E)
-        return f"layer {layer.layer}: {before / total:.3f} to {after / total:.3f} of the load"
+        return f"layer {number}: {before / total:.3f} to {after / total:.3f} of the load"
 
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
         """Weights and moments of one layer's experts to their new places. Collective."""
@@ -92,7 +95,6 @@ class Rebalancer:
         layer.dispatcher = dispatch.build(
             self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
         )
-        self.placements[layer.layer] = then
 
 
 @torch.no_grad()
