@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe.model.linear import Linear
 from moe.recipe import build as build_run
-from moe.train import place, trainer
+from moe.train import advance, place, trainer
 from moe.verify import Case, batch
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
@@ -77,7 +77,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
         "optimizer": {"warmup_steps": 8},
         "train": {"steps": 5, "global_batch": 4, "eval_sequences": 4, "eval_every": 0, "save_every": 0},
     }
-    real = trainer.accumulate
+    real = advance.accumulate
 
     def spoil(grad: Tensor) -> Tensor:
         return torch.full_like(grad, math.inf)
@@ -90,7 +90,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
             if handle is not None:
                 handle.remove()
 
-    monkeypatch.setattr(trainer, "accumulate", accumulate)
+    monkeypatch.setattr(advance, "accumulate", accumulate)
     monkeypatch.setattr(trainer, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
     monkeypatch.setattr(place, "multiplies", lambda *_: True)
 

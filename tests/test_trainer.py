@@ -26,10 +26,11 @@ from moe.config import Optimizer, Run
 from moe.context import Context
 from moe.parallelize import build, optimizer_of, start_engine
 from moe.recipe import resolved_yaml
-from moe.train import generate, launch, metrics, speed, trainer
+from moe.train import advance, generate, launch, metrics, speed, trainer
 from moe.train.data import open_data
 from moe.train.schedule import learning_rate
 from moe.train.step import validation_loss
+from moe.train.title import title
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
@@ -249,7 +250,7 @@ def poison(parameter: str, steps: range, *, rank: int, value: float = math.nan) 
     """A `before`: on one rank, one parameter's gradient gets one bad element in these steps (the first is 0), as it is computed."""
 
     def before(this: int) -> None:
-        accumulate = vars(trainer)["accumulate"]
+        accumulate = vars(advance)["accumulate"]
 
         def poisoned(engine: Any, *args: Any, **options: Any) -> Any:
             handle = None
@@ -261,7 +262,7 @@ def poison(parameter: str, steps: range, *, rank: int, value: float = math.nan) 
                 if handle is not None:
                     handle.remove()
 
-        vars(trainer)["accumulate"] = poisoned
+        vars(advance)["accumulate"] = poisoned
 
     return before
 
@@ -520,17 +521,20 @@ def test_rebalancing_that_can_move_nothing_is_said_once(
 
 def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
     run = trained.recipe(home, degrees={"dp": 4, "ep": 2, "etp": 2})
-    assert trainer._title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
-    assert trainer._title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
+    assert title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
+    assert title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
+    staged = title(trained.recipe(home, degrees={"pp": 2}, pipeline={"microbatches": 4}).check(2), World(0, 2))
+    assert staged[0].startswith("2 x cpu · pp 2 dp 1 ep 1 · ddp")
+    assert staged[2].startswith("1f1b: stages of 1, 1 layers, 4 micro-batches, ranks idle ")
 
 
 def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has_otherwise(home: Path) -> None:
     """So that who names another preset sees which values of the recipe stay."""
-    title = lambda **router: trainer._title(trained.recipe(home, router=router).resolve(1), World())[2:]  # noqa: E731
-    assert title() == ["router switch, but jitter 0.05, capacity_factor 1.0, min_capacity 2"]
-    assert title(preset="mixtral", capacity_factor=None, jitter=0.0, min_capacity=0) == ["router mixtral"]
-    assert title(capacity_factor=None, jitter=0.0, min_capacity=4) == ["router switch, but capacity_factor null"]
-    assert trainer._title(trained.recipe(home, model={"moe_every": 0}).resolve(1), World())[2:] == []
+    lines = lambda **router: title(trained.recipe(home, router=router).resolve(1), World())[2:]  # noqa: E731
+    assert lines() == ["router switch, but jitter 0.05, capacity_factor 1.0, min_capacity 2"]
+    assert lines(preset="mixtral", capacity_factor=None, jitter=0.0, min_capacity=0) == ["router mixtral"]
+    assert lines(capacity_factor=None, jitter=0.0, min_capacity=4) == ["router switch, but capacity_factor null"]
+    assert title(trained.recipe(home, model={"moe_every": 0}).resolve(1), World())[2:] == []
 
 
 def test_one_whole_run_with_nothing_left_out(home: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,23 @@ from torch import Tensor
 from moe.config import Run
 from moe.model.flops import size
 from moe.parallelize import build, prepare, start_engine, whole_layouts
-from moe.pipeline_checks import continuous, described, schedule_of
+from moe.pipeline_checks import continuous
 from moe.recipe import resolved_yaml
 from moe.train import state
+from moe.train.advance import Made, advance
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
-from moe.train.memory import PASSES, STATES, STEP, WEIGHTS, during
+from moe.train.memory import STATES, WEIGHTS, during
 from moe.train.metrics import Records, read, read_summary, write_summary
-from moe.train.numbers import LayerNumbers, Numbers
+from moe.train.numbers import LayerNumbers
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.progress import Progress, open_progress
 from moe.train.rebalance import Rebalancer, nothing_to_move
-from moe.train.schedule import learning_rate
 from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.staged import whole_model
 from moe.train.state import Counters
-from moe.train.step import accumulate, finish, validation_loss
-from moe.train.stream import stream
+from moe.train.step import validation_loss
+from moe.train.title import title
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
@@ -139,7 +139,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     records = Records(out if first else None, resume_step=counters.step if found else None, say=say)
     progress = open_progress(
-        run.train.steps, recipe=name, world=world.size, lines=_title(run, world), out=out, kind="auto" if first and display else "none"
+        run.train.steps, recipe=name, world=world.size, lines=title(run, world), out=out, kind="auto" if first and display else "none"
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
@@ -154,7 +154,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
     while counters.step < run.train.steps:
         started = time.perf_counter()
-        made = _stream(job, asked) if continuous(run) else [_step(job, asked)]
+        made = advance(job, asked)
         seconds = (time.perf_counter() - started) / len(made)
         for one in made:
             _count(job, one.norm)
@@ -170,67 +170,6 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
             job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
             raise Stopped
-
-
-class Made(NamedTuple):
-    """One step."""
-
-    numbers: Numbers
-    norm: GradientNorm
-    rate: float
-    scale: float
-
-
-def _step(job: Job, asked: Callable[[], bool]) -> Made:
-    run, counters = job.run, job.counters
-    rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
-    with during(PASSES):
-        numbers = accumulate(
-            job.engine,
-            _batch(job, counters.step),
-            mesh=job.mesh,
-            microbatches=run.pipeline.microbatches,
-            seed=run.train.seed,
-            step=counters.step,
-            loss_scale=scale,
-            flag=int(asked()),
-        )
-    with during(STEP):
-        norm = finish(
-            job.engine,
-            numbers,
-            world=job.mesh.axis("world"),
-            scale=job.scale,
-            lr=rate,
-            clip_norm=run.optimizer.clip_norm,
-            device=job.world.device,
-        )
-    return Made(numbers, norm, rate, scale)
-
-
-def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
-    """The steps up to the next drain of the pipeline: where something is evaluated or saved, and every so many."""
-    run, counters = job.run, job.counters
-    steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
-    count = min(every - counters.step % every for every in steps if every)
-    rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
-    with during(PASSES):
-        made = stream(
-            job.engine,
-            [_batch(job, counters.step + n) for n in range(count)],
-            schedule=schedule_of(run, batches=count),
-            mesh=job.mesh,
-            seed=run.train.seed,
-            step=counters.step,
-            rate=rates.__getitem__,
-            flag=int(asked()),
-        )
-    return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
-
-
-def _batch(job: Job, step: int) -> Tensor:
-    dp = job.mesh.axis("dp")
-    return _tensor(job, job.data.train.batch(step, job.run.train.global_batch, dp.index, dp.size))
 
 
 def _count(job: Job, norm: GradientNorm) -> None:
@@ -400,26 +339,6 @@ def _report(job: Job) -> None:
 
 def _tensor(job: Job, array: Any) -> Tensor:
     return torch.from_numpy(array).to(job.world.device)
-
-
-def _title(run: Run, world: World) -> list[str]:
-    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
-    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    etp = f" etp {d.etp}" if d.etp > 1 else ""
-    pp = f"pp {d.pp} " if d.pp > 1 else ""
-    lines = [
-        f"{world.size} x {world.device.type} · {pp}dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
-        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
-    ]
-    if d.pp > 1:
-        lines.append(described(run))
-    if run.model.layers_with_experts():
-        lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
-    return lines
-
-
-def _listed(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {'null' if value is None else value}" for key, value in values.items())
 
 
 def _silent(_: str) -> None:

@@ -1,0 +1,90 @@
+"""The next step of a run, or the next few: data, gradients, update. What the trainer's loop does not need to know of.
+
+one         a batch, drained: gradients, then the norm over all ranks, then the update or a skip
+several     batches through a pipeline that is not drained between them (moe/train/stream.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.pipeline_checks import continuous, schedule_of
+from moe.train.memory import PASSES, STEP, during
+from moe.train.numbers import Numbers
+from moe.train.schedule import learning_rate
+from moe.train.step import accumulate, finish
+from moe.train.stream import stream
+from parallel.clip import GradientNorm
+
+if TYPE_CHECKING:
+    from moe.train.trainer import Job
+
+
+def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:
+    """At least one step; `asked`: whether a signal asks the run to stop."""
+    return _stream(job, asked) if continuous(job.run) else [_step(job, asked)]
+
+
+class Made(NamedTuple):
+    """One step."""
+
+    numbers: Numbers
+    norm: GradientNorm
+    rate: float
+    scale: float
+
+
+def _step(job: Job, asked: Callable[[], bool]) -> Made:
+    run, counters = job.run, job.counters
+    rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
+    with during(PASSES):
+        numbers = accumulate(
+            job.engine,
+            _batch(job, counters.step),
+            mesh=job.mesh,
+            microbatches=run.pipeline.microbatches,
+            seed=run.train.seed,
+            step=counters.step,
+            loss_scale=scale,
+            flag=int(asked()),
+        )
+    with during(STEP):
+        norm = finish(
+            job.engine,
+            numbers,
+            world=job.mesh.axis("world"),
+            scale=job.scale,
+            lr=rate,
+            clip_norm=run.optimizer.clip_norm,
+            device=job.world.device,
+        )
+    return Made(numbers, norm, rate, scale)
+
+
+def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
+    """The steps up to the next drain of the pipeline: where something is evaluated or saved, and every so many."""
+    run, counters = job.run, job.counters
+    steps = (run.train.steps, run.pipeline.drain_every, run.train.eval_every, run.train.save_every)
+    count = min(every - counters.step % every for every in steps if every)
+    rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
+    with during(PASSES):
+        made = stream(
+            job.engine,
+            [_batch(job, counters.step + n) for n in range(count)],
+            schedule=schedule_of(run, batches=count),
+            mesh=job.mesh,
+            seed=run.train.seed,
+            step=counters.step,
+            rate=rates.__getitem__,
+            flag=int(asked()),
+        )
+    return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
+
+
+def _batch(job: Job, step: int) -> Tensor:
+    dp = job.mesh.axis("dp")
+    return torch.from_numpy(job.data.train.batch(step, job.run.train.global_batch, dp.index, dp.size)).to(job.world.device)
