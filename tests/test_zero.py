@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from parallel import process
 from parallel.data import zero3
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
-from parallel.data.zero import DeepSpeed, Zero, compile_async_io, load_deepspeed
+from parallel.data.zero import DeepSpeed, Zero, compile_async_io, load_deepspeed, settings
 from parallel.errors import BadInput
 from parallel.layout import dense
 from parallel.mesh import Degrees
@@ -126,6 +127,27 @@ def test_the_model_is_cut_as_it_is_born() -> None:
 
 
 # --- offload changes no number ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
+    """The way that gradients go on a GPU, whose streams a CPU has not: other buckets and another order of events, the same numbers."""
+
+    def with_overlap(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        found["zero_optimization"]["overlap_comm"] = True
+        return found
+
+    def work(rank: int) -> list[bool]:
+        case = replace(SPARSE, kind=f"zero{stage}", microbatches=3)
+        plain = start(case, rank)
+        with mock.patch.object(zero3, "settings", with_overlap), mock.patch("parallel.data.zero.settings", with_overlap):
+            beside = start(case, rank)
+        assert beside.engine.zero.overlap_comm if stage < 3 else beside.engine.engine.zero_overlap_comm()
+        numbers = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(3)] for tiny in (plain, beside)]
+        return [numbers[0] == numbers[1], same(plain.state(), beside.state())]
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -224,7 +224,8 @@ class Zero(DeepSpeed):
 
 def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
     """DeepSpeed's configuration: it is told to clip nothing and to scale nothing, and takes whatever optimizer it is given."""
-    sharded = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
+    sharded = {"stage": stage, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
+    sharded["overlap_comm"] = torch.cuda.is_available()  # sums on a stream of their own; without streams a second buffer would be all
     sharded["use_multi_rank_bucket_allreduce"] = False  # each gradient to its owner alone: half the bytes of all to all
     return {
         "train_micro_batch_size_per_gpu": 1,
