@@ -48,6 +48,7 @@ FILES = {
 }
 
 T = "train switch_tiny "
+K = T + "--optimizer.kind kfac "
 Z = T + "--sharding.kind zero --sharding.stage "
 NVME = "3 --sharding.offload.optimizer nvme"
 # (command line, what the line must name, what it must advise)
@@ -120,6 +121,16 @@ CASES: list[tuple[str, str, str]] = [
     ("show bool_steps.yaml", "train.steps: got true", "like 300"),
     ("show null_steps.yaml", "train.steps: got null", "like 300"),
     ("show nested.yaml", "train.steps: got {'a': {'b': {...}}}", "like 300"),
+    # K-FAC
+    (T + "--optimizer.kind sgd", "optimizer.kind: got 'sgd', needed adamw, kfac", "optimizer.kind"),
+    (T + "--optimizer.kfac.damping 0.1", "optimizer.kfac.damping: got 0.1 with optimizer.kind=adamw", "set optimizer.kind to kfac"),
+    (K + "--optimizer.kfac.damping 0", "optimizer.kfac.damping: got 0", "optimizer.kfac.damping"),
+    (K + "--optimizer.kfac.delay 5", "optimizer.kfac.delay: got 5, needed below optimizer.kfac.refresh_every=5", "set it to 4"),
+    (K + "--sharding.kind fsdp", "optimizer.kind: got kfac with sharding.kind=fsdp", "set sharding.kind to ddp"),
+    (K + "--sharding.kind zero --sharding.stage 1", "optimizer.kind: got kfac with sharding.kind=zero and stage 1", "to adamw"),
+    (K + "--sharding.kind dp", "optimizer.kind: got kfac with sharding.kind=dp", "set sharding.kind to ddp"),
+    (K + "--experts.rebalance_every 5", "experts.rebalance_every: got 5 with optimizer.kind=kfac", "optimizer.kfac.experts to false"),
+    (K + "--tiling.ffn 2", "tiling.ffn: got 2 with optimizer.kind=kfac", "set tiling.ffn to 1"),
     # sharding and offload
     (Z + "4", "sharding.stage: got 4, needed 0, 1, 2, 3", "sharding.stage"),
     (T + "--sharding.stage 3", "sharding.stage: got 3 with sharding.kind=ddp", "set sharding.kind to zero"),
