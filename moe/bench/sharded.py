@@ -169,6 +169,8 @@ def start(kind: Kind, values: dict[str, Any], rank: int, ranks: int) -> Started:
 class DeepSpeedAlone:
     """DeepSpeed's engine with its own settings around a model of bf16, as far as a step asks. It averages, and clips nothing."""
 
+    pipeline = None
+
     def __init__(self, run: Run, model: nn.Module, layouts: dict[str, Layout], *, stage: int) -> None:
         from parallel.data.zero import BUCKET_ELEMENTS, start_deepspeed
 
