@@ -104,7 +104,9 @@ class Zero(DeepSpeed):
         groups, self.groups = [group.settings for group in made], made
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
-        stages = _stages_of(mesh)
+        stages, more = _stages_of(mesh), offload.sections(None, largest=0)
+        if stages is not None:
+            more["overlap_comm"] = False  # sums follow the last micro-batch of all stages here, in `reduce`
         if shards > 1:
             _make_expert_groups(shards)
         self.engine, _, _, _ = deepspeed.initialize(
@@ -112,7 +114,7 @@ class Zero(DeepSpeed):
             optimizer=optimizer.build(groups),
             dist_init_required=False,
             mpu=stages,
-            config=settings(stage, offload.sections(None, largest=0)) | {"gradient_allreduce_op": "sum"},
+            config=settings(stage, more) | {"gradient_allreduce_op": "sum"},
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
