@@ -7,11 +7,13 @@ several     batches through a pipeline that is not drained between them (moe/tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe.config import Run
 from moe.pipeline_checks import continuous, schedule_of
 from moe.train.memory import PASSES, STEP, during
 from moe.train.numbers import Numbers
@@ -19,6 +21,7 @@ from moe.train.schedule import learning_rate
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from parallel.clip import GradientNorm
+from parallel.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
     from moe.train.trainer import Job
@@ -75,7 +78,7 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
         made = stream(
             job.engine,
             [_batch(job, counters.step + n) for n in range(count)],
-            schedule=schedule_of(run, batches=count),
+            schedule=_schedule(run, count),
             mesh=job.mesh,
             seed=run.train.seed,
             step=counters.step,
@@ -83,6 +86,12 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
             flag=int(asked()),
         )
     return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
+
+
+@lru_cache(maxsize=16)
+def _schedule(run: Run, count: int) -> Schedule:
+    """One object for each count: the runtime keeps what it works out of it."""
+    return schedule_of(run, batches=count)
 
 
 def _batch(job: Job, step: int) -> Tensor:

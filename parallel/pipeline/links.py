@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +23,30 @@ from parallel.pipeline.schedule import Message, Schedule
 Empty = Callable[[Message], Tensor]  # the room in which a message arrives
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank knows of a schedule's messages.
+
+    due: by source, those to this rank in the order in which they come. taken, left: at which place of its order the receiver takes a
+    message, the sender sends it. channels: ordered pairs of ranks, each with one message of it.
+    """
+
+    due: dict[int, tuple[Message, ...]]
+    taken: dict[Message, int]
+    left: dict[Message, int]
+    channels: tuple[tuple[tuple[int, int], Message], ...]
+
+    @staticmethod
+    def of(schedule: Schedule, rank: int) -> Traffic:
+        messages = schedule.messages()
+        return Traffic(
+            {source: found for (source, target), found in messages.items() if target == rank},
+            {m: node.at for node, _ in schedule.nodes() for m in schedule.receives(node)},
+            {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)},
+            tuple((pair, found[0]) for pair, found in sorted(messages.items())),
+        )
+
+
 class Links:
     """`up` and `down`: the same ranks, the stages' axis, with a process group each."""
 
@@ -31,25 +55,22 @@ class Links:
         self._met: set[tuple[int, int]] = set()
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
-    def begin(self, schedule: Schedule, empty: Empty) -> None:
+    def begin(self, traffic: Traffic, empty: Empty) -> None:
         """Ask for the first message of every channel to this rank."""
-        rank = self.up.index
-        self._meet(schedule, empty)
-        self._empty = empty
-        self._taken = {m: node.at for node, _ in schedule.nodes() for m in schedule.receives(node)}
-        self._left = {m: node.at for node, _ in schedule.nodes() for m in schedule.sends(node)}
-        self._due = {pair[0]: deque(messages) for pair, messages in schedule.messages().items() if pair[1] == rank}
+        self._meet(traffic, empty)
+        self._empty, self._traffic = empty, traffic
+        self._due = {source: deque(messages) for source, messages in traffic.due.items()}
         self._asked: dict[int, tuple[Message, Tensor, dist.Work]] = {}
         self._early: dict[Message, Tensor] = {}
         for source in self._due:
             self._ask(source)
 
-    def _meet(self, schedule: Schedule, empty: Empty) -> None:
+    def _meet(self, traffic: Traffic, empty: Empty) -> None:
         """The first message of each channel, of one element, pair after pair: NCCL connects two ranks when both are there, and waits."""
-        for pair, messages in sorted(schedule.messages().items()):
+        for pair, message in traffic.channels:
             if pair not in self._met:
                 self._met.add(pair)
-                way, hello = self._way(messages[0]), empty(messages[0]).new_zeros(1)
+                way, hello = self._way(message), empty(message).new_zeros(1)
                 if way.index == pair[0]:
                     dist.send(hello, way.ranks[pair[1]], group=way.group)
                 elif way.index == pair[1]:
@@ -82,11 +103,11 @@ class Links:
         count(replace(way, label=str(message)), "send", tensor)
         work = dist.isend(tensor, way.ranks[message.target], group=way.group)
         assert work is not None
-        self.sent[message.target].append((self._taken[message], work, tensor))
+        self.sent[message.target].append((self._traffic.taken[message], work, tensor))
 
     def _let_go(self, message: Message) -> None:
         """What the sender of this message had taken before it sent it has arrived, so there is no need to ask."""
-        left, sent = self._left[message], self.sent[message.source]
+        left, sent = self._traffic.left[message], self.sent[message.source]
         while sent and sent[0][0] <= left:
             sent.popleft()[1].wait()
 

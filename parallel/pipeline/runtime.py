@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.mesh import Axis
-from parallel.pipeline.links import Links
+from parallel.pipeline.links import Links, Traffic
 from parallel.pipeline.replicas import Replicas
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
 from parallel.pipeline.split_backward import Owed, put_off
@@ -69,8 +69,7 @@ class _Kept(NamedTuple):
     output: GradientEdge
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """An action with its messages."""
 
     action: Action
@@ -78,12 +77,24 @@ class _Step:
     sends: tuple[Message, ...]
 
 
+class _Plan:
+    """What one rank must know of a schedule to carry it out; `code`: equal for equal schedules, in every process."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
+        self.schedule, self.traffic = schedule, Traffic.of(schedule, rank)
+        self.steps = [_Step(schedule.action(n), schedule.receives(n), schedule.sends(n)) for n in nodes]
+        self.microbatches = sorted({a.microbatch for order in schedule.orders for a in order if a.op in COMPUTE})
+        self.code = hash_of((schedule.homes, schedule.orders))
+
+
 @dataclass
 class Runtime:
     """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold.
 
     `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order
-    (-1: before the first), before what the next one needs is waited for: work put there runs in the bubble.
+    (-1: before the first), before what the next one needs is waited for: work put there runs in the bubble. `before(action)` is called
+    in training after that, before the action's messages are waited for.
     """
 
     schedule: Schedule
@@ -92,25 +103,32 @@ class Runtime:
     replicas: Replicas | None = None
     record: list[Took] | None = None
     between: Callable[[int], None] | None = None
+    before: Callable[[Action], None] | None = None
     _agreed: set[int] = field(default_factory=set)
+    _plans: dict[int, _Plan] = field(default_factory=dict)  # by the schedule's id
+    _forwards: dict[int, Schedule] = field(default_factory=dict)
 
     def run(self, work: Work, schedule: Schedule | None = None) -> None:
         """Forward and backward of a whole schedule (default: the one batch's). Collective over the pipeline's ranks."""
-        _Run(self, work, schedule or self.schedule, train=True).run()
+        _Run(self, work, self._plan(schedule or self.schedule), train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
         """Forward passes alone, without gradient, each on the stages that train the micro-batch of its number."""
         with torch.no_grad():
-            _Run(self, work, forwards(self.schedule, microbatches), train=False).run()
+            if microbatches not in self._forwards:
+                self._forwards[microbatches] = forwards(self.schedule, microbatches)
+            _Run(self, work, self._plan(self._forwards[microbatches]), train=False).run()
+
+    def _plan(self, schedule: Schedule) -> _Plan:
+        if id(schedule) not in self._plans:
+            self._plans[id(schedule)] = _Plan(schedule, self.axis.index)
+        return self._plans[id(schedule)]
 
 
 class _Run:
-    def __init__(self, runtime: Runtime, work: Work, schedule: Schedule, *, train: bool) -> None:
-        self.runtime, self.work, self.schedule, self.train = runtime, work, schedule, train
-        rank = runtime.axis.index
-        nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
-        self.steps = [_Step(schedule.action(n), schedule.receives(n), schedule.sends(n)) for n in nodes]
-        self.last = schedule.num_stages - 1
+    def __init__(self, runtime: Runtime, work: Work, plan: _Plan, *, train: bool) -> None:
+        self.runtime, self.work, self.plan, self.train = runtime, work, plan, train
+        self.last = plan.schedule.num_stages - 1
         self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch), until the neighbour takes it
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.owed: dict[tuple[int, int], Owed] = {}
@@ -118,9 +136,11 @@ class _Run:
     def run(self) -> None:
         runtime, links = self.runtime, self.runtime.links
         self._agree()
-        links.begin(self.schedule, self._room)
+        links.begin(self.plan.traffic, self._room)
         self._between(-1)
-        for at, step in enumerate(self.steps):
+        for at, step in enumerate(self.plan.steps):
+            if runtime.before is not None and self.train:
+                runtime.before(step.action)
             for message in step.receives:
                 self.results[_key(message.op, message.stage, message.microbatch)] = links.take(message)
             started = time.perf_counter()
@@ -179,9 +199,8 @@ class _Run:
 
     def _agree(self) -> None:
         """Once for each schedule and shape: every rank is about to run the same. Raises BadInput on all of them."""
-        microbatches = {a.microbatch for order in self.schedule.orders for a in order if a.op in COMPUTE}
-        shapes = tuple(self.work.shape(j) for j in sorted(microbatches))
-        code = hash_of((self.schedule.homes, self.schedule.orders, shapes, str(self.work.dtype)))
+        shapes = tuple(self.work.shape(j) for j in self.plan.microbatches)
+        code = hash_of((self.plan.code, shapes, str(self.work.dtype)))
         if code in self.runtime._agreed:
             return
         both = torch.tensor([code, -code], dtype=torch.int64, device=self.work.device)
@@ -189,7 +208,7 @@ class _Run:
         if largest != -smallest:
             raise BadInput(
                 f"pipeline rank {self.runtime.axis.index}",
-                got=f"schedule {self.schedule.name} of {len(microbatches)} micro-batches {list(shapes[0])} {self.work.dtype}",
+                got=f"schedule {self.plan.schedule.name} of {len(shapes)} micro-batches {list(shapes[0])} {self.work.dtype}",
                 needed="the same on every rank of the pipeline",
                 fix="start every rank with the same recipe and the same batch",
             )
