@@ -27,6 +27,19 @@ def peak_held(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.W: -1}, size)
 
 
+def peak_kept(schedule: Schedule, kept: Callable[[int], float], owed: Callable[[int], float]) -> tuple[float, ...]:
+    """Most of both together, `kept` of one micro-batch of a stage in flight and `owed` of one that waits for W: bytes, for instance."""
+    peaks = []
+    for order in schedule.orders:
+        held = peak = 0.0
+        for op, stage, _, _ in order:
+            change = {Op.F: kept(stage), Op.B: -kept(stage), Op.I: owed(stage) - kept(stage), Op.W: -owed(stage)}
+            held += change.get(op, 0)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
 def _peaks(schedule: Schedule, change: dict[Op, int], size: Callable[[int], float]) -> tuple[float, ...]:
     peaks = []
     for order in schedule.orders:

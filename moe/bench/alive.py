@@ -1,0 +1,49 @@
+"""Bytes of the storages that torch makes and has not freed, whoever holds them: Python, autograd's graphs, a process group.
+
+Every operator's results are seen as they are made (forward, backward and what C++ calls), each storage once; it tells when it goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Alive(TorchDispatchMode):
+    """`now` and `most` bytes since it was entered; `there`: tensors made before, which may come out of an operator (a view of a weight)."""
+
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in there)}
+        self.known = set(self.storages)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+        return out
+
+    def new(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that some tensors have in `now`; no two of them in one storage."""
+        storages = (t.untyped_storage() for t in tensors)
+        return sum(storage.nbytes() for storage in storages if storage._cdata not in self.storages)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        where = storage._cdata
+        if where not in self.known:
+            self.known.add(where)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, where, storage.nbytes()).atexit = False
+
+    def _gone(self, where: int, size: int) -> None:
+        self.known.discard(where)
+        self.now -= size
