@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.context import Context
+from moe.layer import LayerReport
 from moe.model.transformer import Transformer, extra_state, global_name
 from moe.parallelize import decays, lay_out
 from moe.pipeline_checks import schedule_of
@@ -47,8 +48,11 @@ def batch(step: int) -> Tensor:
     return tokens
 
 
-def reference(case: Case) -> Result:
-    """The plain twin of a case's model, in its compute dtype; where its gradients are of older weights, those of the same age."""
+def reference(case: Case, *, parts: int = 1) -> Result:
+    """The plain twin of a case's model, in its compute dtype; where its gradients are of older weights, those of the same age.
+
+    `parts`: each batch is cut into so many, whose gradients add up: another order of the same sums.
+    """
     run = case.run()
     experts = run.experts.model_copy(update={"kernels": "reference"})
     compute = DTYPES[case.precision]
@@ -67,26 +71,36 @@ def reference(case: Case) -> Result:
         tokens = batch(step)
         history.append({n: t.detach().clone() for n, t in (named | extra_state(model)).items()} if ages else {})
         _put(model, {n: history[max(min(step, 1), step - age)][n] for n, age in ages.items()})  # the first step is drained
-        output = model(tokens[:, :-1], Context.of(tokens[:, :-1], seed=run.train.seed, step=step))
-        loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        reports = [_pass(model, part, number, seed=run.train.seed, step=step) for number, part in enumerate(tokens.chunk(parts))]
         _put(model, history[-1])
-        losses.append(loss.item())
+        losses.append(sum(loss for loss, _ in reports))
         gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
         for p in named.values():
             assert p.grad is not None
             p.grad.mul_(min(1.0, (run.optimizer.clip_norm or norm) / norm))
         optimizer.step()
-        for bias_E, report in zip(extra_state(model).values(), output.layers, strict=False):  # each layer has one, or none has
-            bias_E += (run.router.spec.bias_rate or 0.0) * torch.sign(report.load_E.double().mean() - report.load_E).float()
+        layers = list(zip(*(found for _, found in reports), strict=True))  # of each layer the reports of all parts
+        for bias_E, of_layer in zip(extra_state(model).values(), layers, strict=False):  # each layer has one, or none has
+            load_E = torch.stack([report.load_E for report in of_layer]).sum(0)
+            bias_E += (run.router.spec.bias_rate or 0.0) * torch.sign(load_E.double().mean() - load_E).float()
         if kept is None:
-            balance = sum(r.balance_loss.item() for r in output.layers)
+            balance = sum(r.balance_loss.item() for of_layer in layers for r in of_layer) / parts
             weights = _whole(model, {n: p.detach() for n, p in named.items()}) | {n: b.clone() for n, b in extra_state(model).items()}
             kept = balance, norm, _whole(model, gradients), weights
     assert kept is not None
     return Result(losses, *kept)
+
+
+def _pass(model: Transformer, tokens: Tensor, number: int, *, seed: int, step: int) -> tuple[float, tuple[LayerReport, ...]]:
+    """Forward and backward of an equal part of a batch: its share of the loss, and what its layers report."""
+    share = len(tokens) / BATCH
+    context = Context.of(tokens[:, :-1], seed=seed, step=step, first_sequence=number * len(tokens), auxiliary_scale=share)
+    output = model(tokens[:, :-1], context)
+    loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens[:, 1:].flatten()) * share
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item(), output.layers
 
 
 def _ages(case: Case, model: Transformer) -> dict[str, int]:
