@@ -95,7 +95,7 @@ def _birth(run: Run, layouts: dict[str, Layout], mesh: Mesh) -> Birth | None:
 def prepare(run: Run, say: Callable[[str], None]) -> None:
     """Have compiled, once on a machine, what the kind needs; collective as `build` is, and before it. Raises BadInput."""
     if offload_of(run.sharding.offload).on_disk:
-        from parallel.data.zero import compile_async_io
+        from parallel.data.deepspeed_engine import compile_async_io
 
         compile_async_io(say)
         give_freed_memory_back()  # memory is what is scarce then, and speed is the disk's

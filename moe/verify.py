@@ -243,7 +243,7 @@ def _expectations(chosen: list[Case]) -> tuple[dict[Case, Result], dict[Case, di
 def _run_world(chosen: list[Case], world: int, say: Callable[[str], None]) -> list[tuple[Case, Result | str]]:
     """Every case of one world on one set of forked ranks; a failure of the set is the result of each of its cases."""
     if any(c.kind.startswith("zero") for c in chosen):
-        from parallel.data.zero import load_deepspeed
+        from parallel.data.deepspeed_engine import load_deepspeed
 
         load_deepspeed()  # once, before forking: it takes seconds to import
     if any(c.kind == "fsdp" for c in chosen):

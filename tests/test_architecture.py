@@ -23,7 +23,7 @@ TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".sh", ".cfg", 
 
 READS_THE_ENVIRONMENT = {
     "parallel/process.py": "which rank this process is",
-    "parallel/data/zero.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
+    "parallel/data/deepspeed_engine.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/bench/sharded.py": "where compiled extensions lie",
     "moe/cli.py": "whether this process is already a rank of somebody's launcher",
     "moe/doctor.py": "reports what the launchers and torch would see",
@@ -33,7 +33,12 @@ READS_THE_ENVIRONMENT = {
     "moe/train/start.py": "what the launcher inherits",
     "moe/train/data/tokens.py": "the user's cache folder",
 }
-IMPORTS_DEEPSPEED = {"parallel/data/zero.py": "its engine", "moe/doctor.py": "its version", "moe/bench/step.py": "a peer to measure"}
+IMPORTS_DEEPSPEED = {
+    "parallel/data/deepspeed_engine.py": "its start",
+    "parallel/data/zero.py": "its engine",
+    "moe/doctor.py": "its version",
+    "moe/bench/step.py": "a peer to measure",
+}
 QUICK = ("moe.cli", "moe.config", "moe.recipe", "moe.train.start")  # what runs before a bad recipe is refused, and at `moe --help`
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 

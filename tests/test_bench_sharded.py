@@ -18,7 +18,7 @@ from moe.bench.memory import Shape
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import Kind, kind_of, kinds_of, load_engines
 from parallel.collectives import counts, reset_counts
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.errors import BadInput
 from parallel.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from tests.ranks import run_on_ranks

@@ -17,7 +17,7 @@ from moe.train.state import Counters
 from moe.train.step import update_biases, validation_loss
 from moe.verify import Case, batch
 from parallel.checkpoint import Reader
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from tests.ranks import run_on_ranks

@@ -25,7 +25,7 @@ from moe.train.state import Counters
 from moe.verify import Case
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters, newest, numbered, pieces, save, verify
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
 from parallel.layout import Layout, dense, stacked_over

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe.verify import Case, Result, reference
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.fork import run_on_ranks
 from parallel.mesh import Axis, Degrees, Mesh
 from parallel.process import World, connect

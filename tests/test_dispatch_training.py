@@ -16,7 +16,7 @@ from torch import Tensor
 from moe.train import state
 from moe.verify import Case
 from parallel.checkpoint import pieces
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.fork import run_on_ranks
 from parallel.process import World
 from tests.tiny import CPU, Tiny, start

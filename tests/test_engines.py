@@ -17,9 +17,9 @@ from moe.parallelize import FAMILIES
 from moe.verify import Case
 from parallel.clip import gradient_norm
 from parallel.collectives import counts, reset_counts
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.replicate import DDP
-from parallel.data.zero import load_deepspeed
 from parallel.fork import run_on_ranks
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh

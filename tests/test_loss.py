@@ -165,7 +165,7 @@ def test_the_model_gives_a_loss_or_logits() -> None:
 def test_a_step_on_two_ranks_is_the_same_in_chunks(kind: str) -> None:
     """Losses, norms and weights of two steps, with micro-batches and a tied table."""
     if kind == "zero1":
-        from parallel.data.zero import load_deepspeed
+        from parallel.data.deepspeed_engine import load_deepspeed
 
         load_deepspeed()
 

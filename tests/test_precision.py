@@ -19,9 +19,10 @@ from moe.model.linear import Linear
 from moe.recipe import build as build_run
 from moe.train import advance, place, trainer
 from moe.verify import Case, batch
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.data.engine import AdamW, Engine
 from parallel.data.replicate import DDP
-from parallel.data.zero import Zero, load_deepspeed
+from parallel.data.zero import Zero
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
 from parallel.layout import dense

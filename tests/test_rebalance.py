@@ -18,7 +18,7 @@ from moe.train import state
 from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify import Case
 from parallel import process
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, divisors
 from parallel.process import World

@@ -284,7 +284,7 @@ def stepped(rank: int, kind: str, tiling: dict[str, int], folder: Path | None, t
 def test_what_one_tiling_saves_another_goes_on_from(kind: str, tmp_path: Path) -> None:
     """Two ranks with split experts: 2 tiles to none, none to 5 and 2 to 5; the losses and norms are those of a run that never stopped."""
     if kind == "zero1":
-        from parallel.data.zero import load_deepspeed
+        from parallel.data.deepspeed_engine import load_deepspeed
 
         load_deepspeed()
     two, five = {"ffn": 2, "head": 3}, {"ffn": 5, "head": 2}

@@ -22,7 +22,7 @@ from moe.train.step import accumulate, validation_loss
 from moe.verify import Case, batch
 from moe.verify_cases import BATCH, LENGTH
 from parallel.checkpoint import pieces
-from parallel.data.zero import load_deepspeed
+from parallel.data.deepspeed_engine import load_deepspeed
 from parallel.errors import BadInput
 from tests.ranks import run_on_ranks
 from tests.tiny import Tiny, start

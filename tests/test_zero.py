@@ -27,9 +27,10 @@ from moe.train.environment import extensions_dir, missing_for_nvme
 from moe.verify import Case, batch
 from parallel import process
 from parallel.data import zero3
+from parallel.data.deepspeed_engine import compile_async_io, load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
-from parallel.data.zero import DeepSpeed, Zero, compile_async_io, load_deepspeed, settings
+from parallel.data.zero import DeepSpeed, Zero, settings
 from parallel.errors import BadInput
 from parallel.layout import dense
 from parallel.mesh import Degrees
@@ -208,7 +209,10 @@ def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monk
 @pytest.fixture(scope="module")
 def async_io() -> None:
     """What reads and writes a disk, in the user's cache: compiled here, for minutes, where it is not yet."""
-    script = "import sys; from parallel.data.zero import compile_async_io; compile_async_io(lambda text: print(text, file=sys.stderr))"
+    script = (
+        "import sys; from parallel.data.deepspeed_engine import compile_async_io; "
+        "compile_async_io(lambda text: print(text, file=sys.stderr))"
+    )
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     subprocess.run([sys.executable, "-c", script], check=True, timeout=1200, env=environment)
 

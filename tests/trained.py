@@ -62,7 +62,7 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
 def warm_zero() -> None:
     """Import here, once, what DeepSpeed's engine would import in every fork; none of it starts a thread."""
-    from parallel.data.zero import load_deepspeed
+    from parallel.data.deepspeed_engine import load_deepspeed
 
     load_deepspeed()
     import deepspeed.moe.layer  # noqa: F401

@@ -97,7 +97,7 @@ def plain_torch(started: Started, rank: int) -> Step:
 
 def plain_deepspeed(started: Started, rank: int) -> Step:
     """DeepSpeed's engine with the configuration that our engine gave it, and its own clipping."""
-    from parallel.data.zero import start_deepspeed
+    from parallel.data.deepspeed_engine import start_deepspeed
 
     run = started.run
     config = copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]

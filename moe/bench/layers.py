@@ -204,7 +204,7 @@ def deepspeed(case: Case) -> Pass:
 
 
 def _deepspeed_moe() -> ModuleType:
-    from parallel.data.zero import start_deepspeed
+    from parallel.data.deepspeed_engine import start_deepspeed
 
     start_deepspeed()
     import importlib

@@ -119,7 +119,7 @@ def _is_there(kind: Kind) -> bool:
 def load_engines(kinds: list[Kind]) -> None:
     """Import what the kinds need, once, before ranks are forked."""
     if any(kind.by_deepspeed for kind in kinds):
-        from parallel.data.zero import load_deepspeed
+        from parallel.data.deepspeed_engine import load_deepspeed
 
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
         load_deepspeed()
@@ -172,7 +172,8 @@ class DeepSpeedAlone:
     pipeline = None
 
     def __init__(self, run: Run, model: nn.Module, layouts: dict[str, Layout], *, stage: int) -> None:
-        from parallel.data.zero import BUCKET_ELEMENTS, start_deepspeed
+        from parallel.data.deepspeed_engine import start_deepspeed
+        from parallel.data.zero import BUCKET_ELEMENTS
 
         self.module, self.layouts, adamw = model, layouts, optimizer_of(run.optimizer)
         settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": run.pipeline.microbatches}

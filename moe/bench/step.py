@@ -55,7 +55,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
     torch.set_num_threads(1)
     keep_freed_memory()
     if "deepspeed" in names:
-        from parallel.data.zero import load_deepspeed
+        from parallel.data.deepspeed_engine import load_deepspeed
 
         load_deepspeed()  # once, before forking
     rows: list[dict[str, Any]] = []
@@ -185,7 +185,7 @@ def _loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
 
 def deepspeed(rank: int, precision: str) -> Step:
     """DeepSpeed's engine, ZeRO off, around its MoE layer: experts of bf16 with fp32 masters where that is the precision."""
-    from parallel.data.zero import start_deepspeed
+    from parallel.data.deepspeed_engine import start_deepspeed
 
     package = start_deepspeed()
     from deepspeed.moe.layer import MoE

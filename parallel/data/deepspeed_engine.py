@@ -1,0 +1,152 @@
+"""DeepSpeed as this project starts it: imported quietly, its ops compiled once, told of stages and of experts.
+
+It learns who holds copies of a parameter from two places: dense ones from the mesh (`stages_of`, where there are stages) or from all ranks,
+experts from groups of its own making, which are ours: neighbours first (parallel/mesh.py). With parallel/data/zero.py and zero3.py
+the only files of `parallel` that import it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallel.errors import BadInput
+from parallel.mesh import Mesh
+
+
+def load_deepspeed() -> Any:
+    """Import DeepSpeed, quiet and with its communication through torch alone.
+
+    Its CPU backend would compile a shared-memory op on first use (80 to 120 s) that training does not need, and whose
+    kernels fault on processors without AVX2: it is marked as unavailable before anything asks for it.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    import deepspeed
+
+    with suppress(ImportError):  # what the first engine imports (1.2 s), now: ranks forked after this have it
+        import deepspeed.runtime.zero.muon.muon_optimizer
+        import deepspeed.runtime.zero.stage3  # noqa: F401
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r".*(all_gather_into_tensor|reduce_scatter_tensor)", category=FutureWarning)  # its calls
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def compile_async_io(say: Callable[[str], None]) -> None:
+    """What reads and writes a disk: compiled once for each version of torch and DeepSpeed. Every rank must call it before an engine starts.
+
+    Raises BadInput where it does not compile.
+    """
+    load_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or ".")
+    if not (folder / "async_io" / "async_io.so").exists():
+        say(f"compiling DeepSpeed's async_io for offload to a disk: once, 4 to 6 minutes on 2 cores; it stays in {folder} ...")
+    try:
+        with redirect_stdout(StringIO()):  # each compiler's command
+            get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as failed:
+        raise BadInput(
+            "sharding.offload",
+            got=f"nvme, whose async_io does not compile ({str(failed).splitlines()[0]})",
+            needed="a C++ compiler, ninja and libaio's headers",
+            fix="see: moe doctor; or set it to cpu",
+        ) from failed
+
+
+def start_deepspeed() -> Any:
+    """DeepSpeed with its communication up."""
+    deepspeed = load_deepspeed()
+    if not dist.is_initialized():  # one process: DeepSpeed wants a group all the same
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_init_required=False)
+    return deepspeed
+
+
+def stages_of(mesh: Mesh) -> Any:
+    """What DeepSpeed asks of who cuts a model into stages; None where nobody does. Its groups of experts are made anew for other stages."""
+    from deepspeed.utils import groups
+
+    stages = _Stages(mesh) if mesh.axis("pp").size > 1 else None
+    before = groups.mpu.get_pipe_parallel_world_size() if isinstance(groups.mpu, _Stages) else 1
+    if before != mesh.axis("pp").size:
+        groups._EXPERT_PARALLEL_GROUP.clear()
+        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+    groups.mpu = stages
+    return stages
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Megatron's names for a mesh with stages outermost."""
+
+    mesh: Mesh
+
+    def get_data_parallel_group(self) -> Any:
+        return self.mesh.axis("dp").group
+
+    def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
+        return self.mesh.axis("dp").ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.mesh.axis("dp").size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.axis("dp").index
+
+    def get_model_parallel_group(self) -> Any:
+        return None
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.mesh.axis("pp").size
+
+
+def make_expert_groups(ep: int) -> None:
+    """Once in a process; collective over all ranks, also those whose stages have no experts."""
+    from deepspeed.utils import groups
+
+    if f"ep_size_{ep}" not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(ep)
+
+
+def marked(model: nn.Module, *, ep: int) -> nn.Module:
+    """The model with an empty layer of DeepSpeed's MoE class beside it, by which the engine learns that there are experts."""
+    from deepspeed.moe.layer import MoE
+
+    class Mark(MoE):  # type: ignore[misc]
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = ep
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            return None  # its groups are there
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.mark = model, Mark()
+
+        def forward(self, *args: Any) -> Any:
+            return self.model(*args)
+
+    return Wrapped()
