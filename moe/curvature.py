@@ -52,7 +52,7 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
             for name, weight in module.named_parameters(recurse=False):
                 add(f"{path}.{name}", weight, f"{path}.{_READS_WHAT.get(name, name)}")
             stacks.append((path, module))
-    kfac = Kfac(linears, settings, partial(_total, mesh=mesh))
+    kfac = Kfac(linears, settings, partial(_total, mesh=mesh), partial(_place, mesh=mesh))
     for name, module in plain:
         module.register_forward_hook(_hook(kfac, name))
     for path, module in stacks:
@@ -69,6 +69,16 @@ def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -
         for name, total in sums.items():
             if layouts[name].holders == holders:
                 sum_over(total, axis)
+
+
+def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
+    """This rank's among those that `_total` sums over, and how many they are."""
+    place, count = 0, 1
+    for axis in map(mesh.axis, layout.copies()):
+        place, count = place * axis.size + axis.index, count * axis.size
+    if layout.holders:
+        place, count = place * len(layout.holders) + layout.holders.index(mesh.axis("pp").index), count * len(layout.holders)
+    return place, count
 
 
 def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:

@@ -28,7 +28,7 @@ from parallel.pipeline.bubbles import Packing, pack
 from parallel.pipeline.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
 from parallel.pipeline.fisher import check_rules, works
 from parallel.pipeline.grafted import Curved, grafted
-from parallel.pipeline.kfac import Kfac, Settings
+from parallel.pipeline.kfac import Item, Kfac, Settings
 from parallel.pipeline.simulate import costs, simulate
 from parallel.precision import LossScale
 from parallel.process import World
@@ -115,6 +115,16 @@ def test_a_matrix_that_rounding_made_indefinite_is_inverted_with_more_damping() 
     inverse = damped_inverse(bad, damping=0.01)
     assert torch.isfinite(inverse).all() and (torch.linalg.eigvalsh(inverse) > 0).all()
     torch.testing.assert_close(inverse, torch.linalg.inv(bad + torch.eye(3)))  # 0.1 and 10 times that
+
+
+@pytest.mark.parametrize(("rows", "width", "damping"), [(1, 300, 1e-20), (4, 64, 1e-20), (40, 65, 1e-300), (3, 1, 1e-30)])
+def test_damping_below_what_fp32_can_tell_still_gives_an_inverse_and_a_finite_step(rows: int, width: int, damping: float) -> None:
+    """Fewer rows than the width: without damping there is no inverse at all. One row: the largest eigenvalue is the width."""
+    factor = unit(summed_products(draw(rows, width)))
+    inverse = damped_inverse(factor, damping=damping)
+    assert torch.isfinite(inverse).all() and float(torch.linalg.eigvalsh(inverse.double()).min()) > 0
+    moved = grafted(direction(draw(1, width, width, seed=1), inverse, inverse), draw(1, width, width, seed=2))
+    assert torch.isfinite(moved).all() and float(moved.norm()) == pytest.approx(float(draw(1, width, width, seed=2).norm()), rel=1e-3)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
@@ -420,6 +430,44 @@ def test_replicas_sum_their_factors_to_those_of_one_process(degrees: dict[str, i
             torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple[str, str]], set[tuple[str, str]], dict[str, Tensor]]:
+    """The factors whose inversion this rank did, all it holds, and the inverses in use."""
+    values = SPARSE | {"degrees": {"ep": 1} | degrees}
+    if "pp" in degrees:
+        values |= {"pipeline": {"schedule": "chimera", "microbatches": 4}}
+    small, done = Small(values, rank=rank, ranks=ranks), set()
+    plain = small.kfac.do
+
+    def do(item: Item) -> None:
+        if item.kind == "inversion":
+            done.add((item.factor, item.name))
+        plain(item)
+
+    small.kfac.do = do  # type: ignore[method-assign]
+    small.step(0)
+    return done, set(small.kfac.factors), {" ".join(key): factor.inverse for key, factor in small.kfac.factors.items()}
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}], ids=["dp", "ep", "chimera", "chimera-dp"]
+)
+def test_each_inversion_is_done_once_by_one_of_the_ranks_that_hold_the_factor(degrees: dict[str, int]) -> None:
+    ranks = degrees.get("dp", 1) * degrees.get("pp", 1)
+    found = run_on_ranks(_inverted, ranks, ranks, degrees, timeout_s=60)
+    alone = Small(SPARSE)
+    alone.step(0)
+    assert all(held == set(alone.kfac.factors) for _, held, _ in found)
+    own = degrees.get("ep", 1)  # experts are each rank's own there
+    for key in alone.kfac.factors:
+        assert sum(key in done for done, _, _ in found) == (own if "experts" in key[1] else 1), key
+    counts = [len(done) for done, _, _ in found]
+    assert max(counts) - min(counts) <= 2, counts
+    for name, inverse in found[0][2].items():
+        if own == 1 or "experts" not in name:
+            assert all(torch.equal(other[name], inverse) for _, _, other in found), name
+            torch.testing.assert_close(inverse, alone.kfac.factors[tuple(name.split())].inverse, rtol=1e-3, atol=1e-4)  # type: ignore[index]
+
+
 def test_it_learns_one_batch_in_fewer_steps_than_adamw() -> None:
     ours, plain = Small({}), Small(ADAMW)
     reached = [next(step for step in range(60) if small.step(0) < 2.0) for small in (ours, plain)]
@@ -447,6 +495,8 @@ def test_a_packing_by_the_needs_keeps_the_rules(name: str) -> None:
     check_rules(packing, FACTORS)
     sums = [p for p in packing.placed if p.work.name.startswith("sum")]
     assert len(sums) == (16 if name == "chimera" else 0)
+    inversions = [p.work for p in packing.placed if p.work.name.startswith("inversion")]
+    assert sorted(work.rank for work in inversions) == [rank for rank in range(4) for _ in "AG"]  # replicas share theirs
     assert packing.utilisation > packing.utilisation_before + 0.04
 
 

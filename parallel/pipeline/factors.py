@@ -14,14 +14,13 @@ An expert's rows are those routed to it. Its share of the tokens is a number on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 # R rows, W width, E matrices of a stack (1 for a plain linear), I in, O out
-
-_RETRIES = 8
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
@@ -56,13 +55,15 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     """(F + sqrt(damping) I)^-1 by Cholesky, for F of mean eigenvalue 1; 0 where nothing was ever seen.
 
-    Where rounding leaves a matrix that is not positive definite, its damping grows tenfold until it is.
+    At least what fp32 rounds off a matrix of this width is added, however small `damping` is; where rounding still leaves a matrix that is
+    not positive definite, ten times as much until it is. No eigenvalue is further from 0 than the width, so with that it is.
     """
     width = factor_EWW.shape[-1]
+    least = width * torch.finfo(torch.float32).eps
     eye_WW = torch.eye(width, device=factor_EWW.device)
     seen_E11 = mean_eigenvalue(factor_EWW) > 0
-    added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), damping**0.5)
-    for _ in range(_RETRIES):
+    added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
+    for _ in range(2 + math.ceil(math.log10(width / least))):
         lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)
         if not failed_E.any():
             break

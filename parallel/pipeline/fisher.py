@@ -3,8 +3,8 @@
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      A0: the inputs' factor of micro-batch 0, after its forward
 
 Rules: A of a micro-batch after its forward, G after its backward (of the input, where that comes alone); a sum over the ranks that
-hold replicas after all curvature of that factor; an inversion after the sum. `works` writes them as needs for any packing
-(parallel/pipeline/bubbles.py), `check_rules` reads a packing without looking at its needs.
+hold replicas after all curvature of that factor; an inversion after the sum, on one of these ranks. `works` writes them as needs for any
+packing (parallel/pipeline/bubbles.py), `check_rules` reads a packing without looking at its needs.
 
 `Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums are made at a fixed place, the end
 of a step (parallel/pipeline/kfac.py), and what a plan leaves over is done there too: a plan moves time, never a number, so each rank
@@ -59,7 +59,12 @@ def units_of(schedule: Schedule, factors: Factors) -> list[Unit]:
         if a.stage == stage and a.op is Op.F
     ]
     sums = [Unit("sum", factor, linear, stage, rank) for stage, rank, factor, linear in each if len(schedule.homes[stage]) > 1]
-    return [*curvature, *sums, *(Unit("inversion", factor, linear, stage, rank) for stage, rank, factor, linear in each)]
+    inversions = [
+        Unit("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take them in turn
+        for stage, homes in enumerate(schedule.homes)
+        for i, (factor, linear) in enumerate(factors.get(stage, ()))
+    ]
+    return [*curvature, *sums, *inversions]
 
 
 def works(schedule: Schedule, factors: Factors, seconds: Callable[[Unit], float]) -> list[Work]:
@@ -199,7 +204,7 @@ class Filler:
     def _items(self, kind: str) -> list[Item]:
         keys = list(self.kfac.factors)
         if kind == "inversion":
-            return [Item(kind, *key) for key in keys]
+            return [Item(kind, *key) for key in keys if key in self.kfac.inverts]
         passes = Counter(a.stage for a in self._order if a.op is Op.F)
         return [Item(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
 

@@ -3,12 +3,13 @@
     step t, a multiple of n         forward    A of micro-batch i: sum of a a^T, from then on
                                     backward   G of micro-batch i: sum of g g^T, from then on
     the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
-    from then to the end of t + d   an inversion of each A and G
-    the end of step t + d           the new inverses take the place of the old ones, all at once
+    from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
+    the end of step t + d           to the others; the new inverses take the place of the old ones, all at once
 
 n is `refresh_every`, d is `delay`. Inverses are stale between; the direction (parallel/pipeline/factors.py) is taken in every step.
 What is due at the end of a step is done there if no bubble had room for it: numbers never depend on where work was placed, and
-one process with the same n and d is the twin of any pipeline. Sums are collective, so they have a fixed place.
+one process with the same n and d is the twin of any pipeline. Sums and the exchange of inverses are collective, so they have a
+fixed place.
 
 The Fisher information is the empirical one, of the gradients that the step has anyway, as in the paper's code. Rows wait from
 when they are made until their work is done: `kept_bytes`. In fp16 a step whose gradient is not finite is forgotten, and the next
@@ -18,7 +19,7 @@ one takes its place.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -107,8 +108,9 @@ class Rows:
 
 @dataclass
 class Kfac:
-    """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say. `at_once`: work
-    is done as soon as it can be; otherwise it waits for `do_next` or for the end of a step.
+    """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say, and
+    `place(layout)` is this rank's place among them and their number. `at_once`: work is done as soon as it can be; otherwise it waits
+    for `do_next` or for the end of a step.
 
     Where `seconds` is a dictionary, it gets the time of each unit by (kind, factor, linear).
 
@@ -118,6 +120,7 @@ class Kfac:
     linears: dict[str, Linear]
     settings: Settings
     total: Callable[[dict[str, Tensor], dict[str, Layout]], None]
+    place: Callable[[Layout], tuple[int, int]] = lambda _: (0, 1)
     at_once: bool = True
     updates: int = 0
     seconds: dict[tuple[str, str, str], list[float]] | None = None
@@ -127,6 +130,7 @@ class Kfac:
         self._open = False
         self._passes: Counter[str] = Counter()
         self._unsummed = False  # whether a step was recorded whose sums are still this rank's own
+        self._unshared = False  # whether inverses are still with the ranks that make them
         self._kept: dict[Item, Rows] = {}
         self._queue: deque[Item] = deque()
         for linear in self.linears.values():
@@ -135,6 +139,18 @@ class Kfac:
                     width = linear.sizes[factor]
                     zeros = torch.zeros(linear.stack, width, width, device=linear.weight.device)
                     self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
+        self.inverts = self._dealt()
+
+    def _dealt(self) -> frozenset[tuple[str, str]]:
+        """The factors that this rank inverts: those that the same ranks hold are dealt to them in turn, the largest first."""
+        alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
+        for key, factor in self.factors.items():
+            alike[factor.layout.copies(), factor.layout.holders].append(key)
+        mine: list[tuple[str, str]] = []
+        for keys in alike.values():
+            place, count = self.place(self.factors[keys[0]].layout)
+            mine += sorted(keys, key=lambda key: (-self.factors[key].running.shape[-1], key))[place::count]
+        return frozenset(mine)
 
     # --- recording ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +244,7 @@ class Kfac:
         if age == s.delay // 2:
             self._sum()
         if age == s.delay:
-            self._work_off()
+            self._share()
             for factor in self.factors.values():
                 factor.inverse, factor.next = factor.inverse if factor.next is None else factor.next, None
         self.updates += 1
@@ -247,7 +263,7 @@ class Kfac:
     def settle(self) -> None:
         """Between steps: do all work there is, whenever it is due. Collective."""
         self._sum()
-        self._work_off()
+        self._share()
 
     def _work_off(self) -> None:
         while self.do_next():
@@ -262,14 +278,30 @@ class Kfac:
         self._work_off()
         for factor in self.factors.values():
             factor.sums = torch.zeros_like(factor.running) if factor.sums is None else factor.sums
-        named = {f"{key[0]} of {key[1]}": factor for key, factor in self.factors.items()}
-        sums = {name: factor.sums for name, factor in named.items() if factor.sums is not None}
-        self.total(sums, {name: factor.layout for name, factor in named.items()})
+        self._total({key: factor.sums for key, factor in self.factors.items() if factor.sums is not None})
         for key, factor in self.factors.items():
             assert factor.sums is not None
             factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
             factor.sums = None
-            self._queue.append(Item("inversion", *key))
+            if key in self.inverts:
+                self._queue.append(Item("inversion", *key))
+        self._unshared = True
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Do what waits, and give each new inverse to all that hold the factor: those that did not make it add zeros."""
+        self._work_off()
+        if not self._unshared:
+            return
+        self._unshared = False
+        for factor in self.factors.values():
+            factor.next = torch.zeros_like(factor.running) if factor.next is None else factor.next
+        self._total({key: factor.next for key, factor in self.factors.items() if factor.next is not None})
+
+    def _total(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        named = {f"{factor} of {name}": (factor, name) for factor, name in tensors}
+        layouts = {name: self.factors[key].layout for name, key in named.items()}
+        self.total({name: tensors[key] for name, key in named.items()}, layouts)
 
     # --- what an update needs -----------------------------------------------------------------------------------------
 
