@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from moe.config import Model
 from moe.context import Context
-from moe.model.transformer import Part, Transformer
+from moe.model.transformer import Output, Part, Transformer
 from parallel import process
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
@@ -128,7 +128,8 @@ class _Asleep(torch.autograd.Function):
 
         def of_weight() -> Tensor:
             time.sleep(seconds.weights)
-            return x.t() @ grad
+            product: Tensor = x.t() @ grad
+            return product
 
         time.sleep(seconds.inputs)
         return grad @ ctx.weight.t(), gradient_or_later(ctx.weight, of_weight), None
@@ -144,9 +145,8 @@ class Layers(nn.Module):
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.model[0](x, self.context, None, self.part)
-        result: Tensor = output.logits_BLV if self.part.ends else output.hidden_BLD
-        return result
+        output: Output = self.model[0](x, self.context, None, self.part)
+        return output.logits_BLV if output.hidden_BLD is None else output.hidden_BLD
 
 
 def _head(model: Transformer) -> Iterator[nn.Parameter]:
@@ -197,7 +197,8 @@ def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module])
 
 def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Replicas:
     parameters: dict[str, nn.Parameter] = {}
-    layouts, of_stage = {}, {}
+    layouts: dict[str, Layout] = {}
+    of_stage: dict[int, list[str]] = {}
     for stage in schedule.stages_of(mesh.axis("pp").index):
         held, homes = {f"{stage}.{name}": p for name, p in stages[stage].named_parameters()}, schedule.homes[stage]
         layouts |= {name: Layout(tuple(p.shape), holders=homes if len(homes) > 1 else ()) for name, p in held.items()}
