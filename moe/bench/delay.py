@@ -51,7 +51,7 @@ MODELS = ("dense", "sparse")
 def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
     sizes = {"num_layers": 8, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     values: dict[str, Any] = {
-        "model": sizes | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 2 if model == "sparse" else 0},
+        "model": sizes | {"tied_embeddings": False, "init_scale": 0.1, "moe_every": 4 if model == "sparse" else 0},
         "optimizer": {"lr": 0.003, "warmup_steps": 30, "clip_norm": None},
         "train": {"steps": steps, "global_batch": 8, "eval_sequences": 64, "seed": seed},
     }
