@@ -15,11 +15,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from moe.config import Experts, Model, Router  # noqa: E402
+from moe.bench.timing import in_turn  # noqa: E402
+from moe.config import Experts, Model, Recompute, Router  # noqa: E402
 from moe.model.attention import rotate  # noqa: E402
 from moe.model.linear import Norm  # noqa: E402
 from moe.model.transformer import Transformer  # noqa: E402
+from moe.model.vocabulary import rows_of, summed_loss  # noqa: E402
 from parallel.random import uniform  # noqa: E402
+
+TINY = Model(d_model=128, num_heads=2, d_ff=512, ffn="relu", norm="layernorm", tied_embeddings=False, moe_every=2)
 
 
 def median_ms(work: Callable[[], object], repeats: int = 9) -> float:
@@ -66,7 +70,39 @@ def pieces() -> dict[str, float]:
     tokens = torch.arange(4096)
     found["a million numbers, hash"] = median_ms(lambda: uniform(1, tokens, 256))
     found["a million numbers, generator"] = median_ms(lambda: torch.rand(4096, 256))
-    return found | steps()
+    return found | steps() | chunks() | recompute()
+
+
+def interleaved(work: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Medians of works that are compared with each other: in turn, round by round."""
+    return {what: statistics.median(s) * 1e3 for what, s in in_turn(work, rounds=9, device=torch.device("cpu")).items()}
+
+
+def chunks() -> dict[str, float]:
+    """Cross-entropy of 2,048 tokens of width 256 and 32,000 words, forward and backward, in fp32."""
+    draw = torch.Generator().manual_seed(0)
+    x, targets = torch.randn(8, 256, 256, generator=draw).requires_grad_(), torch.randint(32_000, (8, 256), generator=draw)
+    work: dict[str, Callable[[], object]] = {}
+    for parts, tiles in ((1, 1), (4, 1), (16, 1), (1, 4), (16, 4)):
+        matrix = rows_of(32_000, 256, tiles=tiles)
+        for parameter in matrix.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        work[f"loss in {parts} chunks, head in {tiles} tiles"] = lambda parts=parts, matrix=matrix: summed_loss(
+            x, targets, matrix, chunks=parts
+        ).backward()
+    return interleaved(work)
+
+
+def recompute() -> dict[str, float]:
+    """Forward and backward of 2,048 tokens of switch_tiny's sizes in fp32."""
+    text = torch.randint(256, (8, 257), generator=torch.Generator().manual_seed(0))
+    work: dict[str, Callable[[], object]] = {}
+    for kind, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1)):
+        model = Transformer(TINY, Experts(), Router(capacity_factor=2.0, jitter=0.01), recompute=Recompute(kind=kind, every=every))
+        work[f"recompute {kind}, every {every}"] = lambda model=model: (
+            model(text[:, :-1], targets_BL=text[:, 1:]).loss / text[:, 1:].numel()
+        ).backward()
+    return interleaved(work)
 
 
 def steps() -> dict[str, float]:
@@ -75,8 +111,9 @@ def steps() -> dict[str, float]:
     text = torch.randint(256, (8, 257), generator=torch.Generator().manual_seed(0))
     for label, every in (("dense", 0), ("switch", 2)):
         for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-            sizes = Model(d_model=128, num_heads=2, d_ff=512, ffn="relu", norm="layernorm", tied_embeddings=False, moe_every=every)
-            model = Transformer(sizes, Experts(), Router(capacity_factor=2.0, jitter=0.01), compute=dtype)
+            model = Transformer(
+                TINY.model_copy(update={"moe_every": every}), Experts(), Router(capacity_factor=2.0, jitter=0.01), compute=dtype
+            )
 
             def step(model: Transformer = model) -> None:
                 F.cross_entropy(model(text[:, :-1]).logits_BLV.flatten(0, 1), text[:, 1:].flatten()).backward()
