@@ -218,6 +218,7 @@ class Pipeline(Section):
     drain_every: int = Field(16, gt=0, description="of pipedream and two_bw: steps between two drains")
     vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
     pipelines: int | None = Field(None, gt=1, description="of chimera: through the same ranks, half of them each way; null: 2")
+    energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks where NVML may set them")
 
 
 class Tiling(Section):

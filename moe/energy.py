@@ -18,9 +18,10 @@ from moe.simulate_times import OfRecipe, Times, of_recipe, times_of
 from parallel.errors import BadInput
 from parallel.pipeline.catalog import build, kind_of
 from parallel.pipeline.clocks import Clock, Measured, PowerModel, Profile, read_profile
-from parallel.pipeline.energy import EnergyPlan, envpipe, plan_clocks, write_plan
+from parallel.pipeline.energy import EnergyPlan, envpipe, plan_clocks
 from parallel.pipeline.held import peak_activations
 from parallel.pipeline.order_file import read_order
+from parallel.pipeline.plan_file import write_plan
 from parallel.pipeline.schedule import Action, Op, Schedule
 
 KINDS = {".json": "the plan", ".png": "a picture"}

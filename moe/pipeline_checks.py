@@ -16,6 +16,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.catalog import SCHEDULES, build
 from parallel.pipeline.check import check
 from parallel.pipeline.order_file import read_order
+from parallel.pipeline.plan_file import Clocked, read_plan
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.simulate import costs, simulate
 from parallel.pipeline.stage import cut
@@ -32,6 +33,27 @@ _KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbat
 
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
     """What the recipe's ranks carry out in `batches` steps. Raises BadInput for what its schedule cannot do."""
+    return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
+
+
+def energy_plan(run: Run) -> Clocked:
+    """The recipe's plan, of its own schedule. Raises BadInput for any other file, and where no step is drained before the next."""
+    p, what = run.pipeline, "pipeline.energy_plan"
+    if run.degrees.pp == 1 or continuous(run):
+        got, fix = ("it with degrees.pp=1", "degrees.pp") if run.degrees.pp == 1 else (f"it with {p.schedule}", "pipeline.schedule")
+        needed = "stages, and a schedule that drains the pipeline: a plan is of one step"
+        raise BadInput(what, got=got, needed=needed, fix=f"set it to null, or {fix} to {2 if run.degrees.pp == 1 else '1f1b'}")
+    assert p.energy_plan is not None
+    schedule = _named(run, 1)
+    size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
+    chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
+    fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json, or set it to null"
+    if p.pipelines not in (None, 2):  # which moe energy does not plan
+        fix = "set it or pipeline.pipelines to null"
+    return read_plan(Path(p.energy_plan).expanduser(), schedule, what=what, fix=fix)
+
+
+def _named(run: Run, batches: int) -> Schedule:
     p = run.pipeline
     if p.schedule.endswith(".csv"):
         return _from_file(run)
@@ -110,6 +132,8 @@ def check_pipeline(run: Run) -> None:
     if pp < 1:
         raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
     if pp == 1:
+        if run.pipeline.energy_plan is not None:
+            energy_plan(run)
         return
     schedule = schedule_of(run)
     layers_of(run, schedule)

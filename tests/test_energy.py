@@ -14,9 +14,10 @@ import pytest
 from parallel.errors import BadInput
 from parallel.pipeline.catalog import SCHEDULES, build
 from parallel.pipeline.clocks import Clock, PowerModel, Profile
-from parallel.pipeline.energy import EnergyPlan, envelope, envpipe, extra_warmup, plan_clocks, write_plan
+from parallel.pipeline.energy import EnergyPlan, envelope, envpipe, extra_warmup, plan_clocks
 from parallel.pipeline.held import peak_activations
 from parallel.pipeline.one_f_one_b import one_f_one_b
+from parallel.pipeline.plan_file import write_plan
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
 from parallel.pipeline.simulate import costs, simulate
 from parallel.pipeline.slack import Graph

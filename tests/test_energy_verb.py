@@ -15,6 +15,7 @@ from parallel.pipeline.clocks import PowerModel, read_profile
 from parallel.pipeline.energy import envpipe
 from parallel.pipeline.nvml import Gpus, NoControl, connect, rehearse
 from parallel.pipeline.schedule import Action, Op
+from tests.fake_nvml import FakeNvml, NvmlError
 
 HEAVY = ["--microbatches", "16", "--forward-time", "0.01,0.01,0.01,0.013", "--backward-time", "0.02,0.02,0.02,0.026"]
 
@@ -147,51 +148,6 @@ def test_a_wrong_profile_is_one_line(content: str, said: str, tmp_path: Path, ca
 
 
 # --- clocks of GPUs --------------------------------------------------------------------------------------------------
-
-
-class NvmlError(Exception):
-    pass
-
-
-class FakeNvml:
-    """Counts what is locked on each GPU; refuses where it should."""
-
-    NVML_CLOCK_SM, NVMLError = 1, NvmlError
-
-    def __init__(self, gpus: int = 4, *, allowed: bool = True, starts: bool = True) -> None:
-        self.gpus, self.allowed, self.starts, self.open = gpus, allowed, starts, False
-        self.locked: dict[int, int] = {}
-        self.set: list[tuple[int, int]] = []
-
-    def nvmlInit(self) -> None:  # noqa: N802 (NVML's own names from here on)
-        if not self.starts:
-            raise NvmlError("Driver Not Loaded")
-        self.open = True
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.open = False
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return self.gpus
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: int, kind: int) -> int:  # noqa: N802
-        return 1530
-
-    def nvmlDeviceSetGpuLockedClocks(self, handle: int, low: int, high: int) -> None:  # noqa: N802
-        if not self.allowed:
-            raise NvmlError("Insufficient Permissions")
-        assert self.open and low == high
-        self.locked[handle] = low
-        self.set.append((handle, low))
-
-    def nvmlDeviceResetGpuLockedClocks(self, handle: int) -> None:  # noqa: N802
-        del self.locked[handle]
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:  # noqa: N802
-        return 1000 * len(self.set)
 
 
 def test_a_plan_is_carried_out_in_its_order_and_every_clock_is_given_back() -> None:

@@ -24,6 +24,7 @@ from moe.pipeline_checks import continuous
 from moe.recipe import resolved_yaml
 from moe.train import state
 from moe.train.advance import Made, advance
+from moe.train.clocks import planned_clocks
 from moe.train.data import Dataset, open_data
 from moe.train.generate import sample
 from moe.train.memory import STATES, WEIGHTS, during
@@ -101,7 +102,8 @@ def train(
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with asked_to_stop() as asked:
         try:
-            _loop(job, asked)
+            with planned_clocks(run, job.engine, job.mesh, world, note=job.progress.note):
+                _loop(job, asked)
             return _finish(job)
         finally:
             job.progress.close()

@@ -4,17 +4,15 @@
     the rest   at the clock of least energy (the valley: a slower clock draws less power for longer); where that makes the step longer, the
                cheapest actions of the critical path are raised until it is back; then whatever still has slack is lowered into it
 
-More forwards ahead (`extra_warmup`) give an action its slack, at the price of activations. No order within a rank and no number changes.
+More forwards ahead (`extra_warmup`) give an action its slack, at the price of activations. No number changes.
 Energy here: of each action at its clock, and idle power while a rank waits; transfers cost time alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
-from pathlib import Path
 
 from parallel.errors import BadInput
 from parallel.pipeline.clocks import Clock, Profile, above_idle, fastest, useful, valley
@@ -184,24 +182,3 @@ def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Cl
         if best is None:
             return
         chosen[best[1]] = best[2]
-
-
-def write_plan(plan: EnergyPlan, path: str | Path) -> None:
-    """The clocks in order, rank by rank, as JSON; what sets clocks reads this. Raises BadInput where it cannot be written."""
-    value = {
-        "schedule": plan.schedule.name,
-        "makespan_s": plan.timeline.makespan,
-        "energy_j": plan.energy,
-        "full_clock": {"makespan_s": plan.full_clock.makespan, "energy_j": plan.full_clock_energy},
-        "saved": plan.saved,
-        "slowdown": plan.slowdown,
-        "idle_power_w": plan.idle_power,
-        "ranks": [
-            [{"action": str(action), "mhz": clock.mhz} for action, clock in zip(order, clocks, strict=True)]
-            for order, clocks in zip(plan.schedule.orders, plan.clocks, strict=True)
-        ],
-    }
-    try:
-        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
