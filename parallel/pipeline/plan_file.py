@@ -89,7 +89,7 @@ def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
         return None
     found: list[list[tuple[str, float]]] = []
     for rank in value["ranks"]:
-        entries = rank if isinstance(rank, list) else [None]
+        entries: list[Any] = rank if isinstance(rank, list) else [None]
         if not all(isinstance(entry, dict) and isinstance(entry.get("action"), str) and _is_clock(entry.get("mhz")) for entry in entries):
             return None
         found.append([(entry["action"], float(entry["mhz"])) for entry in entries])
