@@ -91,7 +91,8 @@ def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, 
     if steps is not None and (steps < 1 or not apply):
         raise BadInput("--steps", got=steps, needed="at least 1, with --apply", fix="--apply --steps 1")
     if out is not None and out.suffix not in KINDS:
-        raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.json")
+        fix = f"--out {out.stem.lstrip('.') or 'plan'}.json"
+        raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=fix)
 
 
 def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:

@@ -98,6 +98,7 @@ def test_a_recipe_and_a_csv_are_planned(tmp_path: Path) -> None:
         ("--ahead -1", "--ahead: got -1, needed at least 0"),
         ("--steps 2", "--steps: got 2, needed at least 1, with --apply; fix: --apply --steps 1"),
         ("--out x.csv", "--out: got x.csv, needed *.json (the plan), *.png (a picture); fix: --out x.json"),
+        ("--out .", "--out: got ., needed *.json (the plan), *.png (a picture); fix: --out plan.json"),
         ("--out none/x.png", "--out: got none/x.png: No such file or directory"),
         ("--out none/x.json", "--out: got none/x.json: No such file or directory"),
         ("--forward-time 0", "--forward_time: got 0, needed a time above 0"),
