@@ -7,8 +7,10 @@ which rank stands where, the learning rate), so that a picture cannot say someth
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -18,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
@@ -28,9 +30,11 @@ from moe.config import Optimizer  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.train.schedule import learning_rate  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402
+from parallel.pipeline.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.catalog import build  # noqa: E402
 from parallel.pipeline.draw import draw_on  # noqa: E402
-from parallel.pipeline.simulate import costs, simulate  # noqa: E402
+from parallel.pipeline.fisher import check_rules, works  # noqa: E402
+from parallel.pipeline.simulate import Span, costs, simulate  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"
@@ -347,7 +351,57 @@ def pipelines() -> Axes:
     return rows[0]
 
 
-PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in (layer, groups, mesh, exchange, memory, schedules, pipelines)}
+WORK = {"curvature": "#d9b8e8", "sum": "#e0457b", "inversion": "#f2c230"}  # of K-FAC, beside the blues and greens of the actions
+
+
+def kfac() -> Axes:
+    """K-FAC's work in the waits of 1F1B and Chimera, packed and checked: two linears a stage, backward twice as long as forward."""
+    factors = {stage: [(factor, f"{stage}.{linear}") for factor in "AG" for linear in ("up", "down")] for stage in range(4)}
+    seconds = {"curvature": 0.25, "sum": 0.06, "inversion": 0.7}
+    packings = []
+    for name in ("1f1b", "chimera"):
+        schedule = build(name, ranks=4, microbatches=4)
+        timeline = simulate(schedule, costs(1, 2, summation=0.4))
+        packings.append(pack(timeline, works(schedule, factors, lambda unit: seconds[unit.kind])))
+        check_rules(packings[-1], factors)
+    figure, rows = plt.subplots(4, 1, figsize=(14, 8.6), layout="constrained")
+    for axes, (packing, filled) in zip(rows, [(packing, filled) for packing in packings for filled in (False, True)], strict=True):
+        _packed(axes, packing, filled=filled)
+    handles = [Patch(facecolor=color, edgecolor=INK, linewidth=0.5, label=kind) for kind, color in _LEGEND.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10, frameon=False)
+    return rows[0]
+
+
+_LEGEND = {
+    "forward (darker: the other direction)": "#bcd4ea",
+    "backward": "#b9d8c8",
+    "curvature of a micro-batch (its number)": WORK["curvature"],
+    "sum over replicas": WORK["sum"],
+    "inversion of a factor": WORK["inversion"],
+}
+
+
+def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
+    """The steps of a packing one after the other, with its work or without."""
+    timeline, steps = packing.timeline, packing.steps
+    shifts = [step * timeline.makespan for step in range(steps)]
+    spans = tuple(tuple(Span(s.action, s.start + shift, s.end + shift) for shift in shifts for s in row) for row in timeline.spans)
+    busy = packing.utilisation if filled else packing.utilisation_before
+    how = f"{steps} steps, {'with' if filled else 'without'} K-FAC in the waits"
+    said = f"{timeline.schedule.name}, {how}: ranks are at work {busy:.0%} of the time"
+    draw_on(axes, replace(timeline, spans=spans), title=said, legend=False)
+    for shift in shifts[1:]:
+        axes.axvline(shift, color=INK, linewidth=1.8, zorder=0)
+    for placed in packing.placed if filled else ():
+        kind, rank, length = placed.work.name.split()[0], placed.work.rank, placed.end - placed.start
+        axes.barh(rank, length, left=placed.start, height=0.78, color=WORK[kind], edgecolor=INK, linewidth=0.5)
+        found = re.search(r"^(?:curvature .* micro-batch (\d+)|inversion ([AG]))", placed.work.name)
+        if found:
+            axes.text(placed.start + length / 2, rank, found[1] or found[2], ha="center", va="center", fontsize=7, clip_on=True)
+
+
+DRAWN = (layer, groups, mesh, exchange, memory, schedules, pipelines, kfac)
+PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in DRAWN}
 
 
 def main(names: Sequence[str]) -> None:
