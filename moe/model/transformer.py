@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         return look_up(tokens_BL, self.embedding).to(self.compute)
 
     def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor) -> Output:
-        matrix = self.embedding if self.config.tied_embeddings else self.head
+        matrix = self.embedding if self.head is None else self.head
         assert self.norm is not None and matrix is not None
         x_BLD = self.norm(x_BLD)
         if targets_BL is None:
