@@ -4,16 +4,19 @@
                best of three learning rates, ends with; K-FAC has the best of its own three
     bubbles    4 processes, a stage each: every forward and backward pass of a stage and every unit of K-FAC also sleeps, as if a device
                were at work, so that two cores suffice; seconds a step of AdamW, of K-FAC at the ends of steps and in the bubbles
+    time       the same processes on the library, the same batches: each way until the mean loss of ten steps is down to what AdamW ends
+               with, at the best of three learning rates in one process, which takes the same steps; seconds of all steps
 
-K-FAC in the bubbles and at the ends of steps take the same steps, so that time to a loss goes as the time of a step.
 `moe bench kfac --json FILE`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +30,9 @@ from moe.train.data import open_data
 from moe.train.schedule import learning_rate
 from moe.train.step import accumulate, finish
 from parallel import process
+from parallel.data.engine import Engine
 from parallel.fork import run_on_ranks
+from parallel.mesh import Mesh
 from parallel.pipeline.grafted import Curved
 from parallel.pipeline.kfac import Item, Kfac
 from parallel.precision import LossScale
@@ -43,6 +48,7 @@ WAYS = ("adamw", "kfac at the ends", "kfac in the bubbles")
 
 
 def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0) -> dict[str, Any]:
+    """Two layers, in one process."""
     model = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     kfac = {"kfac": {"delay": delay}} if kind == "kfac" else {}
     values: dict[str, Any] = {
@@ -136,40 +142,57 @@ def _slow(kfac: Kfac) -> None:
     kfac.do = do  # type: ignore[method-assign]
 
 
-def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's seconds a step, the median after what is measured for the plan."""
-    kfac = way != "adamw"
-    values = {
-        "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
-        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if kfac else {},
-        "degrees": {"pp": ranks, "dp": 1},
-        "pipeline": {"schedule": schedule, "microbatches": ranks},
-        "train": {"global_batch": ranks, "eval_sequences": ranks},
-    }
-    run = Run(**values).check(ranks)
+@dataclass
+class Started:
+    """One rank of a pipeline in which every pass and every unit takes a while. `filler`: None without K-FAC."""
+
+    run: Run
+    mesh: Mesh
+    engine: Engine
+    filler: Any = None
+
+    def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
+        """The loss and the seconds of a step on this batch."""
+        started = time.perf_counter()
+        numbers = accumulate(self.engine, batch, mesh=self.mesh, microbatches=self.run.pipeline.microbatches, seed=0, step=number)
+        world, clip_norm = self.mesh.axis("world"), self.run.optimizer.clip_norm
+        finish(self.engine, numbers, world=world, scale=LossScale.of("none"), lr=lr, clip_norm=clip_norm, device=CPU)
+        return numbers.loss, time.perf_counter() - started
+
+
+def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str) -> Started:
+    run = Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}).check(ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, layouts = build(run, mesh, device=CPU)
     assert isinstance(model, Transformer)
     _sleeping(model)
-    engine, scale, world = start_engine(run, model, layouts, mesh), LossScale.of("none"), mesh.axis("world")
-    assert engine.pipeline is not None
-    filler: Any = None
-    if isinstance(engine, Curved):
-        _slow(engine.kfac)
-        filler = getattr(engine.pipeline.between, "__self__", None)
-        if way == "kfac at the ends":
-            engine.pipeline.between, engine.kfac.seconds = None, None
-    seconds = []
+    started = Started(run, mesh, start_engine(run, model, layouts, mesh))
+    pipeline = started.engine.pipeline
+    assert pipeline is not None
+    if isinstance(started.engine, Curved):
+        _slow(started.engine.kfac)
+        started.filler = getattr(pipeline.between, "__self__", None)
+        if "at the ends" in way:
+            pipeline.between, started.engine.kfac.seconds = None, None
+    return started
+
+
+def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
+    """One rank's seconds a step, the median after what is measured for the plan."""
+    values = {
+        "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
+        "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
+        "train": {"global_batch": ranks, "eval_sequences": ranks},
+    }
+    started, seconds, loss = start(values, way, rank, ranks, schedule), list[float](), 0.0
     for step in range(steps):
-        batch = torch.randint(0, run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
-        started = time.perf_counter()
-        numbers = accumulate(engine, batch, mesh=mesh, microbatches=ranks, seed=0, step=step)
-        finish(engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
-        seconds.append(time.perf_counter() - started)
+        batch = torch.randint(0, started.run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
+        loss, took = started.step(step, batch, lr=1e-3)
+        seconds.append(took)
     planned = seconds[12:]  # two refreshes are measured, the next begins with the plan
     whole = len(planned) // 4 * 4
     phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # a refresh's steps differ
-    found = {"seconds": statistics.mean(phases), "loss": numbers.loss}
+    found, filler = {"seconds": statistics.mean(phases), "loss": loss}, started.filler
     return found | ({} if filler is None else {"placed": filler.placed_share, "waits": filler.waits[0], "filled": filler.waits[1]})
 
 
@@ -187,8 +210,79 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
     return row
 
 
-def main(*, only: str = "steps,bubbles", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
-    """`moe bench kfac`: 1 if K-FAC needs no fewer steps than AdamW, or costs more than 10 % of a pipeline's step in its bubbles."""
+# --- time -------------------------------------------------------------------------------------------------------------
+
+KFAC_ENDS, KFAC_BUBBLES = WAYS[1:]
+DELAYS = (0, 1)  # with 1, curvature is in the waits of one step and inversions in those of the next
+
+
+def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:
+    """A layer a stage."""
+    values = values_of(kind, lr, steps, sparse=False, delay=delay)
+    values["model"] |= {"num_layers": ranks, "d_model": 48, "d_ff": 192, "max_length": 64}
+    if kind == "kfac":
+        values["optimizer"]["kfac"]["refresh_every"] = 4
+    return values
+
+
+def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any], target: float) -> dict[str, Any]:
+    """One rank's seconds until the mean of the last LAST losses is at most the target, or the steps are over."""
+    started = start(values, way, rank, ranks, schedule)
+    run, losses, seconds = started.run, list[float](), 0.0
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
+    for step in range(run.train.steps):
+        batch = torch.from_numpy(data.train.batch(step, run.train.global_batch, 0, 1))
+        loss, took = started.step(step, batch, lr=learning_rate(step, run.optimizer, total=run.train.steps))
+        losses.append(loss)
+        seconds += took
+        if steps_to(losses, target) is not None:
+            break
+    placed = 0.0 if started.filler is None else started.filler.placed_share
+    return {"losses": losses, "seconds": seconds, "reached": steps_to(losses, target) is not None, "placed": placed}
+
+
+def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[str], None]) -> float:
+    """K-FAC's with the fewest steps to the target in one process: where work is done changes no number."""
+    taken = {}
+    for lr in RATES["kfac"]:
+        taken[lr] = steps_to(losses_of(timed_values("kfac", delay, lr, steps, ranks))[0], target) or steps + 1
+    say(f"kfac, delay {delay}, steps in one process: " + ", ".join(f"{n} at lr {lr:g}" for lr, n in taken.items()))
+    return min(taken, key=lambda lr: taken[lr])
+
+
+def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
+    say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
+    rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}
+    target = math.ceil(min(ends.values()) * 1000) / 1000  # above what summing micro-batches in another order changes
+    rates |= {("kfac", delay): best_rate(delay, steps, ranks, target, say) for delay in DELAYS}
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for way, delay in (("adamw", 0), *((way, delay) for delay in DELAYS for way in WAYS[1:])):
+        kind = way.split()[0]
+        values = timed_values(kind, delay, rates[kind, delay], steps, ranks)
+        of = run_on_ranks(until, ranks, ranks, schedule, way, values, target, timeout_s=300)
+        seconds, placed = max(rank["seconds"] for rank in of), statistics.mean(rank["placed"] for rank in of)
+        found[way, delay] = of[0] | {"lr": rates[kind, delay], "seconds": seconds, "placed": placed}
+        taken = f"after {len(of[0]['losses'])} steps" if of[0]["reached"] else f"not within {steps} steps"
+        say(f"{way}, delay {delay}: loss {target:.3f} {taken}, {seconds:.1f} s, {placed:.2f} placed")
+    row: dict[str, Any] = {"what": "time", "schedule": schedule, "stages": ranks, "microbatches": ranks, "steps": steps}
+    row["target_loss"] = target
+    row["ways"] = [
+        {"way": way, "delay": delay, "steps": len(of["losses"])} | {key: of[key] for key in ("reached", "seconds", "lr", "placed")}
+        for (way, delay), of in found.items()
+    ]
+    row["same_losses"] = all(found[KFAC_ENDS, d]["losses"] == found[KFAC_BUBBLES, d]["losses"] for d in DELAYS)
+    in_bubbles = [of for (way, _), of in found.items() if way == KFAC_BUBBLES and of["reached"]]
+    others = [of for (way, _), of in found.items() if way != KFAC_BUBBLES and of["reached"]]
+    first = min((of["seconds"] for of in in_bubbles), default=math.inf) < min((of["seconds"] for of in others), default=math.inf)
+    fewer = all(len(of["losses"]) < len(found["adamw", 0]["losses"]) for of in in_bubbles)
+    row["passed"] = row["same_losses"] and first and fewer
+    return row
+
+
+def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
+    """`moe bench kfac`: 1 if K-FAC needs no fewer steps than AdamW, costs more than 10 % of a pipeline's step in its bubbles, or does not
+    come to AdamW's loss first there."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "bubbles" in only:
@@ -206,6 +300,9 @@ def main(*, only: str = "steps,bubbles", steps: int = 200, kinds: str = "1f1b,gp
             rows.append(row)
             taken = ", ".join(f"{name} {row[name]['steps_to_target']}" for name in ("adamw", "kfac", "kfac, 4 steps late"))
             print(f"{model}: steps to a loss of {row['target_loss']:.3f}: {taken}{'' if row['passed'] else '  FAIL'}", flush=True)
+    if "time" in only:
+        rows.append(row := time_row(kinds.split(",")[0], 4, steps, lambda line: print(line, flush=True)))
+        print("" if row["passed"] else "FAIL: K-FAC in the bubbles is not the first to AdamW's loss", flush=True)
     if json:
         write_json(json, verb="bench kfac", rows=rows, steps=steps, allowed=ALLOWED)
     return 1 if any(not row["passed"] for row in rows) else 0
