@@ -167,8 +167,7 @@ def rehearse(
     for step in range(steps):
         for at, rank, mhz in begins:
             due = start + step * plan.timeline.makespan + at
-            if due > now():
-                sleep(due - now())
+            sleep(max(0.0, due - now()))
             if gpus.lock(rank, mhz):
                 changes, latest = changes + 1, max(latest, now() - due)
     return Rehearsal(changes, latest, tuple(after - first for after, first in zip(gpus.joules(), before, strict=True)))
