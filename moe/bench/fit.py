@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from moe.results import write_json
+from moe.train.environment import use_extensions_dir
 from moe.train.metrics import read
+from parallel.data.deepspeed_engine import compile_async_io
 
 RECIPE, LIMIT_BYTES, TRIES, TOLERANCE = "dense_wide", 1500 * 2**20, 6, 1e-5
 
 
 def main(*, steps: int = 4, json: str | None = None) -> int:
     """Print each run and how it ended. 0 where the last one trained with the same losses."""
+    use_extensions_dir()
+    compile_async_io(lambda text: print(text, flush=True))  # here, because a compiler needs more than the limit
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "disk").mkdir()

@@ -9,7 +9,6 @@ A name of its own:
 from __future__ import annotations
 
 import importlib
-import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,7 @@ from moe.config import Run
 from moe.model.transformer import Transformer
 from moe.parallelize import build, optimizer_of, prepare, start_engine
 from moe.recipe import build as build_run
-from moe.train.environment import extensions_dir
+from moe.train.environment import use_extensions_dir
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
@@ -121,7 +120,7 @@ def load_engines(kinds: list[Kind]) -> None:
     if any(kind.by_deepspeed for kind in kinds):
         from parallel.data.deepspeed_engine import load_deepspeed
 
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+        use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
         importlib.import_module("parallel.data.shard")  # 40 MB of modules, which no rank shall count as its model's

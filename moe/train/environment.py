@@ -71,6 +71,11 @@ def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
     return cache / "moe-parallel" / "extensions" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}-{python}"
 
 
+def use_extensions_dir() -> None:
+    """Have this process, and what it starts, find compiled extensions there, unless it was told of another place."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+
+
 def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
     """What must be installed before DeepSpeed's async_io can be compiled; empty if it can be, or is."""
     folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))

@@ -20,7 +20,7 @@ from pathlib import Path
 from moe.config import Run
 from moe.flags import take_overrides
 from moe.recipe import load, run_name
-from moe.train.environment import extensions_dir
+from moe.train.environment import use_extensions_dir
 from moe.train.processes import die_with_parent
 from parallel.agreement import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     """One rank, from its arguments to its exit code."""
     die_with_parent()
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+    use_extensions_dir()
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     out: Path | None = None
     run: Run | None = None

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -58,14 +59,37 @@ def compile_async_io(say: Callable[[str], None]) -> None:
         say(f"compiling DeepSpeed's async_io for offload to a disk: once, 4 to 6 minutes on 2 cores; it stays in {folder} ...")
     try:
         with redirect_stdout(StringIO()):  # each compiler's command
+            _take_built(folder)
             get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
+        lines = str(failed).splitlines()
+        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # among the commands
         raise BadInput(
             "sharding.offload",
-            got=f"nvme, whose async_io does not compile ({str(failed).splitlines()[0]})",
+            got=f"nvme, whose async_io does not compile ({why})",
             needed="a C++ compiler, ninja and libaio's headers",
             fix="see: moe doctor; or set it to cpu",
         ) from failed
+
+
+def _take_built(folder: Path) -> None:
+    """Have DeepSpeed use the extensions in a folder, which is of one version of everything, as they are.
+
+    By itself it looks each time whether they must be compiled again, which needs a compiler and its memory, and compiles them again for
+    every environment of the same versions.
+    """
+    from deepspeed.ops.op_builder import PinMemoryBuilder
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    with suppress(ImportError, OSError):  # not there yet, or not whole: it is compiled
+        for name in ("pin_memory", "async_io"):
+            spec = spec_from_file_location(name, folder / name / f"{name}.so")
+            assert spec is not None and spec.loader is not None
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            OpBuilder._loaded_ops[name] = module
+            if name == "pin_memory":
+                PinMemoryBuilder().load(verbose=False)  # async_io takes its symbols
 
 
 def start_deepspeed() -> Any:
