@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe.bench import kfac as bench
 from moe.bench.kfac import steps_to
 from moe.config import Run
 from moe.curvature import watched
@@ -556,3 +557,15 @@ def test_in_a_pipeline_losses_are_those_of_one_process_and_work_is_done_in_the_w
 def test_the_bench_counts_steps_until_a_mean_of_ten_is_low_enough() -> None:
     losses = [3.0] * 12 + [1.0] * 10
     assert steps_to(losses, 3.0) == 10 and steps_to(losses, 2.0) == 17 and steps_to(losses, 0.9) is None
+
+
+def test_the_bench_takes_the_steps_of_one_process_wherever_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "FORWARD_S", 1e-3)
+    monkeypatch.setattr(bench, "BACKWARD_S", 2e-3)
+    monkeypatch.setattr(bench, "UNIT_S", {"curvature": 2e-4, "inversion": 2e-4})
+    steps = 14  # the first eight are measured, the work of the others has places
+    values = bench.timed_values("kfac", 1, 0.02, steps, 2)
+    ends, bubbles = (run_on_ranks(bench.until, 2, 2, "1f1b", way, values, 0.0)[0] for way in (bench.KFAC_ENDS, bench.KFAC_BUBBLES))
+    assert ends["losses"] == bubbles["losses"] and not bubbles["reached"]
+    assert bubbles["losses"] == pytest.approx(bench.losses_of(values)[0], rel=1e-4)
+    assert bubbles["placed"] > 0 == ends["placed"]

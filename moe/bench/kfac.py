@@ -44,7 +44,8 @@ LAST = 10  # steps whose mean loss counts
 FORWARD_S, BACKWARD_S = 0.03, 0.06
 UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # of one factor; with these K-FAC is a third of the work of a step that has all of it
 ALLOWED = 1.10  # of AdamW's step time in the same schedule
-WAYS = ("adamw", "kfac at the ends", "kfac in the bubbles")
+KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
+WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
 
 
 def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
     if isinstance(started.engine, Curved):
         _slow(started.engine.kfac)
         started.filler = getattr(pipeline.between, "__self__", None)
-        if "at the ends" in way:
+        if way == KFAC_ENDS:
             pipeline.between, started.engine.kfac.seconds = None, None
     return started
 
@@ -202,17 +203,17 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
     row: dict[str, Any] = {"what": "bubbles", "schedule": schedule, "stages": ranks, "microbatches": ranks, "seconds": seconds}
     row |= {f"{way} over adamw": seconds[way] / seconds["adamw"] for way in WAYS[1:]}
     row |= {
-        f"bubble_{when}": statistics.mean(rank[key] for rank in found[WAYS[2]]) for when, key in (("before", "waits"), ("after", "filled"))
+        f"bubble_{when}": statistics.mean(rank[key] for rank in found[KFAC_BUBBLES])
+        for when, key in (("before", "waits"), ("after", "filled"))
     }
-    row["placed_share"] = statistics.mean(rank["placed"] for rank in found[WAYS[2]])
+    row["placed_share"] = statistics.mean(rank["placed"] for rank in found[KFAC_BUBBLES])
     row["same_loss"] = len({rank["loss"] for way in WAYS[1:] for rank in found[way]}) == 1
-    row["passed"] = row["same_loss"] and row[f"{WAYS[2]} over adamw"] <= ALLOWED and seconds[WAYS[2]] < seconds[WAYS[1]]
+    row["passed"] = row["same_loss"] and row[f"{KFAC_BUBBLES} over adamw"] <= ALLOWED and seconds[KFAC_BUBBLES] < seconds[KFAC_ENDS]
     return row
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-KFAC_ENDS, KFAC_BUBBLES = WAYS[1:]
 DELAYS = (0, 1)  # with 1, curvature is in the waits of one step and inversions in those of the next
 
 
@@ -293,7 +294,9 @@ def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f
             times = "".join(f"{1000 * row['seconds'][way]:>19.1f} ms" for way in WAYS)
             said = "" if row["passed"] else "  FAIL"
             waits = f"{row['bubble_before']:.3f} -> {row['bubble_after']:.3f}"
-            print(f"{schedule:<10}{times}{row[f'{WAYS[2]} over adamw']:>22.3f}{row['placed_share']:>8.2f}{waits:>16}{said}", flush=True)
+            print(
+                f"{schedule:<10}{times}{row[f'{KFAC_BUBBLES} over adamw']:>22.3f}{row['placed_share']:>8.2f}{waits:>16}{said}", flush=True
+            )
     if "steps" in only:
         for model in ("dense", "sparse"):
             row = steps_row(model, steps, lambda line: print(line, flush=True))
