@@ -2,7 +2,7 @@
 
 import sys
 
-from moe.cli import main
+from moe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

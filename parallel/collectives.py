@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.agreement import Agreement
+from parallel.debug_collectives import Agreement
 from parallel.mesh import Axis
 
 # torch 2.13 gives them these names, and warns of the old ones
@@ -35,7 +35,7 @@ _agreement: Agreement | None = None
 
 
 def agree(agreement: Agreement | None) -> None:
-    """Have every collective compared over its axis before it runs (parallel/agreement.py), or with None no more."""
+    """Have every collective compared over its axis before it runs (parallel/debug_collectives.py), or with None no more."""
     global _agreement
     _agreement = agreement
 

@@ -31,7 +31,7 @@ _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this processor has matrix instructions for a 16-bit dtype. A CPU without them is slower than in fp32 by far (docs/log.md)."""
+    """Whether this processor has matrix instructions for a 16-bit dtype; a CPU without them is far slower than in fp32."""
     if device.type == "cuda":
         return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:

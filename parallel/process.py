@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from parallel import collectives
-from parallel.agreement import DEBUG, TIMEOUT_S, Agreement
+from parallel.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
-from parallel.memory import keep_freed_memory
+from parallel.malloc import keep_freed_memory
 from parallel.mesh import Axis, Degrees, Mesh
 
 _NAMES = {

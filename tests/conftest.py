@@ -1,6 +1,6 @@
 """Before any test: one thread a process, no accelerator for DeepSpeed, no place in somebody else's job.
 
-Ranks are forks of the test process (tests/ranks.py). A fork inherits locks but not threads, so torch must never have
+Ranks are forks of the test process (tests/support/ranks.py). A fork inherits locks but not threads, so torch must never have
 started its thread pool here; two cores shared by four ranks are also faster with one thread each.
 """
 

@@ -25,16 +25,16 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from moe.capacity import capacity, kept_choices  # noqa: E402
-from moe.config import Optimizer  # noqa: E402
 from moe.kernels import reference  # noqa: E402
-from moe.train.schedule import learning_rate  # noqa: E402
+from moe.recipe.sections import Optimizer  # noqa: E402
+from moe.router.capacity import capacity, kept_choices  # noqa: E402
+from moe.train.learning_rate import learning_rate  # noqa: E402
+from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402
-from parallel.pipeline.bubbles import Packing, pack  # noqa: E402
-from parallel.pipeline.catalog import build  # noqa: E402
-from parallel.pipeline.draw import draw_on  # noqa: E402
-from parallel.pipeline.fisher import check_rules, works  # noqa: E402
-from parallel.pipeline.simulate import Span, costs, simulate  # noqa: E402
+from parallel.pipeline.schedules.catalog import build  # noqa: E402
+from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
+from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
+from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"

@@ -1,4 +1,4 @@
-"""Bytes that each rank sends for gradients and parameters in one step, counted, against theory (parallel/states.py).
+"""Bytes that each rank sends for gradients and parameters in one step, counted, against theory (parallel/plan/states.py).
 
     all-reduce (DDP)                             2 (N - 1)/N of the parameters' bytes
     reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
@@ -20,12 +20,12 @@ import torch
 
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import CPU, PLAIN, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
-from moe.results import write_json
+from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
+from parallel.plan.states import sent_bytes
 from parallel.precision import LossScale
-from parallel.states import sent_bytes
 
 LENGTH = 12
 TOLERANCE = 0.005  # padding to equal parts adds; small weights that stay whole take away

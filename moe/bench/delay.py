@@ -2,7 +2,7 @@
 
 Tiny models of eight layers on Python's standard library, with the same first weights, batches and learning rates in all variants. One
 process stands for the pipeline: before each pass the values that a stage's weights had `age` updates ago are put under the model, and the
-step is made from the newest, which is what the runtime computes to the digit (tests/test_stream.py). Nothing is clipped: a
+step is made from the newest, which is what the runtime computes to the digit (tests/moe/train/test_stream.py). Nothing is clipped: a
 stage that updates on its own knows no gradient norm of the whole model.
 
     PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.config import Run
+from moe.data import open_data
 from moe.model.transformer import Transformer
-from moe.parallelize import build, start_engine
-from moe.pipeline_checks import schedule_of
-from moe.results import write_json
-from moe.stages import parts_of, stages_with
-from moe.train.data import open_data
-from moe.train.schedule import learning_rate
+from moe.parallelize.build import build, start_engine
+from moe.parallelize.stages import parts_of, stages_with
+from moe.plan.pipeline import schedule_of
+from moe.recipe.sections import Run
+from moe.records.results import write_json
+from moe.train.learning_rate import learning_rate
 from moe.train.step import accumulate, finish, validation_loss
 from parallel import process
 from parallel.errors import BadInput

@@ -26,7 +26,7 @@ from moe.bench import gpu_layers, layers, moves
 from moe.bench.layers import Case, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from parallel.errors import BadInput, did_you_mean
-from parallel.memory import keep_freed_memory
+from parallel.malloc import keep_freed_memory
 
 SHAPES = {
     "cpu": (
@@ -88,7 +88,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     if only in (None, "moves"):
         rows += moves.measure([Case(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds)
     if json:
-        from moe.results import write_json
+        from moe.records.results import write_json
 
         write_json(json, verb="bench dispatch", rows=rows, rounds=rounds, threads=torch.get_num_threads())
     return 1 if any(row.get("passed") is False for row in rows) else 0

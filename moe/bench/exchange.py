@@ -4,7 +4,7 @@
     plain             four all_to_all of equal parts, which together send as many bytes (forward and backward have two each)
     moved experts     a skewed load: what the fullest rank gets with experts in order, and after moving them; with real experts
 
-Bytes are those that leave a rank for one layer, forward and backward, and must equal the theory exactly (docs/dispatch.md has it).
+Bytes are those that leave a rank for one layer, forward and backward, and must equal the theory exactly (docs/moe/dispatch.md has it).
 A time's ratio is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """
@@ -21,18 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe import config, dispatch
 from moe.bench.timing import in_turn, ratio
-from moe.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Hierarchical, Padded, Split
-from moe.dispatch.placement import balanced_placement
-from moe.experts import Experts
-from moe.results import write_json
-from moe.router import Routing
+from moe.experts import dispatch
+from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Hierarchical, Padded, Split
+from moe.experts.dispatch.placement import balanced_placement
+from moe.experts.experts import Experts
+from moe.recipe import sections
+from moe.records.results import write_json
+from moe.router.router import Routing
 from parallel import process
 from parallel.collectives import counts, max_over, reset_counts
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
-from parallel.memory import keep_freed_memory
+from parallel.malloc import keep_freed_memory
 from parallel.mesh import Axis, Degrees, divisors
 from parallel.process import World
 
@@ -188,7 +189,7 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
     work: dict[str, Callable[[], object]] = {}
     fullest: dict[str, int] = {}
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
-        way = dispatch.build(config.Dispatch(), mesh, placement=placement)
+        way = dispatch.build(sections.Dispatch(), mesh, placement=placement)
         assert isinstance(way, AllToAll)
         fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.engine import Engine
-from parallel.states import States
+from parallel.plan.states import States
 
 
 def give_freed_memory_back() -> None:

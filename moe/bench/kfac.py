@@ -22,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe.config import Run
+from moe.data import open_data
 from moe.model.transformer import Block, Transformer
-from moe.parallelize import build, start_engine
-from moe.results import write_json
-from moe.train.data import open_data
-from moe.train.schedule import learning_rate
+from moe.parallelize.build import build, start_engine
+from moe.recipe.sections import Run
+from moe.records.results import write_json
+from moe.train.learning_rate import learning_rate
 from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.fork import run_on_ranks
+from parallel.kfac.grafted import Curved
+from parallel.kfac.kfac import Item, Kfac
 from parallel.mesh import Mesh
-from parallel.pipeline.grafted import Curved
-from parallel.pipeline.kfac import Item, Kfac
 from parallel.precision import LossScale
 from parallel.process import World
 

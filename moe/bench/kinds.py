@@ -24,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, start, tokens_of
 from moe.bench.timing import in_turn, ratio
-from moe.config import Run, Sharding
-from moe.context import Context
 from moe.model.transformer import Transformer
-from moe.parallelize import build, optimizer_of
-from moe.results import write_json
+from moe.nn.context import Context
+from moe.parallelize.build import build, optimizer_of
+from moe.recipe.sections import Run, Sharding
+from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
-from parallel.memory import keep_freed_memory
+from parallel.malloc import keep_freed_memory
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
@@ -97,7 +97,7 @@ def plain_torch(started: Started, rank: int) -> Step:
 
 def plain_deepspeed(started: Started, rank: int) -> Step:
     """DeepSpeed's engine with the configuration that our engine gave it, and its own clipping."""
-    from parallel.data.deepspeed_engine import start_deepspeed
+    from parallel.data.deepspeed import start_deepspeed
 
     run = started.run
     config = copy.deepcopy(started.engine.engine.config)  # type: ignore[attr-defined]

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.context import Context
+from moe.experts.layer import MoELayer
 from moe.kernels.activation import activate
-from moe.layer import MoELayer
-from moe.presets import PRESETS
+from moe.nn.context import Context
+from moe.recipe.presets import PRESETS
 from parallel.errors import BadInput
 
 # T tokens, D width, F hidden, E experts, K choices, R = T * K rows
@@ -204,7 +204,7 @@ def deepspeed(case: Case) -> Pass:
 
 
 def _deepspeed_moe() -> ModuleType:
-    from parallel.data.deepspeed_engine import start_deepspeed
+    from parallel.data.deepspeed import start_deepspeed
 
     start_deepspeed()
     import importlib

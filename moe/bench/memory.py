@@ -1,4 +1,4 @@
-"""Bytes of model states on each rank, measured, against the ZeRO formulas (parallel/states.py).
+"""Bytes of model states on each rank, measured, against the ZeRO formulas (parallel/plan/states.py).
 
     torch holds    when a backward pass is over and the step is not yet made: parameters, gradients, optimizer state and whatever else
                    (moe/bench/held.py), but for buckets of a fixed size. Whole gradients (stages 0 and 1) count as they arrive, because
@@ -23,13 +23,13 @@ import torch
 from moe.bench import tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of
-from moe.results import write_json
-from moe.train.environment import missing_for_nvme
+from moe.launch.environment import missing_for_nvme
+from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
+from parallel.plan.states import MIXED, STAGES, model_states, sparse_model_states
 from parallel.precision import DTYPES, LossScale
-from parallel.states import MIXED, STAGES, model_states, sparse_model_states
 
 LENGTH, TOLERANCE = 7, 0.05
 KINDS = (

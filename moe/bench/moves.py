@@ -4,7 +4,7 @@
     unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D, writes T D      a copy of (R + T) D / 2
 
 `share` is a copy's seconds over theirs: 1 is all of the memory's bandwidth. A part of `moe bench dispatch` (--only moves).
-The fused path gathers rows inside its products and does neither (docs/kernels.md).
+The fused path gathers rows inside its products and does neither (docs/moe/kernels.md).
 """
 
 from __future__ import annotations

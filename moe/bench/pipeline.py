@@ -3,7 +3,7 @@
     times      seconds a step against the timeline simulated from the mean seconds of each action (Runtime.record): the stages sleep, as
                if devices were at work, so that two cores suffice for four processes; every schedule
     memory     bytes of storages alive between two actions, over those before the first, against what each micro-batch of a stage
-               keeps, measured alone, times the simulated count of those held (parallel/pipeline/held.py); every schedule
+               keeps, measured alone, times the simulated count of those held (parallel/pipeline/simulator/held.py); every schedule
     peers      seconds a step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
                interleaved 1F1B on two processes; losses and all gradients are compared too
 
@@ -21,9 +21,9 @@ from moe.bench import pipeline_peers
 from moe.bench.pipeline_memory import memory_rows
 from moe.bench.pipeline_peers import peers_row
 from moe.bench.pipeline_times import times_rows
-from moe.results import write_json
+from moe.records.results import write_json
 from parallel.errors import BadInput
-from parallel.pipeline.catalog import SCHEDULES, kind_of
+from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
 
 PARTS = ("times", "memory", "peers")
 

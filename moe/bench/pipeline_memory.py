@@ -1,8 +1,9 @@
 """What a pipeline's ranks keep, storage by storage, against the simulated count of held activations.
 
 Of each stage one micro-batch is weighed alone: between F and its backward, and, where that comes in two passes, between I and W. The
-count of those held at once, which follows from the order of actions (parallel/pipeline/held.py), times these is what a rank should keep.
-Measured between actions, over what was there before the first; copies of older weights are left out and counted as versions.
+count of those held at once, which follows from the order of actions (parallel/pipeline/simulator/held.py), times these is what a
+rank should keep. Measured between actions, over what was there before the first; copies of older weights are left out and
+counted as versions.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 
 from moe.bench.alive import Alive
 from moe.bench.stages import Stages, batch, connect, descend, layers, runtime_for, schedule_for
-from moe.config import Model
+from moe.recipe.sections import Model
 from parallel.fork import run_on_ranks
 from parallel.mesh import Mesh
-from parallel.pipeline.held import peak_kept, weight_versions
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.split_backward import put_off, splittable
+from parallel.pipeline.simulator.held import peak_kept, weight_versions
+from parallel.weight_gradient import put_off, splittable
 
 WITHIN = 0.05
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.bench.stages import CPU, Stages, barrier, batch, connect, layers, runtime_for, schedule_for
-from moe.config import Model
+from moe.recipe.sections import Model
 from parallel.fork import run_on_ranks
 from parallel.mesh import Axis
 from parallel.pipeline.schedule import Schedule

@@ -19,7 +19,7 @@ from parallel.fork import run_on_ranks
 from parallel.mesh import Axis, Mesh
 from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.simulate import Timeline, simulate
+from parallel.pipeline.simulator.simulate import Timeline, simulate
 
 SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # of a rank's stages together
 ROWS, WIDTH = 32, 256  # of what crosses stages: 32 KiB

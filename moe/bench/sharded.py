@@ -19,18 +19,18 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from moe.config import Run
+from moe.launch.environment import use_extensions_dir
 from moe.model.transformer import Transformer
-from moe.parallelize import build, optimizer_of, prepare, start_engine
-from moe.recipe import build as build_run
-from moe.train.environment import use_extensions_dir
+from moe.parallelize.build import build, optimizer_of, prepare, start_engine
+from moe.recipe.load import build as build_run
+from moe.recipe.sections import Run
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 from parallel.process import World
-from parallel.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 CPU = torch.device("cpu")
 PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -38,7 +38,7 @@ PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class Kind:
-    """`stage` of the closed forms (parallel/states.py); `sharding` of the recipe, empty for what does not go through one."""
+    """`stage` of the closed forms (parallel/plan/states.py); `sharding` of the recipe, empty for what does not go through one."""
 
     name: str
     stage: int
@@ -118,12 +118,12 @@ def _is_there(kind: Kind) -> bool:
 def load_engines(kinds: list[Kind]) -> None:
     """Import what the kinds need, once, before ranks are forked."""
     if any(kind.by_deepspeed for kind in kinds):
-        from parallel.data.deepspeed_engine import load_deepspeed
+        from parallel.data.deepspeed import load_deepspeed
 
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.shard")  # 40 MB of modules, which no rank shall count as its model's
+        importlib.import_module("parallel.data.fsdp")  # 40 MB of modules, which no rank shall count as its model's
 
 
 def without_look_ahead() -> AbstractContextManager[Any]:
@@ -171,7 +171,7 @@ class DeepSpeedAlone:
     pipeline = None
 
     def __init__(self, run: Run, model: nn.Module, layouts: dict[str, Layout], *, stage: int) -> None:
-        from parallel.data.deepspeed_engine import start_deepspeed
+        from parallel.data.deepspeed import start_deepspeed
         from parallel.data.zero import BUCKET_ELEMENTS
 
         self.module, self.layouts, adamw = model, layouts, optimizer_of(run.optimizer)

@@ -16,8 +16,8 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from moe.config import Run
-from moe.recipe import load
+from moe.recipe.load import load
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 RECIPES = ("dense_tiny", "switch_tiny", "glam_tiny")
@@ -32,7 +32,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    from moe.train.metrics import read, read_summary  # after the forks: these need no torch, but what follows draws
+    from moe.records.metrics import read, read_summary  # after the forks: these need no torch, but what follows draws
 
     rows = []
     for recipe, seed in jobs:
@@ -53,7 +53,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
     better = _table(rows)
     print(f"curves: {picture}")
     if json:
-        from moe.results import write_json
+        from moe.records.results import write_json
 
         write_json(json, verb="bench sparse-vs-dense", rows=rows, steps=steps, seeds=seeds, sparse_is_better=better)
     return 0 if better else 1
@@ -93,7 +93,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
     import torch
 
-    from moe.train.metrics import read_summary
+    from moe.records.metrics import read_summary
     from moe.train.place import settle_precision
     from moe.train.trainer import train
     from parallel.process import World

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from moe.config import Model
-from moe.context import Context
 from moe.model.transformer import Output, Part, Transformer
+from moe.nn.context import Context
+from moe.recipe.sections import Model
 from parallel import process
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
-from parallel.pipeline.catalog import SCHEDULES, build
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import Replicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.split_backward import gradient_or_later
+from parallel.pipeline.schedules.catalog import SCHEDULES, build
 from parallel.pipeline.weights import Versions
 from parallel.process import World
+from parallel.weight_gradient import gradient_or_later
 
 CPU = torch.device("cpu")
 Loss = Callable[[Tensor, int], Tensor]  # of the last stage's output, and the micro-batch's number

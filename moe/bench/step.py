@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.balance import join
-from moe.config import Run
-from moe.context import Context
 from moe.model.transformer import Transformer
-from moe.parallelize import build, start_engine
-from moe.recipe import build as build_run
+from moe.nn.context import Context
+from moe.parallelize.build import build, start_engine
+from moe.recipe.load import build as build_run
+from moe.recipe.sections import Run
+from moe.router.balance import join
 from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.errors import BadInput, did_you_mean
 from parallel.fork import run_on_ranks
-from parallel.memory import keep_freed_memory
+from parallel.malloc import keep_freed_memory
 from parallel.precision import LossScale
 from parallel.process import World
 
@@ -55,7 +55,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
     torch.set_num_threads(1)
     keep_freed_memory()
     if "deepspeed" in names:
-        from parallel.data.deepspeed_engine import load_deepspeed
+        from parallel.data.deepspeed import load_deepspeed
 
         load_deepspeed()  # once, before forking
     rows: list[dict[str, Any]] = []
@@ -75,7 +75,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
             rows.append(row)
             print(f"  {name:<14} {row['tokens_per_second']:>9.0f} {faster:>13.2f} {losses[0]:>11.3f} {losses[-1]:>10.3f}", flush=True)
     if json:
-        from moe.results import write_json
+        from moe.records.results import write_json
 
         write_json(json, verb="bench step", rows=rows, rounds=rounds, ranks=WORLD)
     return 1 if any(not row["passed"] for row in rows) else 0
@@ -185,7 +185,7 @@ def _loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
 
 def deepspeed(rank: int, precision: str) -> Step:
     """DeepSpeed's engine, ZeRO off, around its MoE layer: experts of bf16 with fp32 masters where that is the precision."""
-    from parallel.data.deepspeed_engine import start_deepspeed
+    from parallel.data.deepspeed import start_deepspeed
 
     package = start_deepspeed()
     from deepspeed.moe.layer import MoE

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.shapes import GATED as GATED
+from moe.recipe.shapes import GATED as GATED
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str) -> Tensor:

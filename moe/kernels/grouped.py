@@ -22,8 +22,8 @@ from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
-from parallel.pipeline.split_backward import Owed, owed_for
 from parallel.precision import gradient_dtype
+from parallel.weight_gradient import Owed, owed_for
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
@@ -59,9 +59,9 @@ class Block:
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut experts into blocks; experts without rows at a block's edge belong to none.
 
-    The CPU's 16-bit products are generated for every new shape (15 times what the product takes, docs/measure.py) and are
+    The CPU's 16-bit products are generated for every new shape (15 times what the product takes, docs/benchmarks/measure.py) and are
     fastest on multiples of 32 rows; a batched one is up to four times as fast as one an expert, so more padding and larger blocks
-    pay than in fp32 (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/log.md).
+    pay than in fp32 (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/inside/log.md).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate
 from moe.kernels.plan import Plan
-from parallel.pipeline.split_backward import product
+from parallel.weight_gradient import product
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe import config
-from moe.context import Context
-from moe.experts import HIDDEN_DIM, Experts
-from moe.layer import LayerReport, MoELayer
-from moe.model.attention import Attention, RelativeBias
-from moe.model.linear import FeedForward, Norm, drop, feed_forward
-from moe.model.vocabulary import Rows, look_up, project, rows_of, summed_loss
+from moe.experts.experts import HIDDEN_DIM, Experts
+from moe.experts.layer import LayerReport, MoELayer
+from moe.nn.attention import Attention, RelativeBias
+from moe.nn.context import Context
+from moe.nn.linear import FeedForward, Norm, drop, feed_forward
+from moe.nn.vocabulary import Rows, look_up, project, rows_of, summed_loss
+from moe.recipe import sections
 from parallel.data.tiling import Tiled, tile_of, without_tiles
 from parallel.layout import Tile
 from parallel.random import key_of
@@ -57,17 +57,17 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        model: config.Model,
-        experts: config.Experts,
-        router: config.Router,
+        model: sections.Model,
+        experts: sections.Experts,
+        router: sections.Router,
         layer: int,
         *,
-        recompute: config.Recompute | None = None,
+        recompute: sections.Recompute | None = None,
         tiles: int = 1,
     ) -> None:
         super().__init__()
         self.layer, self.dropout = layer, model.dropout
-        self.recompute = (recompute or config.Recompute()).of_layer(layer)
+        self.recompute = (recompute or sections.Recompute()).of_layer(layer)
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
@@ -114,20 +114,20 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        model: config.Model | None = None,
-        experts: config.Experts | None = None,
-        router: config.Router | None = None,
+        model: sections.Model | None = None,
+        experts: sections.Experts | None = None,
+        router: sections.Router | None = None,
         *,
         vocab_size: int = 256,
         compute: torch.dtype = torch.float32,
-        recompute: config.Recompute | None = None,
-        tiling: config.Tiling | None = None,
+        recompute: sections.Recompute | None = None,
+        tiling: sections.Tiling | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.config, self.compute, self.vocab_size = model or config.Model(), compute, vocab_size
-        experts, router, tiling = experts or config.Experts(), router or config.Router(), tiling or config.Tiling()
-        recompute, width = recompute or config.Recompute(), self.config.d_model
+        self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
+        experts, router, tiling = experts or sections.Experts(), router or sections.Router(), tiling or sections.Tiling()
+        recompute, width = recompute or sections.Recompute(), self.config.d_model
         self.loss_chunks, self.recast = recompute.loss_chunks, False  # recast: the head as a Linear may be
         self.embedding: nn.Parameter | Rows | Tiled | None = nn.Parameter(torch.empty(vocab_size, width))
         if tiling.head > 1:

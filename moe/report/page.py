@@ -15,8 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from moe.report.summary import MISSING, duration, fixed, printable, summary_rows
-from moe.train.metrics import METRICS, SUMMARY, read, read_summary, replace_file
+from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
+from moe.records.summary import MISSING, duration, fixed, printable, summary_rows
 from parallel.errors import BadInput
 
 REPORT, PLOT_FOLDER = "report.html", "plots"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.config import Run
-from moe.pipeline_checks import continuous, schedule_of
-from moe.train.memory import PASSES, STEP, during
+from moe.plan.pipeline import continuous, schedule_of
+from moe.recipe.sections import Run
+from moe.train.learning_rate import learning_rate
 from moe.train.numbers import Numbers
-from moe.train.schedule import learning_rate
+from moe.train.out_of_memory import PASSES, STEP, during
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from parallel.clip import GradientNorm

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe.data import Tokenizer
+from moe.data import load as load_tokenizer
 from moe.model.transformer import Output, Transformer, global_name
-from moe.parallelize import build
-from moe.recipe import build as build_run
-from moe.train.data import Tokenizer
-from moe.train.data import load as load_tokenizer
+from moe.parallelize.build import build
+from moe.recipe.load import build as build_run
 from moe.train.state import load_extra
 from parallel import checkpoint
 from parallel.checkpoint import Reader, check_same_parameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.layer import LayerReport
+from moe.experts.layer import LayerReport
 from parallel.collectives import sum_over
 from parallel.mesh import Axis
 

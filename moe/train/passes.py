@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.context import Context
-from moe.model.vocabulary import PADDING as PADDING
+from moe.nn.context import Context
+from moe.nn.vocabulary import PADDING as PADDING
 from parallel.collectives import sum_over
 from parallel.errors import BadInput
 from parallel.mesh import Axis

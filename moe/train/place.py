@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe.config import Run
+from moe.recipe.sections import Run
 from parallel import process
 from parallel.collectives import max_over
 from parallel.errors import BadInput

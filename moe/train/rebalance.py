@@ -5,7 +5,7 @@
 The decision is a pure function of numbers that all ranks have (each step's choices, summed over them), so nobody has to be asked.
 An expert's weights and both moments travel over the ep axis; layouts then say where it is, so norms and checkpoints go on
 by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before; what may
-still round otherwise (clipping, rows of odd bytes, blocks of other neighbours, all_gather's sums): docs/dispatch.md.
+still round otherwise (clipping, rows of odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe import dispatch
-from moe.config import Run
-from moe.dispatch.placement import Placement, balanced_placement, rank_loads
-from moe.layer import MoELayer
+from moe.experts import dispatch
+from moe.experts.dispatch.placement import Placement, balanced_placement, rank_loads
+from moe.experts.layer import MoELayer
 from moe.model.transformer import moe_layers
+from moe.recipe.sections import Run
 from moe.train.numbers import Numbers
 from parallel.collectives import all_to_all
 from parallel.data.engine import Engine

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from moe.context import Context
 from moe.model.transformer import Output, Transformer
+from moe.nn.context import Context
 from moe.train.passes import Pass
 from parallel.collectives import sum_over
 from parallel.data.engine import Engine

@@ -13,10 +13,10 @@ from moe.model.transformer import extra_state, global_name, moe_layers
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters
 from parallel.data.engine import MOMENTS, Engine
+from parallel.kfac.grafted import Curved
+from parallel.kfac.kfac import Kfac
 from parallel.layout import Layout
 from parallel.mesh import Mesh
-from parallel.pipeline.grafted import Curved
-from parallel.pipeline.kfac import Kfac
 from parallel.precision import LossScale
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own

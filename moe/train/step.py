@@ -15,13 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moe.bias import updated_bias
 from moe.model.transformer import Output, Transformer, moe_layers
-from moe.parallelize import FAMILIES
+from moe.parallelize.build import FAMILIES
+from moe.router.bias import updated_bias
+from moe.train.batch_counts import whole_step
 from moe.train.numbers import Numbers, Sums
 from moe.train.passes import Pass, Tokens, count_tokens, passes_of
 from moe.train.staged import Staged, forward_all
-from moe.train.whole_step import whole_step
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.collectives import sum_over
 from parallel.data.engine import Engine

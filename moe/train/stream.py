@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe.model.transformer import Output, Transformer, moe_layers
-from moe.parallelize import FAMILIES
+from moe.parallelize.build import FAMILIES
+from moe.train.batch_counts import whole_step
 from moe.train.numbers import Numbers, Sums, numbers_of
 from moe.train.passes import Pass, count_tokens, passes_of
 from moe.train.staged import Staged
 from moe.train.step import move_biases
-from moe.train.whole_step import whole_step
 from parallel.clip import GradientNorm, norm_of, squares
 from parallel.collectives import sum_over
 from parallel.data.engine import Engine

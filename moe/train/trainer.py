@@ -17,27 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.config import Run
-from moe.model.flops import size
-from moe.parallelize import build, prepare, start_engine, whole_layouts
-from moe.pipeline_checks import continuous
-from moe.recipe import resolved_yaml
+from moe.data import Dataset, open_data
+from moe.parallelize.build import build, prepare, start_engine, whole_layouts
+from moe.plan.flops import size
+from moe.plan.pipeline import continuous
+from moe.recipe.load import resolved_yaml
+from moe.recipe.sections import Run
+from moe.records.metrics import Records, read, read_summary, write_summary
+from moe.records.progress import Progress, open_progress
+from moe.records.speed import hardware, matmul_flops, source_commit
+from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
-from moe.train.clocks import planned_clocks
-from moe.train.data import Dataset, open_data
+from moe.train.energy_clocks import planned_clocks
 from moe.train.generate import sample
-from moe.train.memory import STATES, WEIGHTS, during
-from moe.train.metrics import Records, read, read_summary, write_summary
 from moe.train.numbers import LayerNumbers
+from moe.train.out_of_memory import STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
-from moe.train.progress import Progress, open_progress
 from moe.train.rebalance import Rebalancer, nothing_to_move
-from moe.train.speed import hardware, matmul_flops, source_commit
 from moe.train.staged import whole_model
 from moe.train.state import Counters
 from moe.train.step import validation_loss
-from moe.train.title import title
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over

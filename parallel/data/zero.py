@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.data.deepspeed_engine import make_expert_groups, marked, stages_of, start_deepspeed
+from parallel.data.deepspeed import make_expert_groups, marked, stages_of, start_deepspeed
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
 from parallel.layout import Layout

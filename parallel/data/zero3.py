@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.deepspeed_engine import start_deepspeed
+from parallel.data.deepspeed import start_deepspeed
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Working, group_parameters, settings

@@ -26,7 +26,7 @@ from parallel.mesh import Axis
 from parallel.pipeline.links import Links, Traffic
 from parallel.pipeline.replicas import Replicas
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
-from parallel.pipeline.split_backward import Owed, put_off
+from parallel.weight_gradient import Owed, put_off
 
 
 class Work(Protocol):

@@ -1,0 +1,147 @@
+"""What kinds of data parallelism can shard and offload: refused in one line, before torch loads.
+
+kind zero   stage 0  nothing is sharded: DDP          offload: nothing
+            1, 2     by DeepSpeed                     optimizer: cpu
+            3        by DeepSpeed, or FSDP            optimizer, parameters: cpu or nvme (DeepSpeed)
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from moe.launch.environment import missing_for_nvme
+from moe.recipe.sections import Offload, Run, Sharding
+from parallel.errors import BadInput, did_you_mean
+
+
+def check_sharding(run: Run) -> None:
+    """Refuse what the kind and stage of a recipe cannot do. Raises BadInput."""
+    if run.sharding.kind == "zero":
+        _check_zero(run)
+    else:
+        _check_not_zero(run.sharding)
+    _check_fsdp(run.sharding)
+    _check_disk(run.sharding.offload)
+
+
+def _check_not_zero(s: Sharding) -> None:
+    """Keys of zero set for another kind would do nothing."""
+    for key in ("stage", "engine"):
+        value = getattr(s, key)
+        if value != Sharding.model_fields[key].default:
+            raise BadInput(
+                f"sharding.{key}",
+                got=f"{value} with sharding.kind={s.kind}",
+                needed="sharding.kind zero",
+                fix=f"set sharding.kind to zero, or leave sharding.{key} out",
+            )
+    for key in ("optimizer", "parameters"):
+        place = getattr(s.offload, key)
+        if place != "none":
+            raise BadInput(
+                f"sharding.offload.{key}",
+                got=f"{place} with sharding.kind={s.kind}",
+                needed="sharding.kind zero: others keep their states on the device",
+                fix=f"set sharding.kind to zero and sharding.stage to {1 if (key, place) == ('optimizer', 'cpu') else 3}",
+            )
+
+
+def _check_fsdp(s: Sharding) -> None:
+    """Keys of fsdp set for another kind would do nothing."""
+    if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
+        return
+    for key in ("reshard", "prefetch"):
+        value = getattr(s, key)
+        if value != Sharding.model_fields[key].default:
+            raise BadInput(
+                f"sharding.{key}",
+                got=f"{str(value).lower()} with sharding.kind={s.kind}",
+                needed="sharding.kind fsdp, which gathers weights block by block",
+                fix=f"set sharding.kind to fsdp, or leave sharding.{key} out",
+            )
+
+
+def _check_zero(run: Run) -> None:
+    s, o = run.sharding, run.sharding.offload
+    if s.engine == "fsdp" and s.stage != 3:
+        raise BadInput(
+            "sharding.engine", got=f"fsdp with sharding.stage={s.stage}", needed="stage 3, which is what FSDP does", fix="set it to auto"
+        )
+    if s.engine == "deepspeed" and s.stage == 0:
+        raise BadInput(
+            "sharding.engine",
+            got="deepspeed with sharding.stage=0",
+            needed="auto: stage 0 shards nothing, which is data parallelism as torch's DDP does it",
+            fix="set sharding.engine to auto, or sharding.stage to 1, 2 or 3",
+        )
+    if run.precision.master != "fp32" and s.stage > 0:
+        raise BadInput(
+            "precision.master",
+            got=f"{run.precision.master} with sharding.kind=zero",
+            needed="fp32: its engine keeps fp32 master weights in the partitions, beside working weights in precision.compute",
+            fix="set precision.master to fp32, or sharding.kind to ddp",
+        )
+    for key in ("optimizer", "parameters"):
+        place = getattr(o, key)
+        lowest = 1 if (key, place) == ("optimizer", "cpu") else 3
+        if place == "none":
+            continue
+        if s.engine == "fsdp":
+            raise BadInput(
+                f"sharding.offload.{key}",
+                got=f"{place} with sharding.engine=fsdp",
+                needed="DeepSpeed, which is what offloads here",
+                fix="set sharding.engine to auto",
+            )
+        if s.stage < lowest:
+            raise BadInput(
+                f"sharding.offload.{key}",
+                got=f"{place} with sharding.stage={s.stage}",
+                needed=f"stage {'1, 2 or 3' if lowest == 1 else '3'}",
+                fix=f"set sharding.stage to {lowest}, or sharding.offload.{key} to {'cpu' if key == 'optimizer' and s.stage else 'none'}",
+            )
+
+
+def _check_disk(o: Offload) -> None:
+    """The folder for what goes to a disk, and what DeepSpeed needs to write there."""
+    if "nvme" not in (o.optimizer, o.parameters):
+        if o.path is not None:
+            raise BadInput(
+                "sharding.offload.path",
+                got=f"{o.path}, with nothing on nvme",
+                needed="null",
+                fix="leave it out, or set sharding.offload.optimizer to nvme",
+            )
+        return
+    if o.path is None:
+        raise BadInput(
+            "sharding.offload.path", got="null", needed="a folder on the disk that states go to", fix="add --sharding.offload.path FOLDER"
+        )
+    path = Path(o.path).expanduser()
+    if not path.is_dir():
+        beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise BadInput(
+            "sharding.offload.path",
+            got=f"{o.path}, which is {'a file' if path.exists() else 'not there'}",
+            needed="a folder that exists",
+            fix=f"did you mean {path.parent / near}?" if near else f"mkdir -p {o.path}" if not path.exists() else "name a folder",
+        )
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise BadInput(
+            "sharding.offload.path",
+            got=f"{o.path}, where nothing can be written ({error.strerror})",
+            needed="a folder to write in",
+            fix="name a folder of yours, with room for 12 bytes a parameter and 4 more where parameters go there too",
+        ) from error
+    missing = missing_for_nvme()
+    if missing:
+        raise BadInput(
+            "sharding.offload",
+            got=f"nvme without {' and '.join(missing)}",
+            needed="what DeepSpeed's async_io is compiled with, once",
+            fix=f"apt-get install {' '.join(missing)}, or set it to cpu",
+        )

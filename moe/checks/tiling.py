@@ -1,0 +1,49 @@
+"""What tiles and chunks must divide or not exceed: refused in one line, before torch loads."""
+
+from __future__ import annotations
+
+import math
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.mesh import divisors
+
+
+def check_tiling(run: Run) -> None:
+    """Tiles of equal hidden units in every network; no tile of the vocabulary and no chunk of tokens empty. Raises BadInput."""
+    widths = _widths(run)
+    wrong = {what: size for what, size in widths.items() if size % run.tiling.ffn}
+    for what, size in wrong.items():
+        raise BadInput(
+            "tiling.ffn",
+            got=run.tiling.ffn,
+            needed=f"a divisor of {what}={size}: each tile has an equal part of the hidden units",
+            fix=f"set it to one of {divisors(math.gcd(*widths.values()))}",
+        )
+    if run.tiling.head > run.vocab_size:
+        raise BadInput(
+            "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}", fix="set it to 1, or to a few"
+        )
+    tokens = run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches) * run.model.max_length
+    if run.recompute.loss_chunks > tokens:
+        raise BadInput(
+            "recompute.loss_chunks",
+            got=run.recompute.loss_chunks,
+            needed=f"at most the {tokens} tokens of a micro-batch",
+            fix=f"set it to {tokens} or less; 8 is often enough",
+        )
+
+
+def _widths(run: Run) -> dict[str, int]:
+    """The hidden units that a rank holds of each kind of network."""
+    m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
+    units = x.d_ff or m.d_ff
+    widths = {"model.d_ff": m.d_ff} if len(sparse) < m.num_layers else {}
+    if sparse:
+        split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
+        widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a smaller one is refused with the other degrees
+        if x.shared:
+            widths["the shared experts' width"] = (x.shared_d_ff or units) * x.shared
+        if x.residual:
+            widths["the residual network's d_ff"] = units
+    return widths

@@ -1,0 +1,276 @@
+"""What each value of a recipe allows and the values together do not: refused in one line, before torch loads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from moe.checks.optimizer import check_optimizer
+from moe.checks.sharding import check_sharding
+from moe.checks.tiling import check_tiling
+from moe.plan.pipeline import check_pipeline
+from moe.recipe.sections import Run
+from moe.router.checks import check_causal, check_read, check_spec
+from parallel.errors import BadInput, did_you_mean
+from parallel.mesh import divisors
+
+
+def check_together(run: Run) -> None:
+    """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
+    _check_model(run)
+    _check_experts(run)
+    _check_dispatch(run)
+    _check_precision(run)
+    _check_data(run)
+    check_pipeline(run)
+    _check_batch(run)
+    check_tiling(run)
+    check_sharding(run)
+    check_optimizer(run)
+
+
+def _check_model(run: Run) -> None:
+    m = run.model
+    heads = m.num_kv_heads or m.num_heads
+    if m.head_size is None and m.d_model % m.num_heads:
+        raise BadInput(
+            "model.num_heads", got=m.num_heads, needed=f"a divisor of d_model={m.d_model}", fix=f"set it to one of {divisors(m.d_model)}"
+        )
+    if m.num_heads % heads:
+        raise BadInput(
+            "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
+        )
+    if m.positions == "rotary" and (m.head_size or m.d_model // m.num_heads) % 2:
+        raise BadInput(
+            "model.head_size",
+            got=m.head_size or m.d_model // m.num_heads,
+            needed="an even size for rotary positions",
+            fix="change head_size, or set model.positions to t5",
+        )
+    if m.moe_every and m.moe_layers is not None:
+        raise BadInput(
+            "model.moe_layers",
+            got=f"moe_every={m.moe_every} as well",
+            needed="one of the two",
+            fix="remove moe_every or set moe_layers to null",
+        )
+    if m.moe_every > m.num_layers:
+        raise BadInput(
+            "model.moe_every", got=m.moe_every, needed=f"at most num_layers={m.num_layers}", fix="set it to 2, or to 0 for a dense model"
+        )
+    bad = [i for i in m.layers_with_experts() if not 0 <= i < m.num_layers]
+    if bad or len(set(m.layers_with_experts())) < len(m.layers_with_experts()):
+        raise BadInput(
+            "model.moe_layers",
+            got=list(m.layers_with_experts()),
+            needed=f"different numbers from 0 to {m.num_layers - 1}",
+            fix=f"remove {bad or 'the repeated ones'}",
+        )
+    tokenizer = 256 if run.data.tokenizer == "bytes" else run.data.vocab_size
+    if run.vocab_size < tokenizer:
+        raise BadInput(
+            "model.vocab_size",
+            got=run.vocab_size,
+            needed=f"at least the tokenizer's {tokenizer}",
+            fix="set model.vocab_size to null to follow the tokenizer",
+        )
+
+
+def _check_experts(run: Run) -> None:
+    if not run.model.layers_with_experts():
+        if run.degrees.ep not in ("auto", 1):
+            raise BadInput(
+                "degrees.ep", got=run.degrees.ep, needed="1 for a dense model", fix="set degrees.ep to 1, or model.moe_every to 2"
+            )
+        if run.degrees.etp != 1:
+            raise BadInput(
+                "degrees.etp", got=run.degrees.etp, needed="1 for a dense model", fix="set degrees.etp to 1, or model.moe_every to 2"
+            )
+        return
+    _check_networks(run)
+    counts, ep = run.experts.counts, run.degrees.ep
+    got = counts[0] if len(counts) == 1 else list(counts)
+    if isinstance(ep, int) and ep > 0 and any(e % ep for e in counts):
+        common = math.gcd(*counts)
+        fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
+        raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
+    for count in counts:
+        check_spec(run.router.spec, count)
+    check_read(run.router.spec, run.router.own)
+    check_causal(run.router.spec, allowed=run.router.allow_noncausal)
+
+
+def _check_networks(run: Run) -> None:
+    """How many experts a layer has, and what stands beside them."""
+    x, layers = run.experts, run.model.layers_with_experts()
+    if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
+        raise BadInput(
+            "experts.num_experts",
+            got=f"{len(x.num_experts)} numbers",
+            needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
+            fix=f"list {len(layers)} numbers, or change model.moe_every",
+        )
+    for key, value in (("shared_gate", x.shared_gate), ("shared_d_ff", x.shared_d_ff)):
+        if value and not x.shared:
+            raise BadInput(
+                f"experts.{key}",
+                got=f"{str(value).lower()} without shared experts",
+                needed="experts.shared above 0",
+                fix="set experts.shared to 1",
+            )
+    if x.residual and x.shared:
+        raise BadInput(
+            "experts.residual",
+            got=f"true with experts.shared={x.shared}",
+            needed="one network that every token passes",
+            fix="set experts.shared to 0, or experts.residual to false",
+        )
+
+
+def _check_dispatch(run: Run) -> None:
+    """How rows travel, and how each expert's matrices are split."""
+    d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
+    units = run.experts.d_ff or run.model.d_ff
+    if run.model.layers_with_experts() and etp > 0 and units % etp:
+        raise BadInput(
+            "degrees.etp",
+            got=etp,
+            needed=f"a divisor of the experts' d_ff={units}: each of its ranks holds an equal part of the hidden units",
+            fix=f"set degrees.etp to one of {divisors(math.gcd(units, run.degrees.dp if isinstance(run.degrees.dp, int) else units))}",
+        )
+    if d.overlap_chunks > 1 and d.kind not in ("auto", "all_to_all"):
+        reason = "its one sum needs every expert's part" if d.kind == "all_gather" else "its blocks or steps are one exchange"
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=f"{d.overlap_chunks} with dispatch.kind={d.kind}",
+            needed=f"1: only all_to_all can be cut ({reason})",
+            fix="set dispatch.kind to all_to_all, or dispatch.overlap_chunks to 1",
+        )
+    if d.kind == "hierarchical" and d.node_size is None:
+        raise BadInput(
+            "dispatch.node_size",
+            got="null with dispatch.kind=hierarchical",
+            needed="how many ranks of the ep axis share a node",
+            fix=f"set it to one of {divisors(ep) if isinstance(ep, int) and ep > 0 else [2, 4, 8]}, or dispatch.kind to all_to_all",
+        )
+    if d.kind != "hierarchical" and d.node_size is not None:
+        raise BadInput(
+            "dispatch.node_size",
+            got=f"{d.node_size} with dispatch.kind={d.kind}",
+            needed="null: only hierarchical knows nodes",
+            fix="set dispatch.node_size to null, or dispatch.kind to hierarchical",
+        )
+    if not run.model.layers_with_experts() or not isinstance(ep, int) or ep <= 1:
+        return
+    if d.node_size is not None and ep % d.node_size:
+        raise BadInput(
+            "dispatch.node_size", got=d.node_size, needed=f"a divisor of degrees.ep={ep}", fix=f"set it to one of {divisors(ep)}"
+        )
+    held = math.gcd(*(count // ep for count in run.experts.counts))
+    if held % d.overlap_chunks:
+        raise BadInput(
+            "dispatch.overlap_chunks",
+            got=d.overlap_chunks,
+            needed=f"a divisor of the {held} experts that a rank holds (num_experts / ep)",
+            fix=f"set it to one of {divisors(held)}, or lower degrees.ep",
+        )
+
+
+def _check_precision(run: Run) -> None:
+    p = run.precision
+    if p.master == "bf16" and p.compute != "bf16":
+        raise BadInput(
+            "precision.master", got=f"bf16 with compute {p.compute}", needed="fp32 master weights", fix="set precision.master to fp32"
+        )
+    if p.compute == "fp16" and p.loss_scale == "none":
+        raise BadInput(
+            "precision.loss_scale",
+            got="none with compute fp16",
+            needed="a loss scale: gradients below 6e-8 vanish in fp16",
+            fix="set precision.loss_scale to dynamic",
+        )
+    if p.compute != "fp16" and p.loss_scale != "none":
+        raise BadInput(
+            "precision.loss_scale",
+            got=f"{p.loss_scale} with compute {p.compute}",
+            needed=f"none: {p.compute} has the range of fp32",
+            fix="set precision.loss_scale to none",
+        )
+    if isinstance(p.loss_scale, float) and p.loss_scale <= 0:
+        raise BadInput("precision.loss_scale", got=p.loss_scale, needed="above 0", fix="set precision.loss_scale to dynamic")
+
+
+def _check_data(run: Run) -> None:
+    d = run.data
+    if d.path is None:
+        if d.source != "python_stdlib":
+            raise BadInput("data.path", got="null", needed=f"a path for data.source={d.source}", fix="add --data.path FILE_OR_FOLDER")
+        return
+    path = Path(d.path).expanduser()
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, beside)
+        raise BadInput(
+            "data.path",
+            got=d.path,
+            needed="a file or folder that exists",
+            fix=f"did you mean {path.parent / near}?" if near else "check the spelling and the folder you are in",
+        )
+    empty = path.stat().st_size == 0 if path.is_file() else not any(p.is_file() and p.stat().st_size for p in path.rglob("*"))
+    if empty:
+        raise BadInput("data.path", got=f"{d.path}, which is empty", needed="text", fix="name a file or folder that holds text")
+
+
+def _check_replicas(run: Run, sequences: int) -> None:
+    """The replicas of dp share one process and each of its micro-batches."""
+    if run.sharding.kind != "dp":
+        return
+    if run.degrees.dp != 1:
+        raise BadInput(
+            "sharding.kind",
+            got=f"dp with {run.degrees.dp} processes",
+            needed="one process, which has all replicas",
+            fix="add --nproc 1 and set sharding.replicas, or set sharding.kind to ddp",
+        )
+    group = run.router.spec.group if run.model.layers_with_experts() else 1
+    unit = group if isinstance(group, int) else 1
+    if sequences % (run.sharding.replicas * unit):
+        got = f"{run.sharding.replicas} for {sequences} sequences of a micro-batch" + (f" in groups of {unit}" if unit > 1 else "")
+        raise BadInput(
+            "sharding.replicas",
+            got=got,
+            needed=f"a divisor of {sequences // unit}" if sequences % unit == 0 else f"groups that divide {sequences}",
+            fix="change sharding.replicas, train.global_batch or pipeline.microbatches",
+        )
+
+
+def _check_batch(run: Run) -> None:
+    batch, dp, m = run.train.global_batch, run.degrees.dp, run.pipeline.microbatches
+    if not isinstance(dp, int) or dp < 1:
+        raise BadInput("degrees.dp", got=dp, needed="a whole number of at least 1", fix="set degrees.dp to auto")
+    if batch % (dp * m):
+        raise BadInput(
+            "train.global_batch",
+            got=batch,
+            needed=f"a multiple of degrees.dp * pipeline.microbatches = {dp} * {m}",
+            fix=f"set it to {max(1, round(batch / (dp * m))) * dp * m}",
+        )
+    _check_replicas(run, batch // (dp * m))
+    group, held = run.router.spec.group, batch // (dp * m)
+    if run.model.layers_with_experts() and isinstance(group, int) and held % group:
+        raise BadInput(
+            "router.group",
+            got=f"{group} sequences",
+            needed=f"a divisor of the {held} sequences in one rank's micro-batch",
+            fix=f"set router.group to one of {divisors(held)}",
+        )
+    # where evaluation has a capacity, its groups must be whole on every rank, or the loss would depend on the layout
+    grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
+    unit = dp * group if grouped and isinstance(group, int) else dp
+    if run.train.eval_sequences % unit:
+        raise BadInput(
+            "train.eval_sequences",
+            got=run.train.eval_sequences,
+            needed=f"a multiple of degrees.dp * router.group = {dp} * {group}" if grouped else f"a multiple of degrees.dp={dp}",
+            fix=f"set it to {max(1, round(run.train.eval_sequences / unit)) * unit}",
+        )

@@ -1,0 +1,1 @@
+"""The command `moe`: its verbs, flags and entry."""

@@ -1,0 +1,213 @@
+"""`moe energy`: a clock for every action of a pipeline step, planned without a GPU (EnvPipe), and what that saves.
+
+    moe energy --stages 4 --microbatches 16 --forward-time 0.01,0.01,0.01,0.013 --backward-time 0.02,0.02,0.02,0.026 --out plan.json
+
+Times and energies come from a measured profile (--profile), or from the power model of
+parallel/pipeline/energy/clocks.py at the times that flags or a recipe's FLOPs say. Clocks of GPUs are touched by --apply alone.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe.cli.simulate_text import duration
+from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from parallel.errors import BadInput
+from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
+from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
+from parallel.pipeline.energy.plan_file import write_plan
+from parallel.pipeline.order_file import read_order
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.schedules.catalog import build, kind_of
+from parallel.pipeline.simulator.held import peak_activations
+
+KINDS = {".json": "the plan", ".png": "a picture"}
+FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
+
+
+def main(
+    name: str | None = None,
+    *,
+    profile: Path | None = None,
+    recipe: str | None = None,
+    overrides: dict[str, str] | None = None,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    slowdown: float = 0.0,
+    ahead: int | None = None,
+    apply: bool = False,
+    steps: int | None = None,
+    out: Path | None = None,
+    json: Path | None = None,
+    **times: Any,
+) -> int:
+    """Plan, print, write; with `apply` rehearse on this machine's GPUs. Raises BadInput, one line, for what cannot be."""
+    name = name or "1f1b"
+    size: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    _check(name, size, slowdown, ahead, apply, steps, out)
+    if overrides and recipe is None:
+        flag = next(iter(overrides))
+        raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose value it is", fix="--recipe dense_tiny")
+    from_file = read_order(name) if name.endswith(".csv") else None
+    measured = None if profile is None else _read(profile, recipe, times)
+    costs = None
+    if measured is None:
+        times = times if recipe else {"forward_time": FORWARD_S, "backward_time": BACKWARD_S} | times
+        costs = of_recipe(recipe, overrides or {}, times, size, from_file) if recipe else times_of(times)
+    schedule = from_file or _schedule(name, size, measured)
+    if measured is not None and len(measured.stages) != schedule.num_stages:
+        got = f"{len(measured.stages)} stages"
+        raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as {name} has", fix="--stages, or another profile")
+    of_actions, idle_w, transfer = _profile(schedule, measured, costs)
+    plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, ahead)
+    row = _row(plan, uniform, slowdown, "measured" if measured is not None else "power model")
+    _print(row, plan)
+    if out is not None:
+        _write(plan, out)
+    if json is not None:
+        from moe.records.results import write_json
+
+        write_json(json, verb="energy", rows=[row])
+    if apply:
+        _apply(plan, steps or 1)
+    return 0
+
+
+def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, apply: bool, steps: int | None, out: Path | None) -> None:
+    for flag, given in size.items():
+        if given is not None and given < 1:
+            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} 1")
+        if given is not None and name.endswith(".csv"):
+            raise BadInput(f"--{flag}", got=f"it with {name}", needed="the file alone, which says that", fix=f"remove --{flag}")
+    if not 0 <= slowdown <= 10:
+        raise BadInput("--slowdown", got=slowdown, needed="a share from 0 to 10", fix="--slowdown 0.01")
+    if ahead is not None and (ahead < 0 or name != "1f1b"):
+        got, fix = (ahead, "--ahead 0") if ahead < 0 else (f"it for {name}", "remove --ahead")
+        raise BadInput("--ahead", got=got, needed="at least 0, for 1f1b, whose forwards can be pulled ahead", fix=fix)
+    if steps is not None and (steps < 1 or not apply):
+        raise BadInput("--steps", got=steps, needed="at least 1, with --apply", fix="--apply --steps 1")
+    if out is not None and out.suffix not in KINDS:
+        fix = f"--out {out.stem.lstrip('.') or 'plan'}.json"
+        raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=fix)
+
+
+def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:
+    other = "recipe" if recipe else next(iter(times), None)
+    if other:
+        raise BadInput(f"--{other}", got="it with --profile", needed="one of the two: the profile has times", fix=f"remove --{other}")
+    return read_profile(profile)
+
+
+def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Schedule:
+    chunks = size["chunks"] or kind_of(name).chunks or 2
+    ranks = size["stages"] or (max(1, len(measured.stages) // chunks) if measured is not None else STAGES)
+    return build(name, ranks=ranks, microbatches=size["microbatches"] or MICROBATCHES, chunks=size["chunks"])
+
+
+def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:
+    """What each action costs at each clock, the watts of a rank that waits, and the time of a message."""
+    if measured is not None:
+        return measured, measured.idle_w, 0.0
+    assert costs is not None
+    model, transfer, cost = PowerModel(), costs.transfer_of(schedule), costs.cost(schedule)
+    found: dict[tuple[int, Op, int], list[Clock]] = {}
+
+    def profile(rank: int, action: Action) -> list[Clock]:
+        key = (rank, action.op, action.stage)
+        if key not in found:
+            seconds = cost(rank, action)
+            found[key] = model.clocks(seconds) if action.op not in (Op.S, Op.U) else [Clock(0, seconds, 0)]
+        return found[key]
+
+    return profile, model.idle_w, transfer
+
+
+def _plan(
+    name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
+) -> tuple[EnergyPlan, EnergyPlan]:
+    """The plan, and everything at its clock of least energy to compare with."""
+    uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
+    if name == "1f1b":
+        ranks, microbatches = schedule.num_ranks, schedule.microbatches
+        return envpipe(ranks, microbatches, profile, idle_power=idle_w, most=ahead, slowdown=slowdown, transfer_time=transfer), uniform
+    limit = uniform.full_clock.makespan * (1 + slowdown)
+    return plan_clocks(schedule, profile, idle_power=idle_w, limit=limit, transfer_time=transfer), uniform
+
+
+def _row(plan: EnergyPlan, uniform: EnergyPlan, slowdown: float, source: str) -> dict[str, Any]:
+    schedule = plan.schedule
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": schedule.microbatches,
+        "energies": source,
+        "idle_w": plan.idle_power,
+        "allowed_slowdown": slowdown,
+        "saved": plan.saved,
+        "slowdown": plan.slowdown,
+        "makespan": plan.timeline.makespan,
+        "energy_j": plan.energy,
+        "full_clock": {"makespan": plan.full_clock.makespan, "energy_j": plan.full_clock_energy},
+        "uniform": {"saved": uniform.saved, "slowdown": uniform.slowdown},
+        "time_unit": "s",
+        "energy_j_by_rank": [plan.energy_of(rank) for rank in range(schedule.num_ranks)],
+        "mhz_by_rank": [sorted({clock.mhz for clock in row if clock.mhz}) for row in plan.clocks],
+        "peak_activations": list(peak_activations(schedule)),
+        "peak_activations_at_full_clock": list(peak_activations(plan.full_clock.schedule)),
+    }
+
+
+def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
+    for rank, energy in enumerate(row["energy_j_by_rank"]):
+        clocks = row["mhz_by_rank"][rank]
+        work = [clock for clock in plan.clocks[rank] if clock.mhz]
+        mean = sum(clock.mhz * clock.time for clock in work) / sum(clock.time for clock in work)
+        print(
+            f"rank {rank}: {clocks[0]:g} to {clocks[-1]:g} MHz, mean {mean:.0f} · {energy:.4g} J · idle {plan.timeline.bubbles()[rank]:.1%}"
+            f" of ideal, at full clock {plan.full_clock.bubbles()[rank]:.1%} · in flight {row['peak_activations'][rank]},"
+            f" at full clock {row['peak_activations_at_full_clock'][rank]}"
+        )
+    full, uniform = row["full_clock"], row["uniform"]
+    print(
+        f"{row['schedule']}: {row['stages']} ranks, {row['microbatches']} micro-batches · {row['saved']:.1%} of the energy saved"
+        f" ({row['energy_j']:.4g} of {full['energy_j']:.4g} J) · time {duration(row['makespan'], row)}, {row['slowdown']:+.2%}"
+    )
+    print(f"all at the clock of least energy: {uniform['saved']:.1%} saved, time {uniform['slowdown']:+.1%}")
+    if row["energies"] == "power model":
+        m = PowerModel()
+        print(
+            f"assumed, not measured: {m.static_w + m.dynamic_w:g} W at {m.full_mhz} MHz, {m.static_w:g} of them fixed,"
+            f" {m.lowest_voltage:g} of the voltage at {m.lowest_mhz} MHz, {m.memory_share:.0%} of each time memory's, {m.idle_w:g} W idle"
+        )
+
+
+def _write(plan: EnergyPlan, out: Path) -> None:
+    if out.suffix == ".png":
+        from parallel.pipeline.simulator.draw import draw_clocks
+
+        said = f"{plan.schedule.name}: {plan.saved:.1%} of the energy saved at {plan.slowdown:+.2%} time"
+        draw_clocks(plan.timeline, [[clock.mhz for clock in row] for row in plan.clocks], out, title=said)
+    else:
+        write_plan(plan, out)
+    print(f"{KINDS[out.suffix]}: {out}")
+
+
+def _apply(plan: EnergyPlan, steps: int) -> None:
+    """A rehearsal on this machine's GPUs; where that cannot be, one line says why."""
+    from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clocks are given back
+    try:
+        with connect(plan.schedule.num_ranks) as gpus:
+            done = rehearse(plan, gpus, steps=steps)
+    except NoControl as reason:
+        print(f"planned only: {reason}")
+        return
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    joules = ", ".join(f"{j:.3g}" for j in done.joules)
+    print(f"clocks set {done.changes} times, at most {1e3 * done.latest_s:.1f} ms late, and given back; {joules} J by the GPUs meanwhile")

@@ -1,0 +1,177 @@
+"""The words of a command line, checked one by one before tyro reads them, so that every mistake is one line.
+
+    moe train switch_tiny --nproc 2 --model.d-ff=512
+              word        flag      override: any dotted key of a recipe, wherever it stands
+
+A verb is a frozen dataclass: fields without a default, or marked so, are its words, the others its flags. tyro makes values, help and
+shell completion from the same dataclass; its own complaints are boxes of many lines, hence the check here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from moe.cli.verbs import RECIPE_VERBS, is_word
+from parallel.errors import BadInput, did_you_mean
+
+_NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
+_EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
+
+
+def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split off every `--section.key value` and `--section.key=value`: (the other words, {"section.key": text}).
+
+    Dashes in a key are read as underscores. Whether a key exists is for `moe.recipe.load.load` to say. Raises BadInput for a key
+    without a value or given twice.
+    """
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    following = iter(enumerate(words))
+    for at, word in following:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        key = name[2:].replace("-", "_")
+        if not equals:
+            if at + 1 == len(words) or words[at + 1].startswith("--"):
+                raise BadInput(name, got="no value", needed="one", fix=f"{name} VALUE, or {name}=VALUE")
+            value = next(following)[1]
+        if key in overrides:
+            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
+        overrides[key] = value
+    return rest, overrides
+
+
+def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
+    """The same words in one spelling (values as --flag=value) once they fit the dataclass `kind` of a verb.
+
+    Raises BadInput for unknown, repeated, valueless and ill-typed flags, and for words that are missing or too many.
+    """
+    hints = get_type_hints(kind)
+    types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
+    flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not is_word(f)}
+    wanted = [name for name in types_of if f"--{name}" not in flags]
+    needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
+    given: list[str] = []
+    checked: dict[str, str] = {}
+    rest = iter(enumerate(words))
+    for at, word in rest:
+        if not word.startswith("-") or word == "-":
+            given.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        name = "--" + name[2:].replace("-", "_") if "--" + name[2:].replace("-", "_") in flags else name
+        if name not in flags:
+            _refuse_flag(verb, name, list(flags))
+        if name in checked:
+            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
+        if flags[name] is bool:
+            if equals:
+                raise BadInput(name, got=word, needed=f"{name} alone: it takes no value", fix=f"write {name}, or leave it out")
+            checked[name] = name
+            continue
+        if not equals:
+            following = words[at + 1] if at + 1 < len(words) else "--"
+            if following.startswith("-") and not _is_number(following):
+                raise BadInput(name, got="no value", needed=_needed(flags[name]), fix=f"{name}={_example(flags[name])}")
+            value = next(rest)[1]
+        _check_value(name, flags[name], value)
+        checked[name] = f"{name}={value}"
+    if len(given) < len(needed):
+        missing = needed[len(given)]
+        raise BadInput(
+            f"moe {verb}", got=f"no {missing.upper()}", needed=" ".join(["moe", verb, *map(str.upper, wanted)]), fix=_hint(missing, verb)
+        )
+    if len(given) > len(wanted):
+        extra = given[len(wanted)]
+        fix = (
+            f"did you mean --{extra}?"
+            if "." in extra and "=" in extra
+            else "remove it; a value needs its flag before it, see: moe " + verb + " --help"
+        )
+        raise BadInput(
+            f"moe {verb}", got=f"{extra!r} as one word too many", needed=" ".join(map(str.upper, wanted)) or "flags only", fix=fix
+        )
+    return [*given, *checked.values()]
+
+
+def _plain(hint: Any) -> Any:
+    """`int | None` is int; other hints as they are."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(a for a in get_args(hint) if a is not type(None))
+    return hint
+
+
+def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
+    recipe = verb in RECIPE_VERBS
+    near = did_you_mean(name, flags)
+    if "." in name:
+        fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
+    elif near:
+        fix = f"did you mean {near}?"
+    elif recipe and (owner := _recipe_key(name)):
+        fix = f"did you mean --{owner}?"
+    else:
+        fix = f"remove it, or see: moe {verb} --help"
+    needed = f"one of {', '.join(flags) or 'none: it has no flags'}{', or any --section.key of a recipe' if recipe else ''}"
+    raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=needed, fix=fix)
+
+
+def _recipe_key(name: str) -> str | None:
+    """The dotted key whose section was left out (`--lr`), or the form of one whose key was (`--optimizer`)."""
+    from moe.recipe.load import known_keys
+    from moe.recipe.sections import Run
+
+    word = name.lstrip("-").replace("-", "_")
+    if word in Run.model_fields:
+        return f"{word}.KEY VALUE"
+    return next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
+
+
+def _check_value(name: str, kind: Any, value: str) -> None:
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            near = did_you_mean(value, get_args(kind))
+            raise BadInput(
+                name, got=value, needed=_needed(kind), fix=f"did you mean {name} {near}?" if near else f"{name} {_example(kind)}"
+            )
+    elif kind in (int, float):
+        try:
+            right = math.isfinite(kind(value))
+        except (ValueError, OverflowError):
+            right = False
+        if not right:
+            raise BadInput(name, got=value, needed=_needed(kind), fix=f"{name} {_example(kind)}")
+    elif kind is Path and not value:
+        raise BadInput(name, got="nothing", needed=_needed(kind), fix=f"{name} {_example(kind)}")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _needed(kind: Any) -> str:
+    return " or ".join(get_args(kind)) if get_origin(kind) is Literal else _NEEDED[kind]
+
+
+def _example(kind: Any) -> str:
+    return str(get_args(kind)[0]) if get_origin(kind) is Literal else _EXAMPLE[kind]
+
+
+def _hint(missing: str, verb: str) -> str:
+    return {
+        "recipe": f"moe {verb} switch_tiny; the names are in: moe recipes",
+        "run_dir": f"moe {verb} runs/switch_tiny",
+        "from_run": f"moe {verb} runs/dense_tiny runs/upcycled --to glam_tiny",
+        "to_run": f"moe {verb} runs/dense_tiny runs/upcycled --to glam_tiny",
+    }.get(missing, f"see: moe {verb} --help")

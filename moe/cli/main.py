@@ -1,0 +1,271 @@
+"""The `moe` command: what each verb does.
+
+    argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
+
+Anything wrong is one line on stderr and exit code 2, said before anything heavy is imported: each function imports what it
+needs. Exit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal with the checkpoint saved.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe.cli import verbs
+from moe.cli.flags import check_words, take_overrides
+from moe.cli.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from parallel.debug_collectives import DEBUG
+from parallel.errors import BadInput, did_you_mean
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Run
+
+BENCHES = Path(__file__).resolve().parents[1] / "bench"
+
+
+def _train(flags: Train, overrides: dict[str, str]) -> int:
+    from moe.launch import start
+    from moe.recipe.load import load
+
+    launcher: start.Launcher = flags.launcher or "deepspeed"
+    world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
+    run, _ = load(flags.recipe, overrides)
+    alone = world == 1 and flags.launcher is None and flags.hostfile is None
+    if not (alone and _is_rank(os.environ)):  # a rank of somebody else's launcher checks against that world
+        run.check(world)
+    if not alone:
+        return start.start(
+            flags.recipe,
+            overrides,
+            nproc=flags.nproc,
+            launcher=launcher,
+            out=flags.out,
+            fresh=flags.fresh,
+            hostfile=flags.hostfile,
+            debug_collectives=flags.debug_collectives,
+        )
+    from moe.launch import launch
+
+    words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items())]
+    words += ["--out", str(flags.out)] if flags.out else []
+    words += ["--debug-collectives"] if flags.debug_collectives else []
+    return launch.main(words + (["--fresh"] if flags.fresh else []))
+
+
+def _is_rank(environment: Mapping[str, str]) -> bool:
+    return "RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment or environment.get("SLURM_NTASKS", "1") != "1"
+
+
+def _verify(flags: Verify, _: dict[str, str]) -> int:
+    if flags.nproc < 1:
+        raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
+    if flags.debug_collectives:
+        os.environ[DEBUG] = "20"  # seconds; its ranks are forks of this process
+    return _call("moe.verify.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds)
+
+
+def _generate(flags: Generate, _: dict[str, str]) -> int:
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    for name, low in (("tokens", 1), ("temperature", 0), ("seed", 0)):
+        if name in given and given[name] < low:
+            raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
+    run_dir = _run_dir(given.pop("run_dir"), "checkpoints")
+    return _call("moe.train.generate", run_dir, **given)
+
+
+def _report(flags: Report, _: dict[str, str]) -> int:
+    page = importlib.import_module("moe.report").main(_run_dir(flags.run_dir, "metrics.jsonl"), json=_text(flags.json))
+    print(f"report: {page}")
+    return 0
+
+
+def _bench(flags: Bench, _: dict[str, str]) -> int:
+    module = BENCHES / f"{flags.name.replace('-', '_')}.py"
+    if flags.name not in bench_names():
+        near = did_you_mean(flags.name, bench_names())
+        names = ", ".join(bench_names()) or "none in this version"
+        raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=f"did you mean {near}?" if near else "moe bench NAME")
+    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name" and getattr(flags, f.name) is not None}
+    takes = _arguments_of_main(module)
+    for name, value in given.items():
+        if name not in takes:
+            flags_there = ", ".join(f"--{t}" for t in takes) or "no flags"
+            raise BadInput(
+                f"--{name}", got=f"it for {flags.name}", needed=f"what {flags.name} takes: {flags_there}", fix=f"remove --{name}"
+            )
+        if isinstance(value, int) and value < 1:
+            raise BadInput(f"--{name}", got=value, needed="at least 1", fix=f"--{name} 1")
+    return _call(f"moe.bench.{module.stem}", **{name: _text(value) if isinstance(value, Path) else value for name, value in given.items()})
+
+
+def bench_names() -> list[str]:
+    """The measurements there are: modules of moe/bench with a main function."""
+    return sorted(p.stem.replace("_", "-") for p in BENCHES.glob("*.py") if not p.stem.startswith("_") and _main_of(p) is not None)
+
+
+def _main_of(module: Path) -> ast.FunctionDef | None:
+    """The main function as source: to import a measurement is to import torch."""
+    with contextlib.suppress(OSError, SyntaxError):
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "main":
+                return node
+    return None
+
+
+def _arguments_of_main(module: Path) -> list[str]:
+    main_function = _main_of(module)
+    return [a.arg for a in (*main_function.args.args, *main_function.args.kwonlyargs)] if main_function else []
+
+
+def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return _call("moe.cli.simulate", given.pop("name", None), overrides=overrides, **given)
+
+
+def _energy(flags: Energy, overrides: dict[str, str]) -> int:
+    given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
+    return _call("moe.cli.energy", given.pop("name", None), overrides=overrides, **given)
+
+
+def _convert(flags: Convert, overrides: dict[str, str]) -> int:
+    from moe.convert.checks import settings_of
+    from moe.recipe.load import recipe_names, recipe_path
+
+    if flags.to is None:
+        raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
+    recipe_path(flags.to)
+    source = _run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN")
+    given = {name: getattr(flags, name) for name in ("method", "share", "scale", "weights", "moments") if getattr(flags, name) is not None}
+    settings = settings_of(given, approximate=flags.approximate)
+    return _call(
+        "moe.convert.convert",
+        source,
+        flags.to_run,
+        recipe=flags.to,
+        overrides=overrides,
+        settings=settings,
+        load=_text(flags.load),
+        check=flags.check,
+        json=_text(flags.json),
+    )
+
+
+def _show(flags: Show, overrides: dict[str, str]) -> int:
+    from moe.recipe.load import load, resolved_yaml
+
+    run, origins = load(flags.recipe, overrides)
+    print(resolved_yaml(run, origins), end="")
+    if flags.json is not None:
+        from moe.records.results import write_json
+
+        write_json(flags.json, verb="show", rows=_rows(run, origins), recipe=flags.recipe)
+    return 0
+
+
+def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
+    from moe.recipe.load import flat
+
+    return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
+
+
+def _recipes(_: Recipes, __: dict[str, str]) -> int:
+    from moe.recipe.load import recipe_names, recipe_path
+
+    for name in recipe_names():
+        first = recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
+        print(f"{name:<16} {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
+    return 0
+
+
+def _doctor(flags: Doctor, _: dict[str, str]) -> int:
+    return _call("moe.cli.doctor", json=_text(flags.json))
+
+
+def _call(module: str, *words: Any, **flags: Any) -> int:
+    """module.main(...), whose result is an exit code or nothing."""
+    return int(importlib.import_module(module).main(*words, **flags) or 0)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
+    if (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
+        return name
+    runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []
+    near = did_you_mean(name, runs) or did_you_mean(f"runs/{name}", runs)
+    fix = f"did you mean {near}?" if near else f"one of {', '.join(runs)}" if runs else "train first: moe train switch_tiny"
+    raise BadInput(what, got=name, needed=f"a run's folder, with {holds} in it", fix=fix)
+
+
+FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
+    "train": _train,
+    "verify": _verify,
+    "generate": _generate,
+    "report": _report,
+    "bench": _bench,
+    "simulate": _simulate,
+    "energy": _energy,
+    "convert": _convert,
+    "show": _show,
+    "recipes": _recipes,
+    "doctor": _doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except BadInput as bad:
+        print(f"error: {bad}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `moe show switch_tiny | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        verbs.print_help(None, benches=bench_names())
+        return 0
+    if words[0] in ("--tyro-print-completion", "--tyro-write-completion"):
+        verbs.print_completion(words, benches=bench_names())
+        return 0
+    verb, *rest = words
+    if verb not in FUNCTIONS:
+        _refuse_verb(verb)
+    if "-h" in rest or "--help" in rest:
+        verbs.print_help(verb, benches=bench_names())
+        return 0
+    overrides: dict[str, str] = {}
+    if verb in verbs.RECIPE_VERBS:
+        rest, overrides = take_overrides(rest)
+    rest = check_words(verb, verbs.VERBS[verb], rest)
+    return FUNCTIONS[verb](verbs.parse(verb, rest, benches=bench_names()), overrides)
+
+
+def _refuse_verb(verb: str) -> None:
+    near = did_you_mean(verb, FUNCTIONS)
+    fix = f"did you mean moe {near}?" if near else "see: moe --help"
+    if near is None and not verb.startswith("-"):
+        from moe.recipe.load import recipe_names
+
+        recipe = did_you_mean(verb, recipe_names())
+        fix = f"did you mean moe train {recipe}?" if recipe else fix
+    raise BadInput("verb", got=verb, needed=f"one of {', '.join(FUNCTIONS)}", fix=fix)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

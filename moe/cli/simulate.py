@@ -1,0 +1,161 @@
+"""`moe simulate`: a pipeline schedule drawn and counted without a process, or all of them side by side.
+
+    moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
+    moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
+
+The numbers come from parallel/pipeline: the same value that is drawn here is what a run carries out. Times: moe/cli/simulate_times.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from moe.cli.simulate_text import print_all, print_one
+from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from parallel.errors import BadInput
+from parallel.pipeline.order_file import read_order, write_order
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, build, kind_of
+from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
+from parallel.pipeline.simulator.simulate import Timeline, period
+from parallel.pipeline.simulator.timeline import text, write_trace
+
+KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
+OPTIONS = ("vertical_sync", "pipelines")  # of one schedule each
+RANKS, MICROBATCHES = 4, 8
+
+
+def main(
+    name: str | None = None,
+    *,
+    recipe: str | None = None,
+    overrides: dict[str, str] | None = None,
+    stages: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    batches: int | None = None,
+    vertical_sync: str | None = None,
+    pipelines: int | None = None,
+    out: Path | None = None,
+    json: Path | None = None,
+    **times: Any,
+) -> int:
+    """One schedule drawn, or a table of all. Raises BadInput, one line, for what cannot be."""
+    if out is not None and out.suffix not in KINDS:
+        raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.png")
+    if name is None and out is not None:
+        raise BadInput("--out", got=str(out), needed="one schedule to draw", fix=f"moe simulate 1f1b --out {out}")
+    size = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "batches": batches, "pipelines": pipelines}
+    _at_least_1(size)
+    if overrides and recipe is None:
+        flag = next(iter(overrides))
+        raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose value it is", fix="--recipe dense_tiny")
+    size["vertical_sync"] = None if vertical_sync is None else vertical_sync == "on"
+    from_file = read_order(name) if name is not None and name.endswith(".csv") else None
+    if recipe is None:
+        costs: Times | OfRecipe = times_of(times)
+    else:
+        costs = of_recipe(recipe, overrides or {}, times, size, from_file)
+    size["stages"], size["microbatches"] = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
+    if name is None:
+        return _all(size, costs, json)
+    if from_file is not None:
+        _refuse_with_file(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks} | {o: size[o] for o in OPTIONS})
+    row, timeline = _row(_from_catalog(name, size) if from_file is None else lambda n: from_file.repeated(n or 1), batches, costs)
+    print_one(row, timeline)
+    if out is not None:
+        _write(timeline, out, seconds=recipe is not None)
+        print(f"{KINDS[out.suffix]}: {out}")
+    return _finish([row], [], json)
+
+
+def _at_least_1(size: dict[str, int | None]) -> None:
+    for flag, given in size.items():
+        if given is not None and given < 1:
+            raise BadInput(f"--{flag}", got=given, needed="at least 1", fix=f"--{flag} {2 if flag == 'pipelines' else 1}")
+
+
+def _refuse_with_file(path: str, size: dict[str, int | None]) -> None:
+    for flag, given in size.items():
+        if given is not None:
+            raise BadInput(f"--{flag}", got=f"it with {path}", needed="the file alone, which says that", fix=f"remove --{flag}")
+
+
+def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int | None], Schedule]:
+    own = {option: size[option] for option in OPTIONS}
+    return lambda batches: build(
+        name, ranks=size["stages"], microbatches=size["microbatches"], chunks=size["chunks"], batches=batches, **own
+    )
+
+
+def _row(of_batches: Callable[[int | None], Schedule], batches: int | None, costs: Times | OfRecipe) -> tuple[dict[str, Any], Timeline]:
+    schedule = of_batches(batches)
+    timeline = costs.run(schedule)
+    num_batches = batches or (2 if schedule.name == "two_bw" else 1)
+    microbatches = schedule.microbatches // num_batches
+    fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches after which a pipeline that never drains is in its rhythm
+    time_per_batch = period(of_batches, costs.run, batches=fill)
+    ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / num_batches
+    versions = weight_versions(schedule)
+    row = {
+        "schedule": schedule.name,
+        "stages": schedule.num_ranks,
+        "microbatches": microbatches,
+        "chunks": schedule.num_stages // schedule.num_ranks,
+        "batches": num_batches,
+        "bubble": schedule.num_ranks * time_per_batch / ideal - 1,
+        "bubble_with_ramps": timeline.bubble(),
+        "bubbles_with_ramps": list(timeline.bubbles()),
+        "makespan": timeline.makespan,
+        "time_per_batch": time_per_batch,
+        "peak_activations": list(peak_activations(schedule)),
+        "peak_activations_until_weight_gradient": list(peak_held(schedule)),
+        "most_kept": max(peak_held(schedule)) * schedule.num_ranks / schedule.num_stages,
+        "weight_versions": max(versions),
+        "weight_versions_by_rank": list(versions),
+        "messages_by_rank": [sum(t.message.source == rank for t in timeline.transfers) for rank in range(schedule.num_ranks)],
+    }
+    return row | (costs.of_memory(timeline, num_batches, time_per_batch) if isinstance(costs, OfRecipe) else {}), timeline
+
+
+def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> int:
+    rows, refused = [], []
+    for name, kind in SCHEDULES.items():
+        own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
+        own["chunks"] = size["chunks"] if kind.chunks is None else None
+        try:
+            rows.append(_row(_from_catalog(name, own), own["batches"], costs)[0])
+        except BadInput as bad:
+            if bad.what.startswith("--"):  # a flag that is wrong for all
+                raise
+            refused.append({"schedule": name, "reason": str(bad)})
+    print_all(rows, refused)
+    return _finish(rows, refused, json)
+
+
+def _write(timeline: Timeline, out: Path, *, seconds: bool) -> None:
+    if out.suffix == ".png":
+        from parallel.pipeline.simulator.draw import draw
+
+        draw(timeline, out)
+    elif out.suffix == ".csv":
+        write_order(timeline.schedule, out)
+    elif out.suffix == ".json":
+        write_trace(timeline, out, microseconds=1e6 if seconds else 1000)
+    else:
+        try:
+            out.write_text(text(timeline) + "\n", encoding="utf-8")
+        except OSError as error:
+            fix = "choose another path"
+            raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a file that can be written", fix=fix) from None
+
+
+def _finish(rows: list[dict[str, Any]], refused: list[dict[str, str]], json: Path | None) -> int:
+    if json is not None:
+        from moe.records.results import write_json
+
+        write_json(json, verb="simulate", rows=rows, refused=refused)
+    return 0

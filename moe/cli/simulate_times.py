@@ -1,0 +1,140 @@
+"""How long actions take in `moe simulate`: as flags say, in any unit, or as a recipe's model costs on a stated device, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe.plan.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.simulator.held import peak_held, weight_versions
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
+
+WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
+WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); a card of 200 Gbit/s a rank
+
+
+@dataclass(frozen=True)
+class Times:
+    """As the flags say: a number for the layers of a rank, which its chunks share, or one for each stage with commas between."""
+
+    forward_time: str = "1"
+    backward_time: str = "2"
+    weight_share: float = 0.5
+    transfer_time: float = 0
+    overlap: str = "on"
+
+    def cost(self, schedule: Schedule) -> Cost:
+        forward = _numbers("--forward_time", self.forward_time, schedule)
+        backward = _numbers("--backward_time", self.backward_time, schedule)
+        return costs(forward, backward, weight_share=self.weight_share)
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """Time of one message."""
+        return self.transfer_time
+
+    def run(self, schedule: Schedule) -> Timeline:
+        return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+
+
+def times_of(given: dict[str, Any]) -> Times:
+    """Times from flags. Raises BadInput for those that only a recipe gives a meaning, and for impossible numbers."""
+    for flag in WITH_RECIPE:
+        if flag in given:
+            raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose FLOPs and bytes it times", fix="add it")
+    times = Times(**given)
+    if not 0 <= times.weight_share <= 1:
+        raise BadInput("--weight_share", got=times.weight_share, needed="a share from 0 to 1", fix="--weight_share 0.5")
+    if times.transfer_time < 0:
+        raise BadInput("--transfer_time", got=times.transfer_time, needed="at least 0", fix="--transfer_time 0")
+    return times
+
+
+def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
+    try:
+        numbers = [float(word) for word in value.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < number < 1e12 for number in numbers):
+        raise BadInput(flag, got=value, needed="a time above 0, or one for each stage with commas between", fix=f"{flag} 1")
+    if len(numbers) not in (1, schedule.num_stages):
+        needed = f"1 time, or {schedule.num_stages}: one for each stage of {schedule.name}"
+        raise BadInput(flag, got=f"{len(numbers)} times", needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")
+    return numbers[0] * schedule.num_ranks / schedule.num_stages if len(numbers) == 1 else numbers
+
+
+@dataclass(frozen=True)
+class OfRecipe:
+    """The recipe's model cut into a schedule's stages, micro-batches of `sequences`, on ranks that are a Device each."""
+
+    recipe: Run
+    sequences: int
+    device: Device
+    overlap: str = "on"
+    of_file: bool = False
+
+    def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
+        layers, stages = self.recipe.model.num_layers, schedule.num_stages
+        if stages > layers:
+            chunks = stages // schedule.num_ranks
+            got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
+            fewer = f"--stages {layers // chunks} or " if layers >= chunks and not self.of_file else ""
+            raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=f"{fewer}--model.num_layers {stages}")
+        return stages_of(self.recipe, schedule.num_stages, sequences=self.sequences)
+
+    def cost(self, schedule: Schedule) -> Cost:
+        return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
+
+    def transfer_of(self, schedule: Schedule) -> float:
+        """Time of one message: every boundary is as wide as the model."""
+        return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
+
+    def run(self, schedule: Schedule) -> Timeline:
+        crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
+        transfer = self.transfer_of(schedule)
+        return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
+
+    def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
+        """What a row of the table has beside times where there is a model: layers, bytes of each rank, speed."""
+        schedule, stages = timeline.schedule, self.stages(timeline.schedule)
+        ranks = range(schedule.num_ranks)
+        parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
+        versions = weight_versions(schedule)
+        states = [STATE_BYTES * parameters[rank] + WEIGHT_BYTES * parameters[rank] * (versions[rank] - 1) for rank in ranks]
+        activations = peak_held(schedule, lambda stage: stages[stage].held)
+        tokens = self.sequences * self.recipe.model.max_length * schedule.microbatches // batches
+        return {
+            "time_unit": "s",
+            "tflops": self.device.tflops,
+            "link_gb_s": self.device.link_gb_s,
+            "sequences_a_microbatch": self.sequences,
+            "layers_by_stage": [len(stage.layers) for stage in stages],
+            "flops_by_stage": [stage.forward for stage in stages],
+            "parameters_by_rank": parameters,
+            "state_bytes_by_rank": states,
+            "activation_bytes_by_rank": list(activations),
+            "memory_gb_by_rank": [(states[rank] + activations[rank]) / 1e9 for rank in ranks],
+            "sent_bytes_by_rank": list(timeline.sent_bytes()),
+            "tokens_per_second": tokens / time_per_batch,
+        }
+
+
+def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
+    """The costs of a recipe; `size` takes stages and micro-batches from it where the flags say nothing. Raises BadInput."""
+    from moe.recipe.load import load
+
+    for flag in WITHOUT_RECIPE:
+        if flag in given:
+            raise BadInput(f"--{flag}", got="it with --recipe", needed="one of the two: the model decides times", fix=f"remove --{flag}")
+    speeds = {flag: given.get(flag, usual) for flag, usual in WITH_RECIPE.items()}
+    for flag, speed in speeds.items():
+        if speed <= 0:
+            raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
+    run, _ = load(recipe, overrides)
+    if file is None:
+        size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)
+        size["microbatches"] = size["microbatches"] or (run.pipeline.microbatches if run.pipeline.microbatches > 1 else 8)
+    microbatches = size["microbatches"] if file is None else file.microbatches_per_update
+    return OfRecipe(run, micro_batch(run, microbatches), Device(**speeds), given.get("overlap", "on"), file is not None)

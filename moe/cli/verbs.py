@@ -1,0 +1,269 @@
+"""The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
+
+A field without a default is a word after the verb, one marked as a word may be left out, the others are flags. For completion,
+`train` and `show` also get every section of a recipe as a field, so that a shell knows each dotted key and its choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_type_hints
+
+from parallel.errors import BadInput
+
+RECIPE_VERBS = ("train", "show", "convert", "simulate", "energy")
+SHELLS = ("bash", "zsh", "tcsh", "fish")
+_ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
+_OVERRIDES = (
+    "Any value of the recipe can be given as --section.key VALUE, anywhere after it: --degrees.ep 2 --model.d_ff=512 "
+    "(moe show RECIPE lists them)."
+)
+
+
+def _word(help: str) -> Any:
+    return dataclasses.field(metadata={"help": help})
+
+
+def _word_or_none(help: str) -> Any:
+    return dataclasses.field(default=None, metadata={"help": help, "word": True})
+
+
+def is_word(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING or bool(field.metadata.get("word"))
+
+
+def _flag(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a recipe; continues from the newest checkpoint in its run folder."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    nproc: int | None = _flag(None, "processes on this machine, 1 by default; with --hostfile: on each host, its slots by default")
+    launcher: Literal["deepspeed", "torchrun"] | None = _flag(
+        None, "what starts them; deepspeed by default, and nothing is needed for one process"
+    )
+    out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
+    fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
+    hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
+    debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 where one differs."""
+
+    nproc: int = _flag(2, "layouts of up to so many processes")
+    json: Path | None = _flag(None, "also write the table as JSON")
+    kinds: str = _flag("data,expert,pipeline", "data: engines and precisions; expert: routers, ways that rows travel; pipeline: schedules")
+    only: str | None = _flag(None, "only layouts whose name holds this text")
+    debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a text with a trained model."""
+
+    run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    prompt: str | None = _flag(None, "the text to continue")
+    tokens: int | None = _flag(None, "how many tokens to add")
+    temperature: float | None = _flag(None, "0 takes the likeliest token each time")
+    seed: int | None = _flag(None, "of the random choices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Draw a run's curves, expert load, drops and memory: PNG files and one HTML page."""
+
+    run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    json: Path | None = _flag(None, "also list the files as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Run a measurement."""
+
+    name: str = _word("of the measurement")
+    steps: int | None = _flag(None, "training steps, where it trains")
+    seeds: int | None = _flag(None, "repetitions with another seed")
+    out: Path | None = _flag(None, "folder of the runs it trains")
+    nproc: int | None = _flag(None, "processes, where it runs on several")
+    peers: str | None = _flag(None, "all, none, or names with commas between")
+    only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
+    kinds: str | None = _flag(None, "of data parallelism, with commas between: ddp, fsdp, zero1, zero2+cpu, ...")
+    rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulate:
+    """Draw a pipeline schedule and count its bubbles, activations and weight versions; without a name: a table of all of them."""
+
+    name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
+    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file, whose model then decides times and memory")
+    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default, or the recipe's degrees.pp")
+    microbatches: int | None = _flag(None, "to a batch; 8 by default, or the recipe's")
+    chunks: int | None = _flag(None, "stages a rank, where the schedule has a choice: 2 by default")
+    batches: int | None = _flag(None, "one after the other; 1 by default, for two_bw 2")
+    vertical_sync: Literal["on", "off"] | None = _flag(
+        None, "of pipedream: every stage reads the version that the first reads; off by default"
+    )
+    pipelines: int | None = _flag(None, "of chimera: half of them down, half up; 2 by default")
+    tflops: float | None = _flag(None, "with --recipe: what a rank reaches; 140 by default, an A100 in 16 bits")
+    link_gb_s: float | None = _flag(None, "with --recipe: from a rank to another, each way; 25 by default, 200 Gbit/s")
+    forward_time: str | None = _flag(
+        None, "of one micro-batch through the layers of a rank, 1 by default; or one for each stage, with commas"
+    )
+    backward_time: str | None = _flag(None, "likewise; 2 by default")
+    weight_share: float | None = _flag(None, "of the backward time: the weights' gradient, where it is split; 0.5 by default")
+    transfer_time: float | None = _flag(None, "from a rank to the next; 0 by default")
+    overlap: Literal["on", "off"] | None = _flag(None, "whether ranks compute while they send; on by default")
+    out: Path | None = _flag(None, "also write .png, .csv (the actions), .txt, or .json (a trace for chrome://tracing or Perfetto)")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Energy:
+    """Plan a clock for every action of a pipeline step, so that only waits absorb what is slower (EnvPipe): what it saves, and the plan."""
+
+    name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forwards pulled ahead")
+    profile: Path | None = _flag(None, "JSON: seconds and joules of each stage's F and B at each clock; else a power model is assumed")
+    recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file, whose model then decides times")
+    stages: int | None = _flag(None, "ranks of the pipeline; 4 by default, or the recipe's or the profile's")
+    microbatches: int | None = _flag(None, "to a batch; 8 by default, or the recipe's")
+    chunks: int | None = _flag(None, "stages a rank, where the schedule has a choice: 2 by default")
+    slowdown: float | None = _flag(None, "how much longer the step may be, as a share: 0 by default")
+    ahead: int | None = _flag(None, "of 1f1b: most forwards a rank has memory to pull ahead; as many as help by default")
+    forward_time: str | None = _flag(None, "seconds at full clock, 0.01 by default; or one for each stage, with commas")
+    backward_time: str | None = _flag(None, "likewise; 0.02 by default")
+    transfer_time: float | None = _flag(None, "seconds from a rank to the next; 0 by default")
+    tflops: float | None = _flag(None, "with --recipe: what a rank reaches at full clock; 140 by default")
+    link_gb_s: float | None = _flag(None, "with --recipe: from a rank to another, each way; 25 by default")
+    apply: bool = _flag(False, "set the plan's clocks on this machine's GPUs, one a rank, for --steps steps, and give them back: as root")
+    steps: int | None = _flag(None, "with --apply; 1 by default")
+    out: Path | None = _flag(None, "also write .json (the plan) or .png")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Make the checkpoint of one model that of another: dense layers to experts, or experts to fewer or to dense."""
+
+    from_run: str = _word("a run's folder, or one checkpoint in it")
+    to_run: str = _word("a new run's folder, from which moe train goes on")
+    to: str | None = _flag(None, "recipe of the new model: a name (see: moe recipes) or a YAML file; needed")
+    method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
+        None, "dense to experts: copy (default), granular, noise, drop; experts to fewer: merge, prune"
+    )
+    share: float | None = _flag(None, "noise: share of the weights; drop: share of the hidden units; 0.5 by default")
+    scale: float | None = _flag(None, "noise: its size in standard deviations of a matrix; 0.01 by default")
+    weights: Literal["uniform", "load"] | None = _flag(None, "merge: what experts count by; uniform by default")
+    load: Path | None = _flag(None, "prune, or merge by load: a run's folder, its metrics.jsonl, or JSON; the source's own by default")
+    moments: Literal["fresh", "copy"] | None = _flag(None, "copy: the optimizer's moments and counters go along; fresh by default")
+    approximate: bool = _flag(False, "accept gates that do not sum to a constant, so that outputs differ from the source's")
+    check: bool = _flag(False, "run both models on random tokens and print how far they are apart")
+    json: Path | None = _flag(None, "also write what was done as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """Print a recipe merged with its parents, each value with its origin."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    json: Path | None = _flag(None, "also write keys, values and origins as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipes:
+    """List the recipes by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers."""
+
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+VERBS: dict[str, type] = {
+    "train": Train,
+    "verify": Verify,
+    "generate": Generate,
+    "report": Report,
+    "bench": Bench,
+    "simulate": Simulate,
+    "energy": Energy,
+    "convert": Convert,
+    "show": Show,
+    "recipes": Recipes,
+    "doctor": Doctor,
+}
+
+
+def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
+    """The verb's dataclass from words that `moe.cli.flags.check_words` let pass; should tyro refuse them, in one line too."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parsed = _tyro([verb, *words], benches=benches)
+    except SystemExit:
+        said = "".join(c for c in complaint.getvalue() if c.isascii())
+        raise BadInput(f"moe {verb}", got=said, needed=f"the flags of moe {verb}", fix=f"see: moe {verb} --help") from None
+    return VERBS[verb](**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(VERBS[verb])})
+
+
+def print_help(verb: str | None, *, benches: list[str]) -> None:
+    """The list of verbs, or one verb's words and flags."""
+    with contextlib.suppress(SystemExit):
+        _tyro([*([verb] if verb else []), "--help"], benches=benches, full=verb is not None)
+
+
+def print_completion(words: list[str], *, benches: list[str]) -> None:
+    """`--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: verbs, flags, dotted keys and their choices."""
+    least = 3 if "write" in words[0] else 2
+    if len(words) < least or words[1] not in SHELLS:
+        got = " ".join(words[1:]) or "no shell"
+        raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
+    with contextlib.suppress(SystemExit):
+        _tyro(words, benches=benches, complete=True)
+
+
+def _tyro(words: list[str], *, benches: list[str], full: bool = True, complete: bool = False) -> Any:
+    import tyro
+
+    arms = []
+    for verb, kind in VERBS.items():
+        text = kind.__doc__ or ""
+        text += f" There are: {', '.join(benches) or 'none in this version'}." if kind is Bench else ""
+        text += f"\n\n{_OVERRIDES}" if full and verb in RECIPE_VERBS else ""
+        arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
+    union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
+    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    return tyro.cli(union, prog="moe", description=_ABOUT, args=words, config=config, use_underscores=True)
+
+
+def _for_tyro(verb: str, kind: type, complete: bool) -> type:
+    """The verb's dataclass as tyro wants it: help, names of words and defaults as annotations."""
+    from tyro.conf import Positional, arg
+
+    hints = get_type_hints(kind)
+    positional: Any = Positional
+    fields: list[Any] = []
+    for f in dataclasses.fields(kind):
+        about: dict[str, Any] = {"help": f.metadata["help"]}
+        if is_word(f):
+            about |= {"metavar": f.name.upper()}
+        if f.default in (None, False):
+            about |= {"help_behavior_hint": ""}
+        hint = positional[hints[f.name]] if f.metadata.get("word") else hints[f.name]
+        fields.append((f.name, Annotated[hint, arg(**about)], dataclasses.field(default=f.default)))
+    if complete and verb in RECIPE_VERBS:
+        from moe.recipe.sections import Run
+
+        fields += [(name, f.annotation, dataclasses.field(default=f.default)) for name, f in Run.model_fields.items()]
+    return dataclasses.make_dataclass(kind.__name__, fields, frozen=True, namespace={"__doc__": kind.__doc__})

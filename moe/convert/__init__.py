@@ -1,0 +1,1 @@
+"""One checkpoint made another: dense to experts and back."""

@@ -1,0 +1,179 @@
+"""`moe convert`: a checkpoint of one model made the checkpoint of another, from which `moe train` goes on.
+
+    dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          copy, granular, noise, drop
+    sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             merge, prune
+
+The new model is built as a new run would build it, so routers have their first values by name and seed; then every tensor that
+the source gives is put over it. Layers may be dense or sparse on either side, each by itself. What the source has and the
+recipe has no place for is refused: nothing is lost silently, and nothing is written unless all fits.
+"""
+
+from __future__ import annotations
+
+from json import loads as read_json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe.convert.checks import Settings, check_convertible
+from moe.convert.layers import Conversion, Values
+from moe.model.transformer import Transformer, extra_state, global_name
+from moe.parallelize.build import build, start_engine
+from moe.recipe.load import build as build_run
+from moe.recipe.load import load, resolved_yaml
+from moe.recipe.sections import Parallel, Run, Sharding, Tiling
+from moe.records import metrics
+from moe.records.results import write_json
+from moe.train import state
+from moe.train.place import make_writable, settle_precision
+from moe.train.state import Counters
+from parallel import checkpoint
+from parallel.checkpoint import Reader, verify
+from parallel.data.engine import MOMENTS, Engine
+from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+RECENT = 100  # training lines of which a run's load is the mean
+
+
+def find(source: Path) -> Path:
+    """A checkpoint, or the newest good one of a run's folder. Raises BadInput."""
+    if (source / "manifest.json").is_file():
+        verify(source)
+        return source
+    path = checkpoint.newest(source / "checkpoints", world=Mesh.of(Degrees()).axis("world"), log=print)
+    if path is None:
+        raise BadInput("FROM_RUN", got=source, needed="a run with a checkpoint, or a checkpoint", fix="train first: moe train dense_tiny")
+    return path
+
+
+def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
+    """Each layer's share of choices by expert: the mean of a run's last RECENT training lines up to `step`, or a JSON file's own.
+
+    A JSON file is an object of lists by layer number: {"1": [900, 20, 4, 76]}. Raises BadInput where a layer is missing.
+    """
+    if source.suffix == ".json":
+        try:
+            found = {int(layer): [float(n) for n in counts] for layer, counts in read_json(source.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise BadInput("--load", got=f"{source} ({error})", needed='JSON like {"1": [900, 20, 4, 76]}', fix="mend the file") from None
+    else:
+        lines = [line for line in metrics.read(source) if line.get("kind") == "train" and line["step"] <= step][-RECENT:]
+        found = {}
+        for line in lines:
+            for layer in line.get("moe") or ():
+                sums = found.setdefault(layer["layer"], [0.0] * len(layer["load"]))
+                found[layer["layer"]] = [a + b / len(lines) for a, b in zip(sums, layer["load"], strict=True)]
+    for nth, layer in enumerate(before.model.layers_with_experts()):
+        count = before.experts.of_layer(nth)
+        if len(found.get(layer, [])) != count:
+            got = f"{len(found[layer])} numbers" if layer in found else "nothing"
+            raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one an expert", fix="--load FILE")
+    return found
+
+
+def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
+    """The new model with its optimizer, as one process holds them. Raises BadInput for what cannot be converted."""
+    reader = Reader(source)
+    before = build_run(reader.state["recipe"])
+    settings = check_convertible(before, run, settings)
+    alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding(), "tiling": Tiling()})
+    mesh = Mesh.of(Degrees())
+    model, layouts = build(alone, mesh, device=torch.device("cpu"))
+    held = _by_global_name(model, layouts)
+    conversion = Conversion(before, run, reader, settings, {n: tuple(t.shape) for n, t in held.items()}, held.__getitem__)
+    if settings.needs_load:
+        step = reader.state["counters"]["step"]
+        conversion.load = loads(load_from or source.parent.parent, before, step=step)
+    with torch.no_grad():
+        for name, value in conversion.values().items():
+            held[name].copy_(value)
+        for name, bias_E in extra_state(model).items():
+            bias_E.copy_(conversion.bias(name, bias_E))
+    engine = start_engine(alone, model, layouts, mesh)
+    counters = Counters()
+    if settings.moments == "copy":
+        vars(counters).update(reader.state["counters"])
+        _load_moments(engine, conversion, layouts, counters)
+    return engine, conversion, counters
+
+
+def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Layout], counters: Counters) -> None:
+    states = {name: engine.state(name) for name in layouts}
+    for kind in MOMENTS:
+        values = conversion.moments(kind)
+        for name, layout in layouts.items():
+            for part, into in _parts(name, layout, states[name][kind]):
+                if part in values:
+                    into.copy_(values[part])
+    engine.load_state(states, steps=counters.updates)
+
+
+def _by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
+    parameters = dict(model.named_parameters())
+    return {part: view for name, layout in layouts.items() for part, view in _parts(name, layout, parameters[name].detach())}
+
+
+def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
+    """A parameter as checkpoints name it: itself, or each element of a stack."""
+    if layout.unstack is None:
+        return [(global_name(name), whole)]
+    return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
+
+
+def main(
+    source: str,
+    to: str,
+    *,
+    recipe: str,
+    overrides: dict[str, str],
+    settings: Settings,
+    load: str | None = None,
+    check: bool = False,
+    json: str | None = None,
+) -> int:
+    """Convert, write `to`, and say what was done."""
+    from moe.convert.report import became, compared, promise, told
+
+    out, path = Path(to), find(Path(source))
+    if checkpoint.numbered(out / "checkpoints"):
+        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix="choose another, or remove it")
+    run, origins = load_recipe(recipe, overrides)
+    engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
+    make_writable(out, World())
+    (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
+    reader = conversion.reader
+    state.save(
+        out / "checkpoints",
+        engine,
+        Mesh.of(Degrees()),
+        counters=counters,
+        scale=LossScale.of(run.precision.loss_scale),
+        recipe=run.resolve(1).model_dump(mode="json"),
+        tokenizer=reader.state["tokenizer"],
+        data=reader.state["data"],
+        keep=1,
+    )
+    for line in told(conversion, path, out):
+        print(line)
+    difference = compared(path, engine.module) if check else None
+    if difference:
+        print(difference.said())
+    if json:
+        rows = [{"part": part, "what": what} for part, what in became(conversion)]
+        about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
+        write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
+    return 0
+
+
+def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
+    """A recipe that is legal by itself, its dtypes settled."""
+    from moe.checks.together import check_together
+
+    run, origins = load(recipe, overrides)
+    check_together(run.resolve(1))
+    return settle_precision(run, World()), origins

@@ -1,0 +1,195 @@
+"""One model's tensors from another's, layer by layer: what `moe convert` puts where, by global name.
+
+    kept      embedding, attention, norms, and layers that do not change: as they are
+    grown     a dense layer's network as experts                       moe/convert/upcycle.py: copy, granular, noise, drop
+    shrunk    experts as fewer, or as one dense network                moe/convert/upcycle.py: merge, prune
+
+What the source has and the new model has no place for is refused, and so is what the new model needs and nobody gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from moe.convert import upcycle
+from moe.convert.checks import Settings, change, even_gate_sum, experts_of, gate_sum, parts
+from moe.convert.upcycle import Network
+from moe.recipe.sections import Run
+from moe.train.state import EXTRA
+from parallel.checkpoint import Reader
+from parallel.errors import BadInput
+
+Values = dict[str, Tensor]  # by global name
+
+
+@dataclass
+class Conversion:
+    """From a reader's model to the run's: new values, by global name, of every tensor that does not keep its first one."""
+
+    before: Run
+    run: Run
+    reader: Reader
+    settings: Settings
+    shapes: dict[str, tuple[int, ...]]  # of the new model
+    first: Callable[[str], Tensor]  # the value a new model starts with
+    load: dict[int, list[float]] = field(default_factory=dict)  # of the source's layers with experts
+    used: set[str] = field(default_factory=set)  # of the source's tensors
+
+    @cached_property
+    def source(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the source's parameters."""
+        return self.reader.names()
+
+    def read(self, name: str, kind: str = "weight") -> Tensor:
+        if name not in self.source:
+            _refuse(name, None, self.shapes.get(name))
+        self.used.add(name)
+        return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
+
+    # --- networks by place, turned as experts have them
+
+    def dense(self, stem: str, kind: str = "weight") -> Network:
+        gated = f"{stem}.w3.weight" in self.source
+        w1, w2, *w3 = (self.read(f"{stem}.{m}.weight", kind).T for m in ("w1", "w2", "w3")[: 2 + gated])
+        return Network(w1, w2, *w3)
+
+    def expert(self, layer: int, number: int) -> Network:
+        stem = f"layers.{layer}.experts.{number}"
+        w1, w2, *w3 = (self.read(f"{stem}.{m}") for m in ("w1", "w2", "w3")[: 2 + (f"{stem}.w3" in self.source)])
+        return Network(w1, w2, *w3)
+
+    # --- one layer
+
+    def grown(self, layer: int) -> Values:
+        """A dense layer's network as experts; what stands beside them makes no difference at first."""
+        s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
+        count, g = experts_of(self.run, layer), parts(self.before, self.run)
+        key, seed = f"layers.{layer}.experts", self.run.train.seed
+        methods: dict[str, Callable[[], list[Network]]] = {
+            "copy": lambda: upcycle.copies(network, count),
+            "granular": lambda: upcycle.shards(network, count, parts=g),
+            "noise": lambda: upcycle.noisy(network, count, share=s.share, scale=s.scale, key=key, seed=seed),
+            "drop": lambda: upcycle.redrawn(network, count, share=s.share, key=key, seed=seed),
+        }
+        factor = 1 / even_gate_sum(self.run.router, count)
+        values = _experts(layer, [expert.scaled(factor) for expert in methods[s.method]()])
+        if s.method == "granular":
+            for name in self._router_rows(layer, count):
+                values[name] = upcycle.shared_rows(self.first(name), parts=g)
+        if x.residual:
+            values |= _dense(f"layers.{layer}.residual", network)  # c_0 f + c_1 f = f
+        if x.shared:
+            name = f"layers.{layer}.shared.w2.weight"
+            values[name] = torch.zeros_like(self.first(name))  # adds nothing until it has learned
+        return values
+
+    def grown_moments(self, layer: int, kind: str) -> Values:
+        """Of copies: an expert sees an equal part of the dense network's gradient, beside a residual network half of that.
+
+        Where a token's gates sum to s, w2 is stored as w2 / s and its gradient is s times as large.
+        """
+        x, power = self.run.experts, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
+        count, half = experts_of(self.run, layer), 0.5 if self.run.experts.residual else 1.0
+        s = even_gate_sum(self.run.router, count)
+        network = self.dense(f"layers.{layer}.ffn", kind)
+        expert = network.each(lambda name, w: w * (half / count * (s if name == "w2" else 1.0)) ** power)
+        beside = _dense(f"layers.{layer}.residual", network.each(lambda _, w: w * half**power)) if x.residual else {}
+        return _experts(layer, upcycle.copies(expert, count)) | beside
+
+    def shrunk(self, layer: int) -> Values:
+        """A sparse layer with fewer experts, or with none."""
+        sparse = experts_of(self.run, layer)
+        groups, weights = self._groups(layer)
+        factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
+        made = [upcycle.merged([self.expert(layer, e) for e in g], [weights[e] for e in g]).scaled(factor) for g in groups]
+        self.used |= {n for n in self.source if n.startswith((f"layers.{layer}.experts.", f"layers.{layer}.router."))}
+        if sparse:
+            values = _experts(layer, made)
+            for name in self._router_rows(layer, sparse):
+                values[name] = upcycle.merged_rows(self.read(name), groups, weights)
+            rest = [n for n in self.shapes if n.startswith(f"layers.{layer}.") and feed_forward(n) and n not in values]
+            return values | {name: self.read(name) for name in rest}
+        if self.before.experts.shared:
+            made.append(self.dense(f"layers.{layer}.shared"))
+        return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
+
+    def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
+        """Which experts become one, and what each counts."""
+        count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
+        weights = self.load[layer] if self.settings.needs_load else [1.0] * count
+        prune = self.settings.method == "prune"
+        return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
+
+    def bias(self, name: str, new_E: Tensor) -> Tensor:
+        """A router's selection bias: the source's, its experts' where there are fewer, and zero for a new router."""
+        layer = int(name.split(".")[1])
+        if name not in self.reader.names(EXTRA):
+            return torch.zeros_like(new_E)
+        old_E = self.reader.region(name, EXTRA, (slice(0, experts_of(self.before, layer)),))
+        return old_E if change(self.before, self.run, layer) is None else upcycle.merged_rows(old_E, *self._groups(layer))
+
+    def _router_rows(self, layer: int, count: int) -> list[str]:
+        """The router's parameters that have one row an expert."""
+        return [n for n, shape in self.shapes.items() if n.startswith(f"layers.{layer}.router.") and shape[0] == count]
+
+    # --- the whole model
+
+    def values(self) -> Values:
+        """New weights. Raises BadInput for a tensor that has no place, or another shape."""
+        out = {name: self.read(name) for name in self.kept()}
+        for layer in range(self.run.model.num_layers):
+            what = change(self.before, self.run, layer)
+            if what is not None:
+                out |= self.grown(layer) if what == "grow" else self.shrunk(layer)
+        for name in self.source.keys() - self.used:
+            _refuse(name, self.source[name], None)
+        for name, value in out.items():
+            if tuple(value.shape) != self.shapes.get(name):
+                _refuse(name, tuple(value.shape), self.shapes.get(name))
+        return out
+
+    def moments(self, kind: str) -> Values:
+        """The optimizer's, of what is copied; of the rest they are 0."""
+        out = {name: self.read(name, kind) for name in self.kept()}
+        for layer in range(self.run.model.num_layers):
+            if change(self.before, self.run, layer) is not None:
+                out |= self.grown_moments(layer, kind)
+        return out
+
+    def kept(self) -> list[str]:
+        """Tensors that are not in the feed-forward part of a changed layer."""
+        return [n for n in self.shapes if not feed_forward(n) or change(self.before, self.run, int(n.split(".")[1])) is None]
+
+
+def feed_forward(name: str) -> bool:
+    """Whether a tensor belongs to the second half of a block, the part that conversions change."""
+    part = name.split(".")
+    return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "ffn_norm")
+
+
+def _experts(layer: int, networks: list[Network]) -> Values:
+    return {
+        f"layers.{layer}.experts.{e}.{name}": w
+        for e, network in enumerate(networks)
+        for name, w in (("w1", network.w1), ("w2", network.w2), ("w3", network.w3))
+        if w is not None
+    }
+
+
+def _dense(stem: str, network: Network) -> Values:
+    pairs = (("w1", network.w1), ("w2", network.w2), ("w3", network.w3))
+    return {f"{stem}.{name}.weight": w.T for name, w in pairs if w is not None}
+
+
+def _refuse(name: str, got: tuple[int, ...] | None, needed: tuple[int, ...] | None) -> None:
+    raise BadInput(
+        f"parameter {name}",
+        got="nothing in the source" if got is None else f"shape {list(got)} in the source",
+        needed="no such parameter: the recipe's model has none" if needed is None else f"shape {list(needed)}",
+        fix="change the recipe so that what it does not convert has the source's sizes",
+    )

@@ -1,0 +1,270 @@
+"""Where text comes from: the Python standard library's source, or the user's text files, folders and JSONL.
+
+    files in sorted order -> documents -> each to one side: train or validation, never both
+
+A side is chosen by the SHA-256 of a document's name (files) or text (JSONL lines), so it depends on nothing else: adding a
+file moves no other. Where that leaves a side empty, as with one file, the last share of every document is held out instead.
+
+Left out of the standard library: test suites, because many systems install Python without them (Debian, container images);
+what says how and where this Python was built; and generated tables (encodings, pydoc's topics), which are no source and, at
+0.75 MB in one file, could fill most of either side. What is left depends on the Python version alone, up to parts that a
+system packages apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from moe.recipe.sections import Data
+from parallel.errors import BadInput, did_you_mean
+
+Side = Literal["train", "validation"]
+SIDES: tuple[Side, Side] = ("train", "validation")
+
+STDLIB_FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files by their sorted POSIX paths under `root`, and how to read documents from them; nothing is read yet."""
+
+    source: Literal["python_stdlib", "text", "jsonl"]
+    root: Path
+    names: tuple[str, ...]
+    text_key: str
+    label: str
+
+
+class Document(NamedTuple):
+    """`key` decides the side; `text` is None where the file is not text, or a JSONL line holds an empty one."""
+
+    key: str
+    text: str | None
+
+
+class Survey(NamedTuple):
+    """What a whole corpus holds. `split` says what was divided between the sides: files, lines, or each document by position."""
+
+    split: Literal["file", "line", "position"]
+    documents: int
+    skipped: int
+
+
+# --- finding files ---------------------------------------------------------------------------------------------------
+
+
+def find_corpus(data: Data) -> Corpus:
+    """The corpus that a recipe's data section names. Raises BadInput for a path that is missing or holds no such file."""
+    if data.path is None:
+        if data.source != "python_stdlib":
+            raise BadInput("data.path", got="null", needed=f"a path for data.source={data.source}", fix="add --data.path FILE_OR_FOLDER")
+        return _python_stdlib(data.text_key)
+    path = Path(data.path).expanduser()
+    if not path.exists():
+        raise BadInput(
+            "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"
+        )
+    root, names = (path.parent, [path.name]) if path.is_file() else (path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != "."))
+    source = data.source
+    if source == "python_stdlib":  # the default, which a path overrides
+        source = "jsonl" if names and all(name.endswith(".jsonl") for name in names) else "text"
+    if source == "jsonl" and path.is_dir():
+        names = [name for name in names if name.endswith(".jsonl")]
+    if not names:
+        kind = "*.jsonl" if source == "jsonl" else "text"
+        raise BadInput(
+            "data.path", got=f"{data.path}, a folder without {kind} files", needed=f"{kind} files", fix="name a folder that holds some"
+        )
+    return Corpus(source, root, tuple(names), data.text_key, str(path))
+
+
+def _python_stdlib(text_key: str) -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    names = _walk(
+        root,
+        lambda name: name not in STDLIB_FOLDERS_LEFT_OUT and not name.startswith("config-"),
+        lambda name: name.endswith(".py") and not name.startswith(STDLIB_FILES_LEFT_OUT),
+    )
+    if not names:
+        raise BadInput("data.source", got=f"python_stdlib, but {root} holds no source", needed="text", fix="add --data.path FILE_OR_FOLDER")
+    return Corpus("python_stdlib", root, tuple(names), text_key, f"the standard library of Python {platform.python_version()}")
+
+
+def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
+    """Regular files under a folder as sorted POSIX paths relative to it; links to folders are not followed, since they may form circles."""
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename), error) from None
+
+    names = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        folders[:] = filter(keep_folder, folders)
+        found = [Path(folder, name) for name in filter(keep_file, files)]
+        names += [path.relative_to(root).as_posix() for path in found if path.is_file()]
+    return sorted(names)
+
+
+# --- reading documents -----------------------------------------------------------------------------------------------
+
+
+def read_documents(corpus: Corpus) -> Iterator[Document]:
+    """Every document in order, one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
+    for name in corpus.names:
+        path = corpus.root / name
+        try:
+            if corpus.source == "jsonl":
+                yield from _read_lines(path, corpus.text_key)
+            else:
+                yield Document(name, _decode(path.read_bytes()))
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+
+def _decode(content: bytes) -> str | None:
+    """UTF-8 text with its line endings as they are and without a byte order mark; None for anything else, and for nothing.
+
+    A NUL byte says binary, as git has it: text never needs one, and token 0 must stay free to separate documents.
+    """
+    try:
+        return None if b"\0" in content else content.decode("utf-8-sig") or None
+    except UnicodeDecodeError:
+        return None
+
+
+def _read_lines(path: Path, text_key: str) -> Iterator[Document]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                text = _line_text(line, f"{path}, line {number}", text_key)
+                yield Document(text, text or None)
+
+
+def _line_text(line: bytes, where: str, text_key: str) -> str:
+    """The text of one JSONL line; the same words anywhere get the same side, because they are their own key."""
+    try:
+        value: Any = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        problem = (
+            f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else "a line that cannot be decoded"
+        )
+        raise BadInput(where, got=problem, needed="one JSON object", fix="mend or remove that line") from None
+    if not isinstance(value, dict):
+        raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{text_key}": "..."}}', fix="mend that line")
+    if text_key not in value:
+        near = did_you_mean(text_key, value) or next((key for key, held in value.items() if isinstance(held, str)), None)
+        keys = ", ".join(list(value)[:8]) or "no key"
+        raise BadInput(
+            where,
+            got=f"an object with {keys}",
+            needed=f"the key {text_key}",
+            fix=f"set data.text_key to {near}" if near else "set data.text_key to the key that holds the text",
+        )
+    text = value[text_key]
+    if not isinstance(text, str):
+        raise BadInput(f"{where}, key {text_key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="mend that line")
+    return text
+
+
+def _unreadable(path: Path, error: OSError) -> BadInput:
+    return BadInput(
+        f"data file {path}", got=error.strerror or error, needed="a readable file", fix="change its permissions or move it elsewhere"
+    )
+
+
+# --- train or validation ---------------------------------------------------------------------------------------------
+
+
+def side_of(key: str, validation_share: float) -> Side:
+    """The side of a document, from its key alone: a SHA-256 read as a number in [0, 1), compared with the share."""
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+    return "validation" if int.from_bytes(digest[:8], "big") < int(validation_share * 2**64) else "train"
+
+
+def survey(corpus: Corpus, validation_share: float) -> Survey:
+    """Read all documents once, count them and choose the split. Raises BadInput where none is text."""
+    sides: Counter[Side] = Counter()
+    skipped = 0
+    for key, text in read_documents(corpus):
+        if text is None:
+            skipped += 1
+        else:
+            sides[side_of(key, validation_share)] += 1
+    if not sides:
+        got = f"{corpus.label}: {skipped} {'lines, all empty' if corpus.source == 'jsonl' else 'files, none of them UTF-8 text'}"
+        raise BadInput("data.path", got=got, needed="text in UTF-8", fix="name a file or folder that holds text")
+    whole: Literal["file", "line"] = "line" if corpus.source == "jsonl" else "file"
+    return Survey(whole if len(sides) == 2 else "position", sum(sides.values()), skipped)
+
+
+def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
+    """Every document, or part of one where `split` is position, with its side; in the corpus's order."""
+    for key, text in read_documents(corpus):
+        if text is None:
+            continue
+        if split == "position":
+            at = cut(text, validation_share)
+            parts: list[tuple[Side, str]] = [("train", text[:at]), ("validation", text[at:])]
+            yield from ((side, part) for side, part in parts if part)
+        else:
+            yield side_of(key, validation_share), text
+
+
+def cut(text: str, validation_share: float) -> int:
+    """Where the last share of a text begins: at the line boundary nearest to it, or between two characters where lines are too long."""
+    at = int(len(text) * (1 - validation_share))
+    reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
+    ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
+    return min((end + 1 for end in ends if end >= 0), key=lambda end: abs(end - at), default=at)
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def content_hash(corpus: Corpus) -> str:
+    """SHA-256 over every path and its file's own SHA-256: the same for the same names and contents on any machine."""
+    whole = hashlib.sha256()
+    for name in corpus.names:
+        path = corpus.root / name
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").digest()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        whole.update(os.fsencode(name) + b"\0" + digest)
+    return whole.hexdigest()
+
+
+class Stamp(NamedTuple):
+    """What can be said about a corpus's files without reading them."""
+
+    size_bytes: int
+    changed_ns: int
+    identity: str
+
+
+def stamp(corpus: Corpus) -> Stamp:
+    """Sizes and times of all files. The change time (ctime) is part of it: unlike mtime, programs cannot set it back."""
+    whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
+    for name in corpus.names:
+        path = corpus.root / name
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
+        size_bytes += found.st_size
+        changed_ns = max(changed_ns, found.st_mtime_ns, found.st_ctime_ns)
+        whole.update(repr((name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)).encode("utf-8", "surrogateescape"))
+    return Stamp(size_bytes, changed_ns, whole.hexdigest())

@@ -1,0 +1,53 @@
+"""Tokens to the experts that were chosen for them, and their results back: one file a dispatcher, all with the same numbers.
+
+    y_TD = dispatcher.run(x_TD, routing, experts)
+
+    local           all experts are here                           fused, nothing travels
+    all_to_all      uneven: the rows that there are                2 k (ep - 1) / ep rows a token, forward
+    padded          equal blocks of capacity rows                  the same with empty slots; no splits on the wire
+    all_gather      all tokens to all ranks, sums back             2 (ep - 1) rows a token; for small ep
+    hierarchical    within the node, then between nodes            fewer, larger messages between nodes
+    chunked         all_to_all, run by run of the experts held     one run computes while the next travels
+
+A dispatcher knows where experts live; routing and the experts' network do not (`split` is the network over etp). Nothing is
+kept in it between calls. Memory goes with routed rows (tokens x choices x width). Source: GShard (arXiv 2006.16668, section 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe.experts.dispatch.all_gather import AllGather
+from moe.experts.dispatch.all_to_all import AllToAll
+from moe.experts.dispatch.base import Dispatcher, Dropout, Network, whole
+from moe.experts.dispatch.chunked import Chunked
+from moe.experts.dispatch.hierarchical import Hierarchical
+from moe.experts.dispatch.local import Local
+from moe.experts.dispatch.padded import Padded
+from moe.experts.dispatch.split import Split
+from parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from moe.recipe import sections
+
+__all__ = ["AllGather", "AllToAll", "Chunked", "Dispatcher", "Dropout", "Hierarchical", "Local", "Padded", "Split", "build"]
+
+
+def build(
+    settings: sections.Dispatch, mesh: Mesh, *, kernels: str = "auto", label: str = "", placement: tuple[int, ...] | None = None
+) -> Dispatcher:
+    """The dispatcher of one layer for checked settings. `placement`: the expert at each place, None: expert p at place p."""
+    ep, etp = mesh.axis("ep", label=label), mesh.axis("etp", label=label)
+    if ep.size == etp.size == 1:
+        return Local()
+    network: Network = whole if etp.size == 1 else Split(etp)
+    if ep.size == 1 or (settings.kind in ("auto", "all_to_all") and settings.overlap_chunks == 1):
+        return AllToAll(ep, kernels, network=network, placement=placement)
+    if settings.kind == "padded":
+        return Padded(ep, kernels, network=network, placement=placement)
+    if settings.kind == "all_gather":
+        return AllGather(ep, kernels, network=network, placement=placement)
+    if settings.kind == "hierarchical":
+        inner, outer = mesh.axis("ep_inner", label=label), mesh.axis("ep_outer", label=label)
+        return Hierarchical(inner, outer, kernels, network=network, placement=placement)
+    return Chunked(ep, settings.overlap_chunks, kernels, network=network, placement=placement)

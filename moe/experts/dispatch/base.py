@@ -1,0 +1,95 @@
+"""What every dispatcher is, what it may rely on, and dropout inside the experts, whose keys travel with the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe.experts.experts import Experts, Part
+from moe.kernels import Plan
+from moe.router.router import Routing
+
+# T tokens, D model, R rows, F hidden, E experts, K choices
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """`position_T` int64 [T]: each token's index in the step; `scale(position_R)`: 0 or 1 / (1 - p) for each hidden unit, [R, F]."""
+
+    position_T: Tensor
+    scale: Callable[[Tensor], Tensor]
+
+
+class Dispatcher(Protocol):
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        """Sum of gate * expert(x) over the kept choices of each token, [T, D] in x's dtype; zero where every choice was dropped."""
+        ...
+
+
+class Network(Protocol):
+    def __call__(
+        self,
+        rows_RD: Tensor,
+        experts: Experts,
+        *,
+        counts: list[int],
+        weights: Part = None,
+        position_R: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
+        """Rows [R, D] sorted by expert through their experts' networks (those of `weights`).
+
+        `position_R` is each row's token where there is dropout.
+        """
+        ...
+
+
+def whole(
+    rows_RD: Tensor,
+    experts: Experts,
+    *,
+    counts: list[int],
+    weights: Part = None,
+    position_R: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """The network where each expert's matrices are here in one piece."""
+    dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
+    out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
+    return out_RD
+
+
+def plan_rows(
+    kernels: ModuleType, routing: Routing, *, placement: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
+) -> Plan:
+    """The plan of the kept choices, with rows sorted by `place_of` their experts; its counts have this order too."""
+    num_experts = routing.probs_TE.shape[1]
+    place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
+    plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
+    return plan
+
+
+def place_of(
+    expert_TK: Tensor, *, num_experts: int, placement: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
+) -> Tensor:
+    """Where each expert stands: place p holds expert `placement[p]` (None: expert p), and rank i the i-th run of places.
+
+    `order` counts otherwise: its first place is 0, its second 1, ... (None: as they are).
+    """
+    if placement is None and order is None:
+        return expert_TK
+    return _place_of_expert(num_experts, placement, order).to(expert_TK.device)[expert_TK]
+
+
+@lru_cache
+def _place_of_expert(num_experts: int, placement: tuple[int, ...] | None, order: tuple[int, ...] | None) -> Tensor:
+    there, first = placement or range(num_experts), order or range(num_experts)
+    place_E = torch.empty(num_experts, dtype=torch.int64)
+    place_E[torch.tensor([there[place] for place in first])] = torch.arange(num_experts)
+    return place_E

@@ -1,0 +1,17 @@
+"""All experts are here: rows go nowhere, and permute, experts and combine are one fused step of the kernels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe.experts.dispatch.base import Dropout
+from moe.experts.experts import Experts, Routed
+from moe.router.router import Routing
+
+
+class Local:
+    def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
+        plan = experts.kernels.plan(routing.expert_TK, routing.kept_TK, num_experts=routing.probs_TE.shape[1])
+        dropped_RF = None if dropout is None else dropout.scale(dropout.position_T[plan.token_R])
+        out: Tensor = experts(x_TD, counts=Routed(routing.gate_TK, plan), dropped_RF=dropped_RF)
+        return out

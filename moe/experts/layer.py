@@ -1,0 +1,156 @@
+"""The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
+
+    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> beside: what every token passes
+                \\__ balance and z losses join the backward pass here
+
+    shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
+    residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
+
+A dropped token gets zero from here and lives on through the residual around the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from moe.experts.dispatch import Dispatcher, Dropout, Local
+from moe.experts.experts import Experts
+from moe.nn.context import Context
+from moe.nn.linear import Linear, feed_forward, linear_fp32
+from moe.recipe.router_spec import RouterSpec
+from moe.router.balance import balance_loss, count_choices, importance_loss, join, mean_over_tokens, spread_gates, step_means, z_loss
+from moe.router.router import Router, Routing
+
+if TYPE_CHECKING:  # the layer runs without the packages that read recipes
+    from moe.recipe import sections
+
+# B batch, L length, D model, T = B*L tokens, K choices, E experts, R rows, F hidden
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer did with the valid tokens held here.
+
+    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to load_E's sum, which is
+    tokens * k unless experts choose. The others are fp32 means over this pass's tokens, so that passes add up by their shares
+    of the tokens; `importance_loss` is 0 where its weight is; `entropy` of the router in nats.
+    """
+
+    layer: int
+    load_E: Tensor
+    kept: Tensor
+    dropped: Tensor
+    balance_loss: Tensor
+    importance_loss: Tensor
+    z_loss: Tensor
+    entropy: Tensor
+
+
+class MoELayer(nn.Module):
+    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None;
+    `tiles`: of its networks (parallel/data/tiling.py)."""
+
+    def __init__(
+        self,
+        experts: sections.Experts,
+        router: sections.Router,
+        *,
+        d_model: int,
+        d_ff: int,
+        ffn: str,
+        layer: int,
+        nth: int = 0,
+        shared: nn.Module | None = None,
+        tiles: int = 1,
+    ) -> None:
+        super().__init__()
+        self.layer, self.dropout, self.shared = layer, experts.dropout, shared
+        count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
+        self.router = Router(router, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
+        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels, tiles=tiles)
+        self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
+        self.residual = feed_forward(d_model, d_ff, ffn, tiles=tiles) if experts.residual else None
+        self.coefficient = Linear(d_model, 2) if experts.residual else None
+        self.dispatcher: Dispatcher = Local()
+
+    def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
+        x_TD = rearrange(x_BLD, "b l d -> (b l) d")
+        routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
+        dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
+        y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
+        losses = _losses(self.layer, self.router.settings, routing, context)
+        if self.training:
+            y_TD = join(y_TD, losses.weighted(self.router.settings), scale=context.auxiliary_scale)
+        y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
+        return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
+
+    def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """The routed output together with the networks that every token passes; gates and coefficients in fp32."""
+        if self.residual is not None and self.coefficient is not None:
+            c_BL2 = linear_fp32(x_BLD, self.coefficient.weight).softmax(-1).to(x_BLD.dtype)
+            y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
+        if self.shared is None:
+            return y_BLD
+        shared_BLD: Tensor = self.shared(x_BLD)
+        if self.shared_gate is not None:
+            shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
+        return y_BLD + shared_BLD
+
+    def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
+        """Dropout inside the experts, keyed by the token's own index, which travels with its row."""
+
+        def scale(position_R: Tensor) -> Tensor:
+            there = Context(context.seed, context.step, position_R)
+            return there.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
+
+        return Dropout(context.position_T, scale)
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """Scalars, fp32, before their weights."""
+
+    balance: Tensor
+    importance: Tensor
+    z: Tensor
+
+    def weighted(self, s: RouterSpec) -> Tensor:
+        """Their weighted sum; a loss of weight 0 has no part in the backward pass."""
+        parts = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.z_weight, self.z))
+        return sum((weight * loss for weight, loss in parts if weight), start=self.z.new_zeros(()))
+
+
+def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
+    """Over the scope that the spec names; of the global batch where the context can tell its sums."""
+    probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
+    choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
+    expert_TK = routing.expert_TK[:, :choices]
+    counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
+    num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
+    gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None
+    step, whole = None, context.whole_step
+    if s.balance_scope == "global_batch" and whole is not None:
+        step = step_means(
+            expert_TK, gate_TE, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK, whole=lambda mine: whole(layer, mine)
+        )
+    return _Losses(
+        balance_loss(probs_TE, expert_TK, num_groups=num_groups, valid_T=valid_T, counted_TK=counted_TK, step=step),
+        probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, num_groups=num_groups, valid_T=valid_T, step=step),
+        z_loss(routing.logits_TE, valid_T=valid_T),
+    )
+
+
+def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
+    valid_T, num_experts = routing.valid_T, routing.probs_TE.shape[1]
+    load_GE = count_choices(routing.expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=routing.counted_TK)
+    kept = routing.kept_TK.sum()
+    probs_TE = routing.probs_TE.detach()
+    surprise_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
+    entropy = mean_over_tokens((probs_TE * surprise_TE).sum(-1).neg(), valid_T=valid_T)
+    means = (losses.balance.detach(), losses.importance.detach(), losses.z.detach(), entropy)
+    return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

@@ -1,0 +1,1 @@
+"""Starting ranks: the parent process, launchers, and what each rank runs."""

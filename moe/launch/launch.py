@@ -1,0 +1,140 @@
+"""What every rank runs, whoever started it: deepspeed, torchrun, srun, or plain python.
+
+    deepspeed --num_accelerators 2 --module moe.launch.launch switch_tiny --degrees.ep 2
+    torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
+    python -m moe.launch.launch switch_tiny
+
+Exit codes: 0 done, 2 bad input (one line), 75 stopped by a signal after saving, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe.cli.flags import take_overrides
+from moe.launch.environment import use_extensions_dir
+from moe.launch.processes import die_with_parent
+from moe.recipe.load import load, run_name
+from moe.recipe.sections import Run
+from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
+from parallel.errors import BadInput
+
+USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--debug-collectives]"
+DEBUG_FLAG = "--debug-collectives"
+
+
+def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
+    """(recipe, overrides, out, fresh). `--local_rank`, which DeepSpeed's launcher adds, is accepted and ignored."""
+    words, overrides = take_overrides(list(argv))
+    recipe: str | None = None
+    out: Path | None = None
+    fresh = False
+    rest = iter(words)
+    for word in rest:
+        if word == "--fresh":
+            fresh = True
+        elif word == "--out" or word.startswith("--out="):
+            value = word[6:] if "=" in word else next(rest, None)
+            if not value:
+                raise BadInput("--out", got="nothing", needed="a folder", fix="--out runs/NAME")
+            out = Path(value)
+        elif word.startswith("--local_rank") or word.startswith("--local-rank"):
+            if "=" not in word:
+                next(rest, None)
+        elif word.startswith("-") or recipe is not None:
+            raise BadInput("argument", got=word, needed=USAGE, fix="remove it; recipe values are --section.key VALUE")
+        else:
+            recipe = word
+    if recipe is None:
+        raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
+    return recipe, overrides, out, fresh
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank, from its arguments to its exit code."""
+    die_with_parent()
+    use_extensions_dir()
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    out: Path | None = None
+    run: Run | None = None
+    error: str | None = None
+    code = 1
+    try:
+        words = list(sys.argv[1:] if argv is None else argv)
+        if DEBUG_FLAG in words:
+            os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
+        recipe, overrides, out, fresh = parse([word for word in words if word != DEBUG_FLAG])
+        run, origins = load(recipe, overrides)
+        name = run_name(recipe)
+        out = out or Path("runs") / name
+        code = _train(run, origins, name, out, fresh)
+    except BadInput as bad:
+        code, error = 2, str(bad)
+        if rank == 0 or "on rank" in error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except Disagreement as disagreement:  # it names rank and collective: a stack would say no more
+        error = str(disagreement)
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
+        code, error = 130, "interrupted"
+    except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
+        error = None if run is None else _did_not_fit(failure, run)
+        if error is None:
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        else:
+            print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    _leave_status(out, rank, code, error)
+    return code
+
+
+def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool) -> int:
+    from parallel import process  # torch, and only after the recipe has been read
+
+    world = process.read_environment()
+    run.check(world.size)
+    from moe.train.trainer import STOPPED, Stopped, train
+
+    process.share_cores(world)
+    process.start(world)
+    try:
+        train(run, name=name, out=out, origins=origins, fresh=fresh, world=world)
+    except Stopped:
+        return STOPPED
+    finally:
+        # launchers end the other ranks when the first has left: one that is still leaving must get to say how it ended
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        process.stop()
+    return 0
+
+
+def _did_not_fit(failure: BaseException, run: Run) -> str | None:
+    """The line for memory that ran out, with the next thing to try; None where it was something else."""
+    from moe.train.out_of_memory import did_not_fit
+    from parallel import process
+
+    world = process.read_environment()
+    return did_not_fit(failure, run, world=world.size, cpu=world.device.type == "cpu")
+
+
+def _leave_status(out: Path | None, rank: int, code: int, error: str | None) -> None:
+    """One file a rank for the process that started them: launchers lose exit codes."""
+    if out is None:
+        return
+    try:
+        folder = out / ".status"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{rank}.json").write_text(json.dumps({"exit": code, "pid": os.getpid(), "error": error}))
+    except OSError:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The parent of a run on several processes: starts the launcher, passes signals on, judges the end, leaves nothing behind.
+
+    start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
+
+Launchers alone are not enough: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0
+after one was killed. So success is what every rank wrote at its end, signals go to all ranks at once, and whatever happened
+nothing of the launch stays alive. Nothing here imports torch.
+
+Exit codes: 0 every rank finished, 75 every rank saved and stopped for a signal, 2 bad input found by the ranks, 1 all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from moe.launch.environment import child_environment, devices, port_from
+from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
+from moe.recipe.load import run_name
+from parallel.errors import BadInput
+
+Launcher = Literal["deepspeed", "torchrun"]
+STOPPED = 75  # sysexits' EX_TEMPFAIL: start it again and it goes on
+_POLL_S = 0.1
+_FIND_S = 0.5
+_SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
+
+
+def start(
+    recipe: str,
+    overrides: Mapping[str, str],
+    *,
+    nproc: int | None,
+    launcher: Launcher = "deepspeed",
+    out: Path | None = None,
+    fresh: bool = False,
+    debug_collectives: bool = False,
+    hostfile: Path | None = None,
+    module: str = "moe.launch.launch",
+    grace_s: float = 60.0,
+) -> int:
+    """Run `module` on `nproc` processes (with a hostfile: on each of its hosts) and return this command's exit code.
+
+    After a signal the ranks have `grace_s` to save; then, or at a second signal, all are killed. Raises BadInput before
+    anything starts. Must be called from the main thread, which receives the signals.
+    """
+    world = world_size(nproc, launcher=launcher, hostfile=hostfile)
+    out = out or Path("runs") / run_name(recipe)
+    status = _empty_status(out)
+    words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
+    words += ["--debug-collectives"] if debug_collectives else []
+    token = secrets.token_hex(8)
+    env = child_environment(os.environ, nproc or 1) | {TOKEN: token}
+    visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
+    if visible:
+        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from what it is told here
+    port = port_from(os.environ, local=hostfile is None)
+    command = _command(launcher, nproc, hostfile, visible, port=port, module=module, status=status) + words
+    with _caught_signals() as caught:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            ranks, killed = _watch(process, world, caught, grace_s=grace_s, local=hostfile is None)
+            if hostfile is not None and caught:
+                _wait_for_status(status, world, grace_s)
+        finally:
+            stuck = kill_all(process.pid, token)
+            process.wait()
+    for rank in ranks:
+        rank.look()
+    code, lines = verdict(_read_status(status), ranks, world, process.returncode, asked=caught[0][0] if caught else None, killed=killed)
+    lines += [f"process {pid} could not be ended" for pid in stuck]
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    return code
+
+
+def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
+    """How many ranks a launch has: `nproc`, on each host of a hostfile; without `nproc` the hosts' slots. Raises BadInput."""
+    if nproc is not None and nproc < 1:
+        raise BadInput("--nproc", got=nproc, needed="at least 1 process", fix="--nproc 1")
+    if hostfile is None:
+        return nproc or 1
+    if launcher == "torchrun":
+        raise BadInput(
+            "--hostfile",
+            got="--launcher torchrun",
+            needed="--launcher deepspeed",
+            fix="start torchrun on every host: docs/use/launching.md",
+        )
+    hosts = read_hostfile(hostfile)
+    return len(hosts) * nproc if nproc else sum(hosts.values())
+
+
+def _command(
+    launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, status: Path
+) -> list[str]:
+    """The launcher's command line up to the words for the ranks."""
+    if launcher == "torchrun":
+        codes = str(status / "launcher.json")
+        where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
+        return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
+    # "-q" still shows the launcher's own errors, which repeat what the ranks and we say
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
+    if hostfile is not None:
+        command += ["--hostfile", str(hostfile), *(["--num_accelerators", str(nproc)] if nproc else [])]
+    else:
+        command += ["--include", f"localhost:{visible}"] if visible else ["--num_accelerators", str(nproc or 1)]
+        command += ["--hostfile", os.devnull + "/none"]  # else /job/hostfile, where a cluster has one, would decide
+    return [*command, "--module", module]
+
+
+def _watch(
+    process: subprocess.Popen[bytes], world: int, caught: list[tuple[int, float]], *, grace_s: float, local: bool
+) -> tuple[list[Rank], bool]:
+    """Wait for the launcher's end; meanwhile find the ranks, note their ends, pass a signal on. (ranks, whether to kill what is left)."""
+    ranks: list[Rank] = []
+    looked = passed_at = -1.0
+    while process.poll() is None:
+        now = time.monotonic()
+        if local and len(ranks) < world and now - looked > _FIND_S:
+            _add(ranks, find_ranks(process.pid))
+            looked = now
+        if caught and passed_at < 0:
+            passed_at = now
+            if not _pass_on(process, ranks, world, caught[0][0], local=local):
+                return ranks, True
+        again = any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
+        if caught and (again or now - passed_at > grace_s):
+            return ranks, True
+        wait(ranks, _POLL_S)
+    return ranks, False
+
+
+def _add(ranks: list[Rank], found: list[Rank]) -> None:
+    known = {rank.pid for rank in ranks}
+    ranks.extend(rank for rank in found if rank.pid not in known)
+
+
+def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, number: int, *, local: bool) -> bool:
+    """The signal to all ranks at once; False if they have not all started, so that there is nothing to wait for."""
+    name = signal.Signals(number).name
+    if not local:  # DeepSpeed's launcher for several hosts does pass SIGTERM on
+        process.send_signal(signal.SIGTERM)
+        return True
+    _add(ranks, find_ranks(process.pid))
+    if len(ranks) < world:
+        print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
+        return False
+    count = send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
+    print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
+    return True
+
+
+def verdict(
+    status: Mapping[int, Mapping[str, Any]],
+    ranks: list[Rank],
+    world: int,
+    launcher_code: int,
+    *,
+    asked: int | None = None,
+    killed: bool = False,
+) -> tuple[int, list[str]]:
+    """(exit code, a line for each rank that failed, the first to die first). A rank without a status has not finished.
+
+    `asked`: the signal that was passed on; `killed`: whether what was left after it has been killed.
+    """
+    exits = [status.get(rank, {}).get("exit") for rank in range(world)]
+    if all(code == STOPPED for code in exits):
+        return STOPPED, ["exit code 75: every rank saved and stopped for a signal"]
+    if all(code == 0 for code in exits) and launcher_code == 0:
+        return 0, []
+    if all(code in (0, STOPPED) for code in exits):
+        return 1, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
+    if not status and not ranks:
+        return 1, [
+            "no rank had started"
+            if killed
+            else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
+        ]
+    failed = [rank for rank in range(world) if exits[rank] not in (0, STOPPED)]
+    bad = [rank for rank in failed if exits[rank] == 2]
+    if bad:  # rank 0 prints its own
+        return 2, [] if exits[0] == 2 else [f"error: {status[bad[0]].get('error')}"]
+    seen = {rank.rank: rank for rank in ranks}
+    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # not seen: it was too quick
+    lines = []
+    for rank in sorted(failed, key=ended_at.__getitem__):
+        codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
+        code = next((c for c in codes if c not in (None, 0)), None)
+        how = f"ended with {_said(code)}"
+        wordless = "pid" not in status.get(rank, {})
+        if wordless and asked is not None and (killed or code == -asked):
+            how = "was killed: it had not stopped" if killed else f"ended with {_said(code)}: it had not come as far as to save"
+        error = status.get(rank, {}).get("error")
+        lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
+    return 1, lines
+
+
+def _said(code: int | None) -> str:
+    """An exit code in words; a launcher gives a signal as -9, 137 or (DeepSpeed) 247."""
+    if code is None:
+        return "no word: its exit code is not known"
+    number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"exit code {code}"
+    return f"signal {name}" + (" (sent by the kernel when memory runs out: see dmesg)" if number == signal.SIGKILL else "")
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """{host: slots} of DeepSpeed's hostfile, one `host slots=N` a line, # for comments. Raises BadInput."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            "--hostfile", got=f"{path}: {error}", needed="a text file", fix="write one line for each host: worker-0 slots=8"
+        ) from None
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
+        if not slots.isdecimal() or int(slots) < 1 or words[0] in hosts:
+            got = f"{words[0]} twice" if words[0] in hosts else line.strip()
+            raise BadInput(f"{path}, line {number}", got=got, needed="HOST slots=N, each host once", fix="for example: worker-0 slots=8")
+        hosts[words[0]] = int(slots)
+    if not hosts:
+        raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
+    return hosts
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[list[tuple[int, float]]]:
+    """The signals that came, each with its time; signals that are ignored here (nohup) stay ignored."""
+    caught: list[tuple[int, float]] = []
+    numbers = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, _: caught.append((number, time.monotonic()))) for s in numbers}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _empty_status(out: Path) -> Path:
+    """The folder where each rank leaves its last word, without those of an earlier run. Raises BadInput."""
+    folder = out / ".status"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.json"):
+            path.unlink()
+        (folder / "started").write_text(f"{os.getpid()}\n")
+    except OSError as error:
+        raise BadInput(
+            "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
+        ) from None
+    return folder
+
+
+def _read_status(folder: Path) -> dict[int, dict[str, Any]]:
+    """What each rank left, and from torchrun the exit codes of those that left nothing."""
+    status: dict[int, dict[str, Any]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
+    for path in folder.glob("*.json"):
+        if path.stem.isdecimal():
+            with contextlib.suppress(OSError, ValueError):
+                status[int(path.stem)] = json.loads(path.read_text())
+    return status
+
+
+def _wait_for_status(folder: Path, world: int, wait_s: float) -> None:
+    """Ranks on other hosts may still be saving when their launcher here has ended."""
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
+        time.sleep(_POLL_S)

@@ -1,0 +1,30 @@
+"""torchrun, with the exit code of each failed rank written to a file instead of a traceback of the launcher's own.
+
+python -m moe.launch.torchrun CODES.json [torchrun's arguments]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Exit code 0, or 1 with {"rank": exit code} in CODES.json (negative: a signal)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    codes = Path(sys.argv[1])
+    logging.disable(logging.CRITICAL)  # of this process: the ranks are others
+    try:
+        torchrun(sys.argv[2:])
+    except ChildFailedError as failed:
+        codes.write_text(json.dumps({rank: failure.exitcode for rank, failure in failed.failures.items()}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

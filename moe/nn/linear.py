@@ -1,0 +1,96 @@
+"""The plain layers, with precision explicit: a weight lives in the master dtype and is cast where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.kernels.activation import GATED, activate
+from moe.nn.context import Context
+from parallel.data.tiling import Tiled
+from parallel.precision import gradient_dtype
+from parallel.weight_gradient import gradient_or_later, linear
+
+# B batch, L length, D model, F hidden
+
+
+class Linear(nn.Module):
+    """x W^T in x's dtype; `weight` [out, in], no bias.
+
+    `recast`: the weight is cast again in the backward pass instead of kept cast, and its gradient can be put off
+    (parallel/weight_gradient.py).
+    """
+
+    def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
+        super().__init__()
+        self.recast = recast
+        self.weight = nn.Parameter(torch.empty(out_size, in_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
+
+
+class _LinearFp32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.weight = weight_OI
+        return F.linear(x_TI.float(), weight_OI.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+        x_TI, weight_OI = ctx.saved_tensors
+        dtype = gradient_dtype(ctx.weight)
+        later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(dtype))
+        return (grad_TO @ weight_OI.float()).to(x_TI.dtype), later
+
+
+def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W^T in fp32 whatever the dtypes. What waits for the backward pass is x as it came: in 16 bits, a third of x and its fp32 copy."""
+    out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
+    return out
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back."""
+
+    def __init__(self, size: int, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.weight.float()
+        if self.kind == "layernorm":
+            return F.layer_norm(x.float(), gain.shape, gain, eps=1e-5).to(x.dtype)
+        return F.rms_norm(x.float(), gain.shape, gain, eps=1e-6).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    """The dense network between attentions: activation(x W1) [* x W3] W2."""
+
+    def __init__(self, d_model: int, d_ff: int, ffn: str, *, recast: bool = False) -> None:
+        super().__init__()
+        self.ffn = ffn
+        self.w1 = Linear(d_model, d_ff, recast=recast)
+        self.w2 = Linear(d_ff, d_model, recast=recast)
+        self.w3 = Linear(d_model, d_ff, recast=recast) if ffn in GATED else None
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        gate = self.w3(x_BLD) if self.w3 is not None else None
+        return self.w2(activate(self.w1(x_BLD), gate, self.ffn))  # type: ignore[no-any-return]
+
+
+def feed_forward(d_model: int, d_ff: int, ffn: str, *, tiles: int) -> FeedForward | Tiled:
+    """The network, or the sum of `tiles` narrower ones that it is: one for each run of its hidden units."""
+    if tiles == 1:
+        return FeedForward(d_model, d_ff, ffn)
+    return Tiled(FeedForward(d_model, d_ff // tiles, ffn, recast=True) for _ in range(tiles))
+
+
+def drop(x_BLD: Tensor, p: float, *, name: str, context: Context) -> Tensor:
+    """Dropout keyed by token: the same elements on every layout."""
+    return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p).view_as(x_BLD).to(x_BLD.dtype)

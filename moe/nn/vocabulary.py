@@ -1,0 +1,172 @@
+"""The matrices with one row for each token of the vocabulary: the embedding table and the projection to logits, and their loss.
+
+    loss of a token = log sum_v exp(logit_v) - logit_target
+
+The sum over the vocabulary is taken tile by tile, and over tokens run by run: a pair of numbers a token (log-sum-exp, the
+target's logit) is all that a tile leaves behind. Its logits [tokens / chunks, V / tiles] are computed again in the backward
+pass, so the logits of all tokens and the whole vocabulary never exist. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel.data.tiling import Tiled, with_branches
+from parallel.layout import Tile
+from parallel.precision import gradient_dtype
+from parallel.weight_gradient import linear
+
+# N tokens, D model, V vocabulary or a tile of it
+
+PADDING = -100  # in place of a token: torch's own number for a target that does not count
+
+
+class Rows(nn.Module):
+    """Rows first, first + 1, ... of a matrix [V, D]. They are used in `forward` alone, where an engine that gathers them has its hooks."""
+
+    def __init__(self, rows: slice, d_model: int) -> None:
+        super().__init__()
+        self.first = rows.start
+        self.weight = nn.Parameter(torch.empty(rows.stop - rows.start, d_model))
+
+    def forward(self, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
+        return use(x, self.first, self.weight)
+
+
+Matrix = Tensor | Rows | Tiled  # as a parameter of whoever asks, a module, or tiles
+
+
+def rows_of(vocab_size: int, d_model: int, *, tiles: int) -> Rows | Tiled:
+    """A matrix [vocab_size, d_model], in tiles of about as many rows each where there are several."""
+    runs = [Tile(0, i, tiles).run(vocab_size) for i in range(tiles)]
+    return Rows(runs[0], d_model) if tiles == 1 else Tiled(Rows(run, d_model) for run in runs)
+
+
+def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
+    """use(x, first row, weight) for each tile, one after another."""
+    if isinstance(matrix, Tensor):
+        return [use(x, 0, matrix)]
+    if isinstance(matrix, Rows):
+        return [matrix(x, use)]
+    shared = with_branches(matrix.tiles, x) if x.is_floating_point() else ((tile, x) for tile in matrix.tiles)
+    return [tile(x, use) for tile, x in shared]
+
+
+def look_up(tokens: Tensor, matrix: Matrix) -> Tensor:
+    """The tokens' rows, in the matrix's dtype."""
+
+    def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
+        row, here = _local(tokens, first, weight)
+        return _taken(row, weight) * here.unsqueeze(-1)
+
+    if isinstance(matrix, Tensor):
+        return _taken(tokens, matrix)
+    if isinstance(matrix, Rows):
+        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _taken(tokens, weight))
+        return rows
+    found = _each(matrix, tokens, use)
+    return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+
+
+def _taken(row: Tensor, weight_VD: Tensor) -> Tensor:
+    if weight_VD.dtype not in (torch.bfloat16, torch.float16):
+        return F.embedding(row, weight_VD)
+    found: Tensor = _Taken.apply(row, weight_VD)
+    return found
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of a 16-bit table; the gradients of a token that comes often are summed in fp32, where torch's own would round each sum."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, weight_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        ctx.size, ctx.dtype = len(weight_VD), gradient_dtype(weight_VD)
+        return F.embedding(row, weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (row,) = ctx.saved_tensors
+        summed = torch.ops.aten.embedding_dense_backward(grad.float(), row, ctx.size, -1, False)
+        return None, summed.to(ctx.dtype)
+
+
+def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
+    """Logits [..., V] in x's dtype; `recast` as in Linear."""
+    parts = _each(matrix, x, lambda x, _, weight: linear(x, weight) if recast else F.linear(x, weight.to(x.dtype)))
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
+def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: int, recast: bool = False) -> Tensor:
+    """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
+
+    In one chunk and without tiles it is torch's cross_entropy on all logits, and `recast` as in Linear. Otherwise the matrix's
+    gradient is never put off: it would take the logits, which are not there, or their product once more.
+    """
+    if chunks == 1 and not isinstance(matrix, Tiled):
+        logits = project(x_BLD, matrix, recast=recast).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
+    x_ND, targets_N = x_BLD.flatten(0, 1), targets_BL.flatten()
+
+    def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
+        scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks)
+        return scores
+
+    scores = _each(matrix, x_ND, use)
+    total_N = scores[0][0] if len(scores) == 1 else torch.stack([s[0] for s in scores]).logsumexp(0)
+    loss_N = total_N - torch.stack([s[1] for s in scores]).sum(0)
+    return loss_N.masked_fill(targets_N == PADDING, 0.0).sum()
+
+
+def _local(tokens: Tensor, first: int, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's row in this tile, 0 where it is in another, and whether it is in this one."""
+    row = tokens - first
+    here = (row >= 0) & (row < len(weight_VD))
+    return row.masked_fill(~here, 0), here
+
+
+class _Scores(torch.autograd.Function):
+    """[2, N]: the log-sum-exp of each token's logits of one tile, and its target's logit (0 where that is in another tile)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int) -> Tensor:
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        row_N, here_N = _local(targets_N, first, weight_VD)
+        weight = weight_VD.to(x_ND.dtype)
+        scores = x_ND.new_empty(2, len(x_ND), dtype=wide)
+        for run in _runs(len(x_ND), chunks):
+            logits = F.linear(x_ND[run], weight).to(wide)
+            scores[1, run] = logits.gather(1, row_N[run].unsqueeze(1)).squeeze(1) * here_N[run]
+            largest = logits.amax(1, keepdim=True)
+            scores[0, run] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
+        ctx.save_for_backward(x_ND, weight_VD, row_N, here_N, scores)
+        ctx.chunks, ctx.dtype = chunks, gradient_dtype(weight_VD)
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, grad_2N: Tensor) -> tuple[Tensor | None, ...]:
+        x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
+        weight = weight_VD.to(x_ND.dtype)
+        # runs are added up in fp32 at least, also where an engine has gathered the weight in 16 bits
+        wide = torch.promote_types(ctx.dtype, torch.float32) if ctx.chunks > 1 else ctx.dtype
+        grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=wide)
+        for run in _runs(len(x_ND), ctx.chunks):
+            logits = F.linear(x_ND[run], weight).to(scores.dtype)
+            logits.sub_(scores[0, run].unsqueeze(1)).exp_().mul_(grad_2N[0, run].unsqueeze(1))
+            logits.scatter_add_(1, row_N[run].unsqueeze(1), (grad_2N[1, run] * here_N[run]).unsqueeze(1))
+            grad_logits = logits.to(x_ND.dtype)
+            torch.mm(grad_logits, weight, out=grad_x[run])
+            if grad_weight.dtype == x_ND.dtype:
+                grad_weight.addmm_(grad_logits.t(), x_ND[run])
+            else:
+                grad_weight += grad_logits.t() @ x_ND[run]
+        return grad_x, grad_weight.to(ctx.dtype), None, None, None
+
+
+def _runs(count: int, chunks: int) -> list[slice]:
+    return [run for i in range(chunks) if (run := Tile(0, i, chunks).run(count)).stop > run.start]

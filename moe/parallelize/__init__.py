@@ -1,0 +1,1 @@
+"""Where model and mesh meet: the only folder that knows both."""

@@ -1,0 +1,138 @@
+"""Which matrices of a model K-FAC sees, and how it comes to see their rows.
+
+    plain linears   attention's four, feed-forward networks, shared and residual experts: a hook on each module
+    experts         each expert's matrices on the rows routed to it: in a step that factors are taken of, its network runs matrix by
+                    matrix instead of fused, so that what goes in and what comes back can be seen
+
+Embedding, vocabulary projection, router, gates and norms are AdamW's. q, k and v read the same rows, as do w1 and w3: they share a
+factor of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe.experts.experts import Experts
+from moe.kernels import Plan
+from moe.kernels.activation import activate
+from moe.nn.linear import Linear as Plain
+from parallel.collectives import sum_over
+from parallel.data.ddp import sum_over_copies
+from parallel.kfac.kfac import Kfac, Linear, Settings
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+
+# R rows, D model, F hidden, E experts held, T tokens, K choices
+
+_READS_WHAT = {"k": "q", "v": "q", "w3": "w1"}  # a matrix, and the one beside it that reads the same rows
+_GATES = ("shared_gate", "coefficient")  # a number or two a token, in fp32
+
+
+def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, settings: Settings, experts: bool) -> Kfac:
+    """K-FAC over the model's linears, which tell it what they read and what came back from now on; `experts`: theirs too."""
+    linears: dict[str, Linear] = {}
+    plain: list[tuple[str, Plain]] = []
+    stacks: list[tuple[str, Experts]] = []
+
+    def add(name: str, weight: nn.Parameter, inputs: str) -> None:
+        linears[name] = Linear(name, weight, layouts[name], inputs)
+
+    for path, module in model.named_modules():
+        stem, _, last = path.rpartition(".")
+        if isinstance(module, Plain) and last not in _GATES:
+            add(f"{path}.weight", module.weight, f"{stem}.{_READS_WHAT.get(last, last)}.weight".removeprefix("."))
+            plain.append((f"{path}.weight", module))
+        elif isinstance(module, Experts) and experts and module.num_tiles == 1:
+            for name, weight in module.named_parameters(recurse=False):
+                add(f"{path}.{name}", weight, f"{path}.{_READS_WHAT.get(name, name)}")
+            stacks.append((path, module))
+    kfac = Kfac(linears, settings, partial(_total, mesh=mesh), partial(_place, mesh=mesh))
+    for name, module in plain:
+        module.register_forward_hook(_hook(kfac, name))
+    for path, module in stacks:
+        module.kernels = Seen(module.kernels, kfac, path)  # type: ignore[assignment]
+    return kfac
+
+
+def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
+    """Over the ranks of the data axes, then over those of a pipeline that hold the same stage; every rank takes them in one order."""
+    sum_over_copies(sums, layouts, mesh)
+    for holders in sorted({layout.holders for layout in layouts.values() if layout.holders}):
+        axis = mesh.part("pp", holders, label="replicas")
+        assert axis is not None
+        for name, total in sums.items():
+            if layouts[name].holders == holders:
+                sum_over(total, axis)
+
+
+def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
+    """This rank's among those that `_total` sums over, and how many they are."""
+    place, count = 0, 1
+    for axis in map(mesh.axis, layout.copies()):
+        place, count = place * axis.size + axis.index, count * axis.size
+    if layout.holders:
+        place, count = place * len(layout.holders) + layout.holders.index(mesh.axis("pp").index), count * len(layout.holders)
+    return place, count
+
+
+def _hook(kfac: Kfac, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    return lambda _, inputs, output: kfac.watch(name, inputs[0], output)
+
+
+class Seen:
+    """Kernels whose experts' networks K-FAC sees; all else is the kernels' own."""
+
+    def __init__(self, kernels: ModuleType, kfac: Kfac, path: str) -> None:
+        self.kernels, self.kfac, self.path = kernels, kfac, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    @property
+    def _looks(self) -> bool:
+        """The same in a pass and in its second pass of recompute, which must do the same."""
+        return self.kfac.records and torch.is_grad_enabled()
+
+    def grouped_ffn(
+        self, rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+    ) -> Tensor:
+        if not self._looks:
+            out: Tensor = self.kernels.grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF)
+            return out
+        gate_RF = None if w3 is None else self._times("w3", rows_RD, w3, counts)
+        hidden_RF = activate(self._times("w1", rows_RD, w1, counts), gate_RF, ffn)
+        if dropped_RF is not None:
+            hidden_RF = hidden_RF * dropped_RF
+        return self._times("w2", hidden_RF, w2, counts)
+
+    def routed_ffn(
+        self,
+        x_TD: Tensor,
+        gate_TK: Tensor,
+        plan: Plan,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        *,
+        ffn: str,
+        dropped_RF: Tensor | None = None,
+    ) -> Tensor:
+        if not self._looks:
+            out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, w1, w2, w3, ffn=ffn, dropped_RF=dropped_RF)
+            return out
+        counts: list[int] = plan.counts_E.tolist()
+        rows_RD = self.grouped_ffn(self.kernels.permute(x_TD, plan), w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF)
+        combined: Tensor = self.kernels.combine(rows_RD, gate_TK, plan)
+        return combined
+
+    def _times(self, name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+        parts = [part @ weight.to(rows.dtype) for part, weight in zip(rows.split(counts), weight_EIO, strict=True)]
+        out = torch.cat(parts)
+        self.kfac.watch(f"{self.path}.{name}", rows, out, counts)
+        return out

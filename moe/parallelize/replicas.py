@@ -1,0 +1,70 @@
+"""What a replica of DP gets of one pass, and how the replicas' outputs become one: the model's side of parallel/data/dp.py.
+
+A replica has an equal run of the micro-batch's sequences, with the tokens' own indices in the step, so that noise, capacity
+groups and losses are those of one process; auxiliary losses count by its share of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.experts.layer import LayerReport
+from moe.model.transformer import Output
+from moe.nn.context import Context
+from parallel.data.dp import Together
+from parallel.layout import Tile
+
+Args = tuple[Tensor, Context, Tensor]  # inputs [B, L], what is known of them, targets [B, L]
+
+
+def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Sequence[Together]) -> list[tuple[Any, ...]]:
+    """Each replica's run of sequences."""
+    inputs_BL, context, targets_BL = args
+    shares = _shares(args, len(devices))
+    parts: list[tuple[Any, ...]] = []
+    for i, device in enumerate(devices):
+        run = Tile(0, i, len(devices)).run(len(inputs_BL))
+        tokens = slice(run.start * inputs_BL.shape[1], run.stop * inputs_BL.shape[1])
+        mine = replace(
+            context,
+            position_T=context.position_T[tokens].to(device),
+            valid_T=None if context.valid_T is None else context.valid_T[tokens].to(device),
+            tokens_T=None if context.tokens_T is None else context.tokens_T[tokens].to(device),
+            auxiliary_scale=context.auxiliary_scale * shares[i],
+            whole_step=None if context.whole_step is None else _of_all(context.whole_step, together[i]),
+        )
+        parts.append((inputs_BL[run].to(device), mine, targets_BL[run].to(device)))
+    return parts
+
+
+def _of_all(whole: Callable[[int, Tensor], Tensor], together: Together) -> Callable[[int, Tensor], Tensor]:
+    """Sums over the step for a replica's sums: those of all replicas first."""
+    return lambda layer, mine: whole(layer, together(layer, mine))
+
+
+def _shares(args: tuple[Any, ...], count: int) -> list[float]:
+    """Each replica's share of the pass's valid tokens."""
+    inputs_BL, context, _ = args
+    valid_BL = torch.ones_like(inputs_BL) if context.valid_T is None else context.valid_T.view(inputs_BL.shape)
+    held = [int(valid_BL[Tile(0, i, count).run(len(inputs_BL))].sum()) for i in range(count)]
+    return [n / max(1, sum(held)) for n in held]
+
+
+def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.device) -> Output:
+    """One output on `device`: the losses added up, the reports as of one pass."""
+    shares = _shares(args, len(outputs))
+    layers = []
+    for reports in zip(*(output.layers for output in outputs), strict=True):
+        counts = {name: sum(getattr(r, name).to(device) for r in reports) for name in ("load_E", "kept", "dropped")}
+        means = {
+            name: sum(getattr(r, name).to(device) * share for r, share in zip(reports, shares, strict=True))
+            for name in ("balance_loss", "importance_loss", "z_loss", "entropy")
+        }
+        layers.append(LayerReport(reports[0].layer, **counts, **means))
+    loss = torch.stack([output.loss.to(device) for output in outputs]).sum()
+    return Output(torch.cat([output.logits_BLV.to(device) for output in outputs]), loss, tuple(layers))

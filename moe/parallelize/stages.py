@@ -1,0 +1,96 @@
+"""A recipe's pipeline: its schedule, which layers each stage has, and which ranks of the pp axis hold a parameter.
+
+layers cut by FLOPs (or pipeline.layers)  ->  Part of each stage  ->  Transformer.hold  +  Layout.holders  ->  Runtime
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from moe.model.transformer import Part, Transformer
+from moe.plan.pipeline import layers_of, schedule_of, splits_backward
+from moe.recipe.sections import Run
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.pipeline.links import Links
+from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedule import Schedule
+from parallel.weight_gradient import splittable
+
+
+def parts_of(run: Run, schedule: Schedule) -> tuple[Part, ...]:
+    """What each stage computes. Raises BadInput where the layers cannot be cut so."""
+    layers, last = layers_of(run, schedule), schedule.num_stages - 1
+    return tuple(Part(run_of, begins=stage == 0, ends=stage == last) for stage, run_of in enumerate(layers))
+
+
+def hold(run: Run, model: Transformer, layouts: dict[str, Layout], mesh: Mesh) -> dict[str, Layout]:
+    """Leave this rank its stages, on the meta device; the layouts of what is left, with who else holds it."""
+    schedule = schedule_of(run)
+    parts = parts_of(run, schedule)
+    homes = {name: _homes(model, name, parts, schedule) for name in layouts}
+    rank = mesh.axis("pp").index
+    model.hold({stage: parts[stage] for stage in schedule.stages_of(rank)})
+    held = {}
+    for name, layout in layouts.items():
+        if rank in homes[name]:
+            several = homes[name] if len(homes[name]) > 1 else ()
+            held[name] = replace(layout, holders=several)
+    return held
+
+
+def _homes(model: Transformer, name: str, parts: tuple[Part, ...], schedule: Schedule) -> tuple[int, ...]:
+    return tuple(sorted({rank for stage in stages_with(model, name, parts) for rank in schedule.homes[stage]}))
+
+
+def stages_with(model: Transformer, name: str, parts: Iterable[Part]) -> list[int]:
+    """The stages that read a parameter: one, or two for an embedding that the head is tied to."""
+    words = name.split(".")
+    tied = model.config.tied_embeddings
+
+    def reads(part: Part) -> bool:
+        if words[0] == "layers":
+            return int(words[1]) in part.layers
+        return (part.begins or (part.ends and tied)) if words[0] == "embedding" else part.ends
+
+    return [stage for stage, part in enumerate(parts) if reads(part)]
+
+
+def stage_of_each(run: Run, model: Transformer, names: Iterable[str]) -> dict[str, int]:
+    """The stage of each of these parameters, which one stage alone reads."""
+    parts = parts_of(run, schedule_of(run))
+    return {name: stages_with(model, name, parts)[0] for name in names}
+
+
+def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str]]:
+    """Of each stage the parameters held here that no other stage reads, in the model's order."""
+    found: dict[int, list[str]] = {}
+    for name, _ in model.named_parameters():
+        stages = stages_with(model, name, parts)
+        if len(stages) == 1:
+            found.setdefault(stages[0], []).append(name)
+    return found
+
+
+def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:
+    """This rank's end of the pipeline. Collective: groups are made."""
+    assert isinstance(model, Transformer)
+    schedule = schedule_of(run)
+    for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _tied(run, schedule)):
+        mesh.part("pp", ranks, label="replicas")
+    down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
+    assert down is not None
+    replicas = Replicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
+    if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
+        splittable(model)  # in 16 bits too: else every micro-batch in flight keeps a cast copy of each weight
+    return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
+
+
+def _tied(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
+    """The ranks that hold a tied embedding, where they are several."""
+    ranks = tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))
+    return {ranks} if run.model.tied_embeddings and len(ranks) > 1 else set()

@@ -1,0 +1,1 @@
+"""Costs of a recipe without a model: FLOPs, activations, stages."""

@@ -1,0 +1,96 @@
+"""Bytes that wait between a forward and its backward, from a recipe alone: what a micro-batch in flight keeps on its stage.
+
+For each token of a block; c bytes to an element of the compute dtype, D channels, w = heads * channels of a head, F hidden units:
+
+    attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, their mixture, log-sum-exp
+                 with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
+    dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
+    experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, of k rows; where rows travel (ep > 1) 2 c k D more
+    recomputed   c D instead of the whole block (full), or of all but its attention (selective)
+    the head     4 D + c D + 8, and 4 V of logits where loss_chunks does not cut them
+
+A stage keeps its input as well, c D (in fp32 it is the norm's), and for each micro-batch its own copy of the dense weights in the compute
+dtype where parameters are wider, and 9 L^2 for T5's buckets. tests/moe/plan/test_activations.py counts what autograd really keeps; rows of
+experts are not padded here. Not counted: what exists only while an action runs.
+"""
+
+from __future__ import annotations
+
+from moe.plan.flops import attention_products, expert_size
+from moe.recipe.sections import Run
+from moe.recipe.shapes import GATED
+
+
+def compute_bytes(run: Run) -> int:
+    """Of an element in the compute dtype; `auto` counts as bf16."""
+    return 4 if run.precision.compute == "fp32" else 2
+
+
+def block_bytes(run: Run, layer: int) -> float:
+    """Held for one token of one block, without copies of weights."""
+    m, c = run.model, compute_bytes(run)
+    kind = run.recompute.of_layer(layer)
+    if kind == "full":
+        return c * m.d_model
+    held = _attention(run) + (c * m.d_model if m.dropout else 0)
+    if kind == "selective":
+        return held + c * m.d_model
+    held += (4 + c) * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
+    return held + (_experts(run, layer) if layer in m.layers_with_experts() else c * m.d_ff * _hidden(m.ffn))
+
+
+def head_bytes(run: Run) -> float:
+    """Held for one token by the last norm and the loss."""
+    held = (4 + compute_bytes(run)) * run.model.d_model + 8
+    return held + (4 * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
+
+
+def input_bytes(run: Run, layer: int) -> float:
+    """Held for one token of a stage's input, where its first block does not hold that tensor itself."""
+    own = run.recompute.of_layer(layer) == "full" or compute_bytes(run) == 4
+    return 0 if own else compute_bytes(run) * run.model.d_model
+
+
+def fixed_bytes(run: Run, layer: int) -> float:
+    """Held for one micro-batch whatever its tokens: dense weights in the compute dtype where parameters are wider, T5's buckets."""
+    m, kind = run.model, run.recompute.of_layer(layer)
+    if kind == "full":
+        return 0
+    buckets = 9 * m.max_length**2 if m.positions == "t5" else 0  # int64, and the mask of the future
+    if compute_bytes(run) == (4 if run.precision.master == "fp32" else 2):
+        return buckets
+    weights: float = attention_products(m)
+    if kind == "none":
+        weights += _dense_weights(run, layer)
+    return buckets + compute_bytes(run) * weights
+
+
+def _attention(run: Run) -> float:
+    m, c = run.model, compute_bytes(run)
+    width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
+    if m.positions == "t5":
+        return (4 + c) * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
+    return (4 + c) * m.d_model + 4 * c * width + 4 * m.num_heads + 8
+
+
+def _experts(run: Run, layer: int) -> float:
+    m, e, spec, c = run.model, run.experts, run.router.spec, compute_bytes(run)
+    ffn, d_ff = e.ffn or m.ffn, e.d_ff or m.d_ff
+    rows = spec.num_choices * d_ff * ((2 if ffn in GATED else 1) + (1 if e.dropout else 0))
+    rows += spec.num_choices * m.d_model * (2 if run.degrees.ep not in ("auto", 1) else 0)
+    beside = (e.shared_d_ff or d_ff) * e.shared * _hidden(ffn) + (m.d_model if e.shared_gate else 0)
+    beside += d_ff * _hidden(ffn) + 2 * m.d_model if e.residual else 0
+    return c * (rows + beside) + 8 * e.of_layer(m.layers_with_experts().index(layer))
+
+
+def _dense_weights(run: Run, layer: int) -> float:
+    m, e = run.model, run.experts
+    if layer not in m.layers_with_experts():
+        return m.d_model * m.d_ff * (3 if m.ffn in GATED else 2)
+    of_experts = e.shared * (e.shared_d_ff or e.d_ff or m.d_ff) / (e.d_ff or m.d_ff) + e.residual
+    return of_experts * expert_size(m, e)
+
+
+def _hidden(ffn: str) -> int:
+    """Hidden tensors that a plain network keeps: relu's output is its own derivative, gelu needs input and output, a gate two more."""
+    return 4 if ffn in GATED else 1 if ffn == "relu" else 2

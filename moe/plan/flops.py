@@ -1,0 +1,80 @@
+"""Parameters and floating-point operations of a model, from its recipe alone: total and active per token.
+
+    forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
+    training          = 3 * forward                                                    (backward is two products for one)
+
+A causal token attends to (L + 1) / 2 positions on average. Capacity is not counted: a dropped choice would only lower it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe.recipe import sections
+from moe.recipe.shapes import GATED, T5_BUCKETS
+
+
+@dataclass(frozen=True)
+class Size:
+    """`total` and `active` parameters; `forward` and `training` FLOPs per token."""
+
+    total: int
+    active: int
+    forward: float
+    training: float
+
+
+def size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> Size:
+    """Of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
+    ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + model.d_model
+    forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
+    return Size(sum(block.total for block in blocks) + ends, sum(block.active for block in blocks) + ends, forward, 3.0 * forward)
+
+
+def block_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, layer: int) -> Size:
+    """Of one block: attention, and its feed-forward network or its experts, of which a token passes those that it chooses."""
+    products = attention_products(model)
+    idle = 0
+    if layer in model.layers_with_experts():
+        ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
+        num_experts = experts.of_layer(model.layers_with_experts().index(layer))
+        products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
+            model.d_model if experts.shared_gate else 0
+        )
+        products += one_expert + 2 * model.d_model if experts.residual else 0
+        products += model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)
+        products += router.spec.num_choices * one_expert
+        idle = (num_experts - router.spec.num_choices) * one_expert
+    else:
+        products += _ffn(model.d_model, model.d_ff, model.ffn)
+    bias = T5_BUCKETS * model.num_heads if model.positions == "t5" else 0
+    active = products + 2 * model.d_model + bias
+    forward = 2.0 * products + core_forward(model)
+    return Size(active + idle, active, forward, 3.0 * forward)
+
+
+def attention_products(model: sections.Model) -> int:
+    """Weights of one block's attention."""
+    head = model.head_size or model.d_model // model.num_heads
+    return 2 * model.d_model * head * (model.num_heads + (model.num_kv_heads or model.num_heads))
+
+
+def core_forward(model: sections.Model) -> float:
+    """Forward FLOPs per token between q, k, v and their mixture, where there is no weight."""
+    width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
+    return 4.0 * (model.max_length + 1) / 2 * width
+
+
+def expert_size(model: sections.Model, experts: sections.Experts) -> int:
+    """Parameters of one expert."""
+    return _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)
+
+
+def head_forward(model: sections.Model, *, vocab_size: int) -> float:
+    """Forward FLOPs per token of the projection to the vocabulary; to look a token up is no product."""
+    return 2.0 * vocab_size * model.d_model
+
+
+def _ffn(d_model: int, d_ff: int, ffn: str) -> int:
+    return d_model * d_ff * (3 if ffn in GATED else 2)

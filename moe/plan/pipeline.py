@@ -1,0 +1,231 @@
+"""A recipe's pipeline before there are tensors: its schedule, the layers of each stage, and what does not go with it.
+
+schedule_of(run)      the actions of one step, or of several between two drains
+layers_of(run, ...)   which layers each stage has: cut by FLOPs, or as pipeline.layers says
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+from moe.plan.stages import layer_flops
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.check import check
+from parallel.pipeline.energy.plan_file import Clocked, read_plan
+from parallel.pipeline.order_file import read_order
+from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.plan.cut import cut
+
+
+def continuous(run: Run) -> bool:
+    """Whether updates follow each other without a drain of the pipeline between."""
+    kind = SCHEDULES.get(run.pipeline.schedule)
+    return run.degrees.pp > 1 and kind is not None and kind.continuous
+
+
+_KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbatches", "chunks", "schedule", "vertical_sync", "pipelines")}
+
+
+def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
+    """What the recipe's ranks carry out in `batches` steps. Raises BadInput for what its schedule cannot do."""
+    return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
+
+
+def energy_plan(run: Run) -> Clocked:
+    """The recipe's plan, of its own schedule. Raises BadInput for any other file, and where no step is drained before the next."""
+    p, what = run.pipeline, "pipeline.energy_plan"
+    if run.degrees.pp == 1 or continuous(run):
+        got, fix = ("it with degrees.pp=1", "degrees.pp") if run.degrees.pp == 1 else (f"it with {p.schedule}", "pipeline.schedule")
+        needed = "stages, and a schedule that drains the pipeline: a plan is of one step"
+        raise BadInput(what, got=got, needed=needed, fix=f"set it to null, or {fix} to {2 if run.degrees.pp == 1 else '1f1b'}")
+    assert p.energy_plan is not None
+    schedule = _named(run, 1)
+    size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
+    chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
+    fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json, or set it to null"
+    if p.pipelines not in (None, 2):  # which moe energy does not plan
+        fix = "set it or pipeline.pipelines to null"
+    return read_plan(Path(p.energy_plan).expanduser(), schedule, what=what, fix=fix)
+
+
+def _named(run: Run, batches: int) -> Schedule:
+    p = run.pipeline
+    if p.schedule.endswith(".csv"):
+        return _from_file(run)
+    size = {"ranks": run.degrees.pp, "microbatches": p.microbatches}
+    try:
+        made = build(p.schedule, **size, chunks=p.chunks, batches=batches, vertical_sync=p.vertical_sync or None, pipelines=p.pipelines)
+    except BadInput as refused:
+        what = _KEYS.get(refused.what, refused.what)
+        fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)
+        raise BadInput(what, got=refused.got, needed=refused.needed, fix=fix) from None
+    return check(made)
+
+
+def _from_file(run: Run) -> Schedule:
+    p = run.pipeline
+    schedule = read_order(Path(p.schedule).expanduser())
+    for what, got, needed in (
+        ("degrees.pp", run.degrees.pp, schedule.num_ranks),
+        ("pipeline.microbatches", p.microbatches, schedule.microbatches),
+    ):
+        if got != needed:
+            raise BadInput(what, got=got, needed=f"{needed}, as in {p.schedule}", fix=f"set {what} to {needed}, or take another order")
+    if schedule.num_updates > 1:
+        raise BadInput(
+            "pipeline.schedule",
+            got=f"{p.schedule} with {schedule.num_updates} updates",
+            needed="one: a file is the order of one step",
+            fix="remove the others, or set it to pipedream or two_bw",
+        )
+    return schedule
+
+
+def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
+    """The layers of each stage. Raises BadInput for more stages than layers, and for a list that does not fit."""
+    layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
+    if stages > layers:
+        chunks = stages // schedule.num_ranks
+        fewer = layers // schedule.num_ranks
+        smaller = f"set degrees.pp to {max(1, layers // chunks)}"
+        if fewer and run.pipeline.chunks is not None:
+            smaller = f"set pipeline.chunks to {fewer}"
+        raise BadInput(
+            "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=f"{smaller}, or add layers"
+        )
+    if given is not None and (len(given) != stages or sum(given) != layers or min(given) < 1):
+        near = list(cut(layer_flops(run), stages))
+        raise BadInput(
+            "pipeline.layers",
+            got=list(given),
+            needed=f"{stages} numbers above 0, one a stage, that add up to model.num_layers={layers}",
+            fix=f"set it to {near}, or to null for a cut by FLOPs",
+        )
+    return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
+
+
+def described(run: Run) -> str:
+    """The stages in words, with what the schedule leaves idle: simulated by FLOPs, backward twice forward, without transfers."""
+    batches = run.pipeline.drain_every if continuous(run) else 1
+    schedule = schedule_of(run, batches=batches)
+    layers, flops = layers_of(run, schedule), layer_flops(run)
+    forward = [sum(flops[layer] for layer in held) for held in layers]
+    timeline = simulate(schedule, costs(forward, [2 * time for time in forward]))
+    idle = 1 - sum(map(timeline.busy, range(schedule.num_ranks))) / (timeline.makespan * schedule.num_ranks)
+    m, counts = run.pipeline.microbatches, ", ".join(str(len(held)) for held in layers)
+    return f"{run.pipeline.schedule}: stages of {counts} layers, {m} micro-batch{'es' if m > 1 else ''}, ranks idle {idle:.0%} by FLOPs"
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether some action is the backward of the input, or of the weights, alone."""
+    return any(action.op is Op.I for order in schedule.orders for action in order)
+
+
+def check_pipeline(run: Run) -> None:
+    """Refuse what the pipeline cannot do, and what cannot be right with it. Raises BadInput."""
+    pp = run.degrees.pp
+    if pp < 1:
+        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
+    if pp == 1:
+        if run.pipeline.energy_plan is not None:
+            energy_plan(run)
+        return
+    schedule = schedule_of(run)
+    layers_of(run, schedule)
+    _check_sharding(run, schedule)
+    if continuous(run):
+        _check_continuous(run)
+
+
+def _check_sharding(run: Run, schedule: Schedule) -> None:
+    s, name = run.sharding, run.pipeline.schedule
+    pp = run.degrees.pp
+    if s.kind == "dp":
+        raise BadInput(
+            "sharding.kind",
+            got=f"dp with degrees.pp={pp}",
+            needed="ddp, or zero of stage 1: dp is one process",
+            fix="set sharding.kind to ddp",
+        )
+    gathers = s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)
+    if gathers and not s.allow_slow:
+        kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
+        raise BadInput(
+            "sharding.kind",
+            got=f"{kind} with degrees.pp={pp}",
+            needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
+            fix="set sharding.kind to zero and stage to 1, or sharding.allow_slow to true (FSDP that keeps weights gathered)",
+        )
+    if (gathers or s.engine == "fsdp") and splits_backward(schedule):
+        raise BadInput(
+            "pipeline.schedule",
+            got=f"{name} with weights that FSDP shards",
+            needed="a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed",
+            fix="set pipeline.schedule to 1f1b, or sharding.kind to ddp",
+        )
+    if s.offload.optimizer != "none" or s.offload.parameters != "none":
+        raise BadInput(
+            "sharding.offload",
+            got=f"with degrees.pp={pp}",
+            needed="none: stages are how this model fits",
+            fix="set it to none, or degrees.pp to 1",
+        )
+
+
+def _check_continuous(run: Run) -> None:
+    """Stages update on their own, at different times: nothing may need all of them before an update."""
+    p, name = run.pipeline, run.pipeline.schedule
+    own = f"{name}, whose stages update without waiting for each other"
+    if name == "pipedream" and p.microbatches != 1:
+        raise BadInput(
+            "pipeline.microbatches",
+            got=f"{p.microbatches} with pipedream",
+            needed="1: there is an update a micro-batch, so a step is one",
+            fix="set it to 1 and train.global_batch to the size of a micro-batch, or pipeline.schedule to two_bw",
+        )
+    if run.sharding.kind != "ddp":
+        raise BadInput(
+            "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix="set it to ddp"
+        )
+    if run.precision.compute == "fp16":
+        raise BadInput(
+            "precision.compute",
+            got=f"fp16 with {own}",
+            needed="no loss scale: an overflow on one stage could not undo the updates of the others",
+            fix="set precision.compute to bf16 and precision.loss_scale to none",
+        )
+    if run.optimizer.clip_norm is not None:
+        raise BadInput(
+            "optimizer.clip_norm",
+            got=f"{run.optimizer.clip_norm} with {own}",
+            needed="null: there is no gradient norm of the whole model before an update",
+            fix="set it to null, or pipeline.schedule to 1f1b",
+        )
+    if run.model.tied_embeddings:
+        raise BadInput(
+            "model.tied_embeddings",
+            got=f"true with {own}",
+            needed="false: the first and the last stage would hold different versions of one table",
+            fix="set it to false, or pipeline.schedule to 1f1b",
+        )
+    if run.model.layers_with_experts():
+        spec = run.router.spec
+        if p.microbatches > 1 and spec.balance_scope == "global_batch" and (spec.balance_weight or spec.importance_weight):
+            raise BadInput(
+                "router.balance_scope",
+                got=f"global_batch with {own}",
+                needed="a scope within a micro-batch: the whole batch would have to be counted first",
+                fix="set it to sequence or micro_batch",
+            )
+        if run.experts.rebalance_every:
+            raise BadInput(
+                "experts.rebalance_every",
+                got=f"{run.experts.rebalance_every} with {own}",
+                needed="0: experts move between steps, and steps overlap",
+                fix="set it to 0, or pipeline.schedule to 1f1b",
+            )

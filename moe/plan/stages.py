@@ -1,0 +1,135 @@
+"""What each stage of a recipe's model costs, without a model: what a pipeline is cut and simulated by.
+
+    layer_flops(run)          forward FLOPs per token of each layer, in order; the head's are with the last one
+    stages_of(run, ...)       the layers cut into stages (parallel/plan/cut.py) -> FLOPs and bytes of one micro-batch on each
+    Device.cost(stages)       the same as seconds: FLOPs over a speed, bytes over a link
+
+A backward pass has two products for each of the forward one: the weights' gradient, which W is, and the input's. Attention between q, k, v
+has no weights, so both are the input's. What is recomputed runs forward again with the input's gradient. To look a token up is no
+product: the embedding adds parameters to the first stage and no FLOPs. Norms, the optimizer's step, memory's limits: no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from moe.plan.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
+from moe.plan.flops import attention_products, block_size, core_forward, expert_size, head_forward
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Action, Op
+from parallel.pipeline.simulator.simulate import Cost
+from parallel.plan.cut import cut
+
+STATE_BYTES = 16  # of a parameter: fp32 weight and gradient, two moments of AdamW, on every rank that holds it
+WEIGHT_BYTES = 4  # of a parameter in each older version that is kept
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One micro-batch on one stage. FLOPs: `forward`, `backward` with what is recomputed, `weights` the part of it that W is.
+
+    held: bytes that it keeps from F until its backward; crossing: of its output, and of the gradient that comes back.
+    """
+
+    layers: range
+    parameters: int
+    forward: float
+    backward: float
+    weights: float
+    held: float
+    crossing: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a rank reaches: FLOPs in a second, and bytes in a second to another rank, each way."""
+
+    tflops: float
+    link_gb_s: float
+
+    def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
+        """Seconds of each action; S sends and receives 2 (n - 1) / n of a stage's fp32 gradients between n replicas."""
+
+        def cost(rank: int, action: Action) -> float:
+            stage = stages[action.stage]
+            if action.op is Op.U:
+                return 0.0
+            if action.op is Op.S:
+                return 2 * (replicas - 1) / replicas * 4 * stage.parameters / (self.link_gb_s * 1e9)
+            flops = {Op.F: stage.forward, Op.B: stage.backward, Op.I: stage.backward - stage.weights, Op.W: stage.weights}
+            return flops[action.op] / (self.tflops * 1e12)
+
+        return cost
+
+
+def layer_flops(run: Run) -> tuple[float, ...]:
+    """Forward FLOPs per token of each layer, with those of the vocabulary's projection on the last; experts by the choices of a token."""
+    flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
+    flops[-1] += head_forward(run.model, vocab_size=run.vocab_size)
+    return tuple(flops)
+
+
+def micro_batch(run: Run, microbatches: int) -> int:
+    """Sequences in one micro-batch of one replica. Raises BadInput where the batch cannot be cut into so many."""
+    replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
+    share = run.train.global_batch // replicas
+    if run.train.global_batch % replicas or share % microbatches:
+        near = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - microbatches), default=1)
+        raise BadInput(
+            "--microbatches",
+            got=f"{microbatches} of a batch of {run.train.global_batch} sequences on {replicas} data-parallel ranks",
+            needed="as many sequences in each micro-batch",
+            fix=f"--microbatches {near}, or --train.global_batch {max(1, share // microbatches) * microbatches * replicas}",
+        )
+    return share // microbatches
+
+
+def stages_of(run: Run, num_stages: int, *, sequences: int) -> tuple[Stage, ...]:
+    """The layers cut into `num_stages`, for micro-batches of so many sequences: by FLOPs, or by pipeline.layers where that has as many.
+
+    Raises BadInput for more stages than layers.
+    """
+    given = run.pipeline.layers or ()
+    counts = given if len(given) == num_stages and sum(given) == run.model.num_layers else cut(layer_flops(run), num_stages)
+    places = [range(first, end) for first, end in pairwise((0, *accumulate(counts)))]
+    return tuple(_stage(run, layers, sequences * run.model.max_length) for layers in places)
+
+
+def _stage(run: Run, layers: range, tokens: int) -> Stage:
+    model, first, last = run.model, layers.start == 0, layers.stop == run.model.num_layers
+    table = run.vocab_size * model.d_model
+    flops = head_forward(model, vocab_size=run.vocab_size) if last else 0.0
+    again = flops if run.recompute.loss_chunks > 1 else 0.0
+    core = core_forward(model) * len(layers)
+    forward = flops + sum(block_size(model, run.experts, run.router, layer=layer).forward for layer in layers)
+    again += sum(_recomputed(run, layer) for layer in layers)
+    held = sum(block_bytes(run, layer) for layer in layers) + input_bytes(run, layers.start) + (head_bytes(run) if last else 0)
+    ends = (table if first else 0) + ((model.d_model + (0 if first and model.tied_embeddings else table)) if last else 0)
+    return Stage(
+        layers=layers,
+        parameters=ends + sum(_parameters(run, layer) for layer in layers),
+        forward=tokens * forward,
+        backward=tokens * (2 * forward + again),
+        weights=tokens * (forward - core),
+        held=tokens * held + sum(fixed_bytes(run, layer) for layer in layers),
+        crossing=tokens * model.d_model * compute_bytes(run),
+    )
+
+
+def _recomputed(run: Run, layer: int) -> float:
+    whole = block_size(run.model, run.experts, run.router, layer=layer).forward
+    attention = 2.0 * attention_products(run.model) + core_forward(run.model)
+    return {"none": 0.0, "full": whole, "selective": whole - attention}[run.recompute.of_layer(layer)]
+
+
+def _parameters(run: Run, layer: int) -> int:
+    """Those of a block that one rank holds: of its experts a share of 1 / ep."""
+    total = block_size(run.model, run.experts, run.router, layer=layer).total
+    sparse, ep = run.model.layers_with_experts(), run.degrees.ep
+    if layer not in sparse or not isinstance(ep, int):
+        return total
+    experts = expert_size(run.model, run.experts) * run.experts.of_layer(sparse.index(layer))
+    return total - experts + experts // ep

@@ -1,0 +1,1 @@
+"""What a user may say, and where each value came from; nothing here needs torch."""

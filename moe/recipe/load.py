@@ -1,0 +1,314 @@
+"""A recipe file, its parents and flags made a Run, each value with its origin.
+
+    YAML file --extends--> parent        command line > file > parent > default
+         \\______ merge ______/          `load` returns the Run and where each value came from
+
+Every mistake in them is one line with the fix: unknown keys get the nearest known one.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterator, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+
+from moe.recipe.sections import Run, Section
+from parallel.errors import BadInput, did_you_mean
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that ship with the project."""
+    return sorted(p.stem for p in RECIPES.glob("*.yaml"))
+
+
+def run_name(recipe: str) -> str:
+    """What a run of this recipe is called, by itself: the recipe's name; a run folder's own recipe.yaml is that run's."""
+    path = Path(recipe)
+    return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
+
+
+def recipe_path(name: str) -> Path:
+    """A recipe by the name of a shipped one or by its path. Raises BadInput with the names there are."""
+    for path in (RECIPES / f"{name}.yaml", Path(name).expanduser()):
+        if path.is_file():
+            return path
+    near = did_you_mean(name, recipe_names())
+    raise BadInput(
+        "recipe",
+        got=name,
+        needed=f"a YAML file, or one of {', '.join(recipe_names())}",
+        fix=f"did you mean {near}?" if near else "list them with: moe recipes",
+    )
+
+
+def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """A recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}}, {'model.d_ff': 'dense_tiny.yaml'}."""
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    while True:
+        if any(path.resolve() == seen.resolve() for seen, _ in chain):
+            raise BadInput(
+                "extends", got=f"{path.name}, which extends itself", needed="one parent, without a circle", fix="remove one `extends:`"
+            )
+        values = _read_yaml(path)
+        parent = values.pop("extends", None)
+        chain.append((path, values))
+        if parent is None:
+            break
+        if not isinstance(parent, str):
+            raise BadInput("extends", got=parent, needed="the name of one recipe", fix="write for example: extends: dense_tiny")
+        beside = path.parent / f"{parent}.yaml"
+        path = beside if beside.is_file() else recipe_path(parent)
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, values in reversed(chain):
+        for section, fields in values.items():
+            if not isinstance(fields, dict):
+                _refuse_key((section,)) if section not in Run.model_fields else None
+                raise BadInput(
+                    f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
+                )
+            _merge(fields, merged.setdefault(section, {}), origins, prefix=section, source=source.name)
+    return merged, origins
+
+
+def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
+    """Values over those of the parent, key by key; a section inside a section likewise."""
+    for key, value in fields.items():
+        dotted = f"{prefix}.{key}"
+        if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
+            held = into.get(key)
+            into[key] = dict(held) if isinstance(held, dict) else {}
+            _merge(value, into[key], origins, prefix=dotted, source=source)
+        else:
+            into[key] = value
+            origins[dotted] = source
+
+
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for at, (key, _) in enumerate(node.value):
+            if key.value in keys[:at]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"recipe {path}", got=error, needed="a readable text file", fix="check the file") from None
+    except _NOT_YAML as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
+        raise BadInput(f"recipe {path.name}{line}", got=problem, needed="plain YAML", fix="mend that line") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise BadInput(
+            f"recipe {path.name}", got=type(values).__name__, needed="sections, each with key: value pairs", fix="see: moe show switch_tiny"
+        )
+    return values
+
+
+def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dict[str, str]]:
+    """A recipe by name or path with dotted overrides (text, read as YAML): the Run and each value's origin. Raises BadInput."""
+    values, origins = read_recipe(recipe_path(recipe))
+    for dotted, text in (overrides or {}).items():
+        if dotted not in known_keys():
+            _refuse_key(tuple(dotted.split(".")))
+        *sections, key = dotted.split(".")
+        held = values
+        for section in sections:
+            held[section] = dict(held[section]) if isinstance(held.get(section), dict) else {}
+            held = held[section]
+        field = _field(dotted.split("."))
+        assert field is not None
+        held[key] = _read_value(text, field.annotation)
+        origins[dotted] = "command line"
+    run = build(values)
+    for dotted in known_keys():
+        origins.setdefault(dotted, "default")
+    for key, value in run.router:
+        if value == "preset":
+            origins[f"router.{key}"] = f"{run.router.preset}: {json.dumps(getattr(run.router.spec, key))}"
+    return run, origins
+
+
+def _read_value(text: str, annotation: Any) -> Any:
+    """A value from the command line, read as YAML; where text is wanted, as it stands (a folder may be called 2024 or no)."""
+    try:
+        value = yaml.safe_load(text)
+    except _NOT_YAML:
+        return text
+    return text if value is not None and str in (annotation, *get_args(annotation)) else value
+
+
+def build(values: dict[str, Any]) -> Run:
+    """A Run from plain values, or BadInput for the first thing that is wrong in them."""
+    try:
+        return Run.model_validate(values)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+        more = len({".".join(map(str, _place(e["loc"]) or e["loc"])) for e in errors}) - 1
+        raise _explain(dict(first), more) from None
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of a recipe; `section.inner.key` where a section holds another."""
+    return list(_keys())
+
+
+def flat(run: Run) -> dict[str, Any]:
+    """Every value of a recipe by its dotted key, as JSON has it."""
+    values = run.model_dump(mode="json")
+    return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
+
+
+@cache
+def _keys() -> tuple[str, ...]:
+    return tuple(_keys_of(Run, ""))
+
+
+def _keys_of(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        inner = _section(field)
+        yield from [f"{prefix}{name}"] if inner is None else _keys_of(inner, f"{prefix}{name}.")
+
+
+def _section(field: Any) -> type[Section] | None:
+    """The section that a field is, None for a value."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def _field(path: Sequence[Any]) -> Any:
+    """The field at the end of a path of names; None if there is none."""
+    section: type[Section] | None = Run
+    field = None
+    for name in path:
+        field = None if section is None else section.model_fields.get(str(name))
+        if field is None:
+            return None
+        section = _section(field)
+    return field
+
+
+def _place(loc: Sequence[Any]) -> list[Any]:
+    """The names of a pydantic location: what follows them is inside a value."""
+    return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
+
+
+def _refuse_key(path: tuple[Any, ...]) -> None:
+    dotted, last = ".".join(map(str, path)), str(path[-1])
+    elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
+    outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
+    if not outer:
+        near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
+        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else "see: moe show switch_tiny"
+        raise BadInput(dotted, got="a section that does not exist", needed=f"one of {', '.join(Run.model_fields)}", fix=fix)
+    field = _field(path)
+    if field is not None:
+        raise BadInput(
+            dotted,
+            got="a section without a key",
+            needed=f"{dotted}.KEY",
+            fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
+        )
+    where, section = ".".join(map(str, outer)), _section(_field(outer))
+    if section is None:
+        raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
+    near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
+    fix = (
+        f"did you mean {where}.{near}?"
+        if near
+        else f"did you mean {elsewhere[0]}?"
+        if elsewhere
+        else "remove it, or see: moe show switch_tiny"
+    )
+    raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(section.model_fields)}", fix=fix)
+
+
+_RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+
+
+def _explain(error: dict[str, Any], more: int) -> BadInput:
+    """pydantic's first complaint as one line in our form."""
+    loc = tuple(p for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        try:
+            _refuse_key(loc)
+        except BadInput as refused:
+            return refused
+    place = _place(loc)
+    dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
+    if field is not None and _section(field) is not None:
+        inner = ", ".join(_section(field).model_fields)  # type: ignore[union-attr]
+        return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
+    if error["type"] == "tuple_type":
+        return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
+    choices = _choices(field.annotation) if field else []
+    needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    fix = f"set {dotted} to a value like {field.default!r}" if field is not None else f"write {dotted}: {{key: value}}"
+    if choices and error["type"] not in _RANGES:
+        near = did_you_mean(str(error["input"]), choices)
+        numbers = " or a number" if field is not None and _takes_number(field.annotation) else ""
+        needed = f"{', '.join(choices)}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
+        fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
+    if more > 0:
+        fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"
+    return BadInput(dotted, got=_shown(error["input"]), needed=needed, fix=fix)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value in a few words, whatever is nested in it."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
+    return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(a) for a in get_args(annotation)]
+    return [c for a in get_args(annotation) for c in _choices(a)]
+
+
+def _takes_number(annotation: Any) -> bool:
+    return annotation in (int, float) or any(_takes_number(a) for a in get_args(annotation))
+
+
+def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
+    """The whole recipe as YAML, each value with its origin as a comment; `load` reads it back."""
+    lines: list[str] = []
+
+    def write(fields: dict[str, Any], prefix: str, depth: int) -> None:
+        flat = {key: value for key, value in fields.items() if _section(_field([*prefix.split("."), key])) is None}
+        width = max(len(key) + len(json.dumps(value)) for key, value in flat.items())
+        for key, value in fields.items():
+            dotted, indent = f"{prefix}.{key}", "  " * depth
+            if key in flat:
+                text = f"{key}: {json.dumps(value)}"
+                lines.append(f"{indent}{text:<{width + 2}}  # {origins.get(dotted, 'default')}")
+            else:
+                lines.append(f"{indent}{key}:")
+                write(value, dotted, depth + 1)
+
+    for section, fields in run.model_dump(mode="json").items():
+        lines.append(f"{section}:")
+        write(fields, section, 1)
+    return "\n".join(lines) + "\n"

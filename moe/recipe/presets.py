@@ -1,0 +1,77 @@
+"""The published routers, each with all its choices; docs/moe/routing.md shows the table and where each number comes from.
+
+switch          top-1, gate as it is                                Switch (arXiv 2101.03961); capacity as DeepSpeed rounds it
+switch_mtf      the same, with the released code's numbers          Mesh TensorFlow, mesh_tensorflow/transformer/moe.py
+gshard          top-2, the second at random                         GShard (arXiv 2006.16668, algorithm 1)
+glam            top-2, both always                                  GLaM (arXiv 2112.06905)
+mixtral         top-2 of 8, softmax over the chosen, dropless       Mixtral (arXiv 2401.04088)
+qwen3_moe       top-8, renormalised, balanced over the batch        Qwen3 (arXiv 2505.09388)
+deepseek_v3     top-8 by sigmoid + bias, 4 of 8 expert groups       DeepSeek-V3 (arXiv 2412.19437)
+deepspeed       top-2, gates renormalised after dropping            DeepSpeed, deepspeed/moe/sharded_moe.py: top2gating
+megatron        top-2, softmax over the chosen, lowest dropped      Megatron-LM, megatron/core/transformer/moe
+expert_choice   experts choose tokens                               Expert Choice (arXiv 2202.09368)
+"""
+
+from __future__ import annotations
+
+from moe.recipe.router_spec import RouterSpec
+
+PRESETS: dict[str, RouterSpec] = {
+    "switch": RouterSpec(num_choices=1, capacity_factor=1.25, min_capacity=4, balance_weight=0.01),
+    "switch_mtf": RouterSpec(
+        num_choices=1,
+        jitter=0.01,
+        capacity_factor=1.25,
+        eval_capacity_factor=2.0,
+        min_capacity=4,
+        capacity_counts="tokens",
+        capacity_rounding="floor",
+        balance_weight=0.01,
+    ),
+    "gshard": RouterSpec(
+        num_choices=2,
+        second="random",
+        gates="before_drop",
+        capacity_factor=1.25,
+        min_capacity=4,
+        balance_weight=0.01,
+        balance_counts="first",
+    ),
+    "glam": RouterSpec(
+        num_choices=2, gates="before_drop", capacity_factor=1.25, min_capacity=4, balance_weight=0.01, balance_counts="first"
+    ),
+    "mixtral": RouterSpec(num_choices=2, softmax_over="chosen", balance_weight=0.001, balance_scope="micro_batch"),
+    "qwen3_moe": RouterSpec(num_choices=8, gates="before_drop", balance_weight=0.001, balance_scope="global_batch"),
+    "deepseek_v3": RouterSpec(
+        num_choices=8,
+        score="sigmoid",
+        select="group_limited",
+        expert_groups=8,
+        top_groups=4,
+        bias_rate=0.001,
+        gates="before_drop",
+        gate_scale=2.5,
+        balance_weight=0.0001,
+    ),
+    "deepspeed": RouterSpec(
+        num_choices=2,
+        gates="after_drop",
+        group="rank",
+        capacity_factor=1.0,
+        eval_capacity_factor=1.0,
+        min_capacity=4,
+        balance_weight=0.01,
+        balance_counts="first",
+        balance_scope="micro_batch",
+    ),
+    "megatron": RouterSpec(
+        num_choices=2,
+        softmax_over="chosen",
+        group="rank",
+        drop="lowest_gate",
+        queue="tokens_first",
+        balance_weight=0.01,
+        balance_scope="micro_batch",
+    ),
+    "expert_choice": RouterSpec(num_choices=2, select="expert_choice", capacity_factor=1.0, eval_capacity_factor=1.0),
+}

@@ -1,0 +1,344 @@
+"""The sections of a recipe: small, frozen, one a concern (this file needs no torch).
+
+    Run = model + experts + router + degrees + sharding + ... + train
+    Run.check(world)     what fits one by one but not together (moe/checks/together.py): one line, what, got, needed, fix
+
+`Run` is the library's entry too: `train(Run(...))` never reads argv. Reading YAML and flags into a Run: moe/recipe/load.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, check_world
+
+_LARGEST = 2**40
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic lets pass: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+                raise ValueError("a number or a name, not true or false")
+            if isinstance(number, int) and abs(number) > _LARGEST:
+                raise ValueError(f"at most {_LARGEST}")
+        return value
+
+
+class Model(Section):
+    """The decoder-only Transformer around the experts."""
+
+    vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's")
+    num_layers: int = Field(4, gt=0)
+    d_model: int = Field(256, gt=0)
+    num_heads: int = Field(4, gt=0)
+    num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
+    head_size: int | None = Field(None, gt=0, description="null: d_model / num_heads")
+    d_ff: int = Field(1024, gt=0)
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
+    max_length: int = Field(256, gt=0, description="tokens in one sequence")
+    moe_every: int = Field(0, ge=0, description="every n-th layer has experts (2: layers 1, 3, ...); 0: dense")
+    moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
+    tied_embeddings: bool = True
+    dropout: float = Field(0.0, ge=0, lt=1)
+    init_scale: float = Field(1.0, gt=0, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
+
+    def layers_with_experts(self) -> tuple[int, ...]:
+        if self.moe_layers is not None:
+            return self.moe_layers
+        return tuple(range(self.moe_every - 1, self.num_layers, self.moe_every)) if self.moe_every else ()
+
+
+class Experts(Section):
+    """The feed-forward networks of one MoE layer."""
+
+    num_experts: int | tuple[int, ...] = Field(8, description="a list (pyramid): one number for each layer with experts, in order")
+    d_ff: int | None = Field(None, gt=0, description="null: model.d_ff")
+    ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = Field(None, description="null: model.ffn")
+    shared: int = Field(0, ge=0, description="experts that every token passes, as one wider network")
+    shared_d_ff: int | None = Field(None, gt=0, description="hidden width of one shared expert; null: of an expert")
+    shared_gate: bool = Field(False, description="the shared network times sigmoid(w x), as in Qwen2-MoE")
+    residual: bool = Field(False, description="a dense network beside the experts, mixed with them by a learned softmax (PR-MoE)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="inside the experts; Switch fine-tunes with 0.4")
+    rebalance_every: int = Field(0, ge=0, description="steps between moves of experts to even out the ranks' load; 0: never")
+    kernels: Literal["auto", "reference", "cpu", "triton"] = "auto"
+
+    @field_validator("num_experts")
+    @classmethod
+    def _some(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
+        if min((value,) if isinstance(value, int) else value, default=0) < 1:
+            raise ValueError("a number above 0, or a list of such numbers")
+        return value
+
+    def of_layer(self, nth: int) -> int:
+        """The number of experts in the nth of the layers that have experts, from 0."""
+        return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Every number of experts that a layer has."""
+        return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
+
+
+Preset = Literal["preset"]  # the value that the preset has
+Count = Annotated[int, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+
+
+class Router(Section):
+    """Who goes where: a published router by name, and what this recipe does differently from it."""
+
+    preset: Literal[
+        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "deepseek_v3", "deepspeed", "megatron", "expert_choice"
+    ] = "switch"
+    num_choices: Count | Preset = Field("preset", description="experts of a token")
+    score: Literal["preset", "softmax", "sigmoid", "sqrt_softplus"] = Field("preset", description="of a logit")
+    softmax_over: Literal["preset", "all", "chosen"] = Field("preset", description="all experts, or the chosen ones after selection")
+    jitter: Annotated[float, Field(ge=0, lt=1)] | Preset = Field(
+        "preset", description="the router's input times uniform(1 - jitter, 1 + jitter), train only"
+    )
+    noise: Literal["preset", "none", "gumbel", "noisy_top_k"] = Field("preset", description="on logits, train only")
+    select: Literal["preset", "top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] = Field("preset", description="who is chosen")
+    expert_groups: Count | Preset = Field("preset", description="of group_limited: equal runs of experts")
+    top_groups: Count | Preset = Field("preset", description="of group_limited: runs a token may choose from")
+    second: Literal["preset", "always", "random"] = Field("preset", description="the second of top-2; random: with probability 2 g_2")
+    bias_rate: AtLeast0 | None | Preset = Field("preset", description="step of the selection bias (aux-loss-free balance); null: no bias")
+    gates: Literal["preset", "as_is", "before_drop", "after_drop"] = Field("preset", description="when gates are made to sum to 1")
+    gate_scale: Above0 | Preset = Field("preset", description="factor on all gates")
+    group: Literal["sequence", "rank", "preset"] | Count = Field(
+        "preset", description="tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)"
+    )
+    capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
+    eval_capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
+    min_capacity: Annotated[int, Field(ge=0)] | Preset = "preset"
+    capacity_counts: Literal["preset", "choices", "tokens"] = Field("preset", description="whether k is a factor of the capacity")
+    capacity_rounding: Literal["preset", "ceil", "floor", "round"] = "preset"
+    capacity_multiple: Count | Preset = Field("preset", description="slots are rounded up to a multiple of it")
+    drop: Literal["preset", "position", "lowest_gate", "random"] = Field("preset", description="who has no slot")
+    queue: Literal["preset", "choices_first", "tokens_first"] = Field("preset", description="all first choices before second ones, or not")
+    balance_weight: AtLeast0 | Preset = Field("preset", description="Switch eq. 4, summed over layers")
+    balance_counts: Literal["preset", "all", "first"] = Field("preset", description="choices that count as load; GShard: first")
+    balance_scope: Literal["preset", "sequence", "micro_batch", "global_batch"] = Field(
+        "preset", description="tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"
+    )
+    importance_weight: AtLeast0 | Preset = Field("preset", description="squared variation of the experts' gates (Shazeer et al. 2017)")
+    z_weight: AtLeast0 | Preset = Field("preset", description="ST-MoE: 0.001")
+    allow_noncausal: bool = Field(False, description="train a router whose choices for a token depend on later tokens")
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What this recipe says itself."""
+        return {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
+
+    @property
+    def unlike_preset(self) -> dict[str, Any]:
+        """Of that, what the preset has otherwise."""
+        return {key: value for key, value in self.own.items() if value != getattr(PRESETS[self.preset], key)}
+
+    @property
+    def spec(self) -> RouterSpec:
+        """The preset with this recipe's own values: complete."""
+        return replace(PRESETS[self.preset], **self.own)
+
+
+class Dispatch(Section):
+    """How rows travel to the ranks that hold their experts, and back; all kinds give the same numbers."""
+
+    kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] = Field(
+        "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
+    )
+    overlap_chunks: int = Field(1, gt=0, description="of all_to_all: so many runs of the experts held; one computes, the next travels")
+    node_size: int | None = Field(None, gt=0, description="of hierarchical: ranks of the ep axis that share a node")
+
+
+class Parallel(Section):
+    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp / etp and the experts."""
+
+    dp: int | Literal["auto"] = "auto"
+    ep: int | Literal["auto"] = "auto"
+    etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
+    tp: Literal[1] = 1
+    sp: Literal[1] = 1
+    pp: int = Field(1, description="stages' ranks of the pipeline")
+
+
+class Offload(Section):
+    """Where states lie that do not stay on the device."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="master weights and moments: of zero; nvme: stage 3")
+    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="a rank's part of the working weights: of zero stage 3")
+    path: str | None = Field(None, description="of nvme: a folder on the disk")
+
+
+class Sharding(Section):
+    kind: Literal["dp", "ddp", "fsdp", "zero"] = "ddp"
+    replicas: int = Field(
+        2, gt=1, description="of dp: copies of the model in the one process, each on a GPU of its own where there are enough"
+    )
+    stage: Literal[0, 1, 2, 3] = Field(1, description="of zero: shards nothing, the optimizer's state, gradients too, weights too")
+    engine: Literal["auto", "deepspeed", "fsdp"] = Field("auto", description="of zero: who carries the stage out")
+    offload: Offload = Offload()
+    reshard: bool = Field(
+        True, description="of fsdp: free gathered weights after the forward pass and gather them again for the backward one"
+    )
+    prefetch: int = Field(1, ge=0, description="of fsdp: blocks that are gathered ahead of the one that runs")
+    allow_slow: bool = Field(False, description="of fsdp and zero 2, 3 with degrees.pp above 1: run it, by FSDP without reshard")
+
+
+class Tensor(Section):
+    kind: Literal["1d"] = "1d"
+
+
+class Sequence(Section):
+    kind: Literal["none"] = "none"
+
+
+class Pipeline(Section):
+    """Layers cut into stages on degrees.pp ranks; without stages only `microbatches` counts."""
+
+    schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
+    microbatches: int = Field(1, gt=0, description="each rank's share of the batch is cut into so many; gradients accumulate")
+    chunks: int | None = Field(None, gt=0, description="stages a rank; null: the schedule's own, 2 where it is a choice")
+    layers: tuple[int, ...] | None = Field(None, description="of each stage; null: cut by FLOPs")
+    drain_every: int = Field(16, gt=0, description="of pipedream and two_bw: steps between two drains")
+    vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
+    pipelines: int | None = Field(None, gt=1, description="of chimera: through the same ranks, half of them each way; null: 2")
+    energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks where NVML may set them")
+
+
+class Tiling(Section):
+    """Large matrices in runs, each a parameter of its own that an engine gathers, steps and frees alone."""
+
+    ffn: int = Field(1, gt=0, description="of feed-forward networks and experts, by hidden units")
+    head: int = Field(1, gt=0, description="of the embedding table and the vocabulary projection, by tokens of the vocabulary")
+
+
+class Recompute(Section):
+    """Activations that are computed again in the backward pass instead of kept."""
+
+    kind: Literal["none", "full", "selective"] = Field("none", description="full: whole blocks; selective: their feed-forward or MoE part")
+    every: int = Field(1, gt=0, description="of every n-th block (2: blocks 0, 2, ...)")
+    loss_chunks: int = Field(1, gt=0, description="logits and cross-entropy in so many runs of tokens, computed again in the backward pass")
+
+    def of_layer(self, layer: int) -> Literal["none", "full", "selective"]:
+        return self.kind if layer % self.every == 0 else "none"
+
+
+class Precision(Section):
+    """One policy for dense and sparse: parameters live in `master`, matrix products run in `compute`, everything that sums is fp32."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 if every processor has it, else fp32")
+    master: Literal["fp32", "bf16"] = "fp32"
+    loss_scale: Literal["none", "dynamic"] | float = "none"
+
+
+class Data(Section):
+    source: Literal["python_stdlib", "text", "jsonl"] = Field("python_stdlib", description="text and jsonl need path")
+    path: str | None = Field(None, description="a file or folder of text or JSONL")
+    text_key: str = Field("text", description="the field of a JSONL line that holds the text")
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    vocab_size: int = Field(4096, gt=256, description="of the bpe tokenizer")
+    validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
+
+
+class Kfac(Section):
+    """Of K-FAC: how its factors are taken and damped."""
+
+    damping: float = Field(0.3, gt=0, description="added to each factor, whose mean eigenvalue is 1: its square root")
+    ema: float = Field(0.5, ge=0, lt=1, description="what remains of the old factors at a refresh")
+    refresh_every: int = Field(5, gt=0, description="steps from one taking of factors to the next; inverses are stale between")
+    delay: int = Field(0, ge=0, description="steps until new inverses are used: time in which bubbles can do the work")
+    experts: bool = Field(True, description="false: experts' matrices take AdamW's steps")
+
+
+class Optimizer(Section):
+    """AdamW, or K-FAC's direction with its length; no decay on norms, biases and the router."""
+
+    kind: Literal["adamw", "kfac"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_steps: int = Field(50, ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
+    min_lr_share: float = Field(0.1, ge=0, le=1)
+    clip_norm: float | None = Field(1.0, gt=0)
+    kfac: Kfac = Kfac()
+
+
+class Train(Section):
+    steps: int = Field(300, gt=0)
+    global_batch: int = Field(32, gt=0, description="sequences in one step, over all ranks and micro-batches")
+    eval_every: int = Field(100, ge=0, description="steps; 0: only at the end")
+    eval_sequences: int = Field(64, gt=0)
+    save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
+    keep: int = Field(2, gt=0, description="newest checkpoints kept")
+    seed: int = Field(0, ge=0)
+    on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
+    max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")
+
+
+class Run(Section):
+    """A whole recipe."""
+
+    model: Model = Model()
+    experts: Experts = Experts()
+    router: Router = Router()
+    dispatch: Dispatch = Dispatch()
+    degrees: Parallel = Parallel()
+    sharding: Sharding = Sharding()
+    tensor: Tensor = Tensor()
+    sequence: Sequence = Sequence()
+    pipeline: Pipeline = Pipeline()
+    tiling: Tiling = Tiling()
+    recompute: Recompute = Recompute()
+    precision: Precision = Precision()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size or (256 if self.data.tokenizer == "bytes" else self.data.vocab_size)
+
+    def resolve(self, world_size: int) -> Run:
+        """The same run with `auto` degrees made numbers for so many processes."""
+        dp = max(1, world_size // max(1, self.degrees.pp)) if self.degrees.dp == "auto" else self.degrees.dp
+        ep = self.degrees.ep
+        if ep == "auto":
+            ep = math.gcd(dp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
+        return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
+
+    def mesh_degrees(self) -> Degrees:
+        """The resolved degrees; call `resolve` first."""
+        d = self.degrees
+        if d.dp == "auto" or d.ep == "auto":
+            raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
+        inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1)
+
+    def check(self, world_size: int) -> Run:
+        """Resolve for so many processes and refuse what cannot work together. Raises BadInput."""
+        from moe.checks.together import check_together  # here, because the checks know the sections
+
+        run = self.resolve(world_size)
+        check_together(run)
+        check_world(run.mesh_degrees(), world_size)
+        return run

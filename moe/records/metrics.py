@@ -1,0 +1,242 @@
+"""What a run writes down: one JSON line a step, and the same numbers for TensorBoard.
+
+    step's dict --> metrics.jsonl   the source of truth: plain JSON (no NaN token), appended and flushed line by line
+              \\--> tensorboard/     the same scalars, as a view; losing it loses nothing
+
+The file holds each step once. A run that goes on from step n first cuts what an earlier life wrote after n (and a line
+that a kill left half-written); the lines that stay keep their bytes. The fields are in docs/use/records.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from parallel.errors import BadInput
+
+METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
+PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
+
+
+class Records:
+    """The metrics of one run, open for appending; `out=None` (every rank but 0) takes the same calls and writes nothing.
+
+    `resume_step=n` keeps the lines of steps up to n (0: only what was written before the first step); `resume_step=None`
+    is a new run, whose predecessor's lines move to `metrics.previous.jsonl`, and its summary beside them. Raises BadInput where
+    the folder cannot be written. `say` gets the one line that tells that TensorBoard is missing.
+    """
+
+    def __init__(self, out: Path | None, *, resume_step: int | None = None, say: Callable[[str], None] = print) -> None:
+        self._file: BinaryIO | None = None
+        self._board: TensorBoard | None = None
+        self._say = say
+        if out is None:
+            return
+        self._path = Path(out) / METRICS
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                cut_after(self._path, resume_step)
+            else:
+                if self._path.exists() and self._path.stat().st_size:
+                    os.replace(self._path, self._path.with_name(PREVIOUS))
+                if (summary := self._path.with_name(SUMMARY)).exists():  # or it would pass for the new run's
+                    os.replace(summary, summary.with_name(PREVIOUS_SUMMARY))
+            self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close(): it lives as long as the run)
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+        try:
+            self._board = TensorBoard(Path(out) / TENSORBOARD, first_step=(resume_step or 0) + 1)
+        except Exception as error:  # a missing or broken TensorBoard (protobuf clashes raise anything) must not stop a run
+            say(f"TensorBoard is off ({type(error).__name__}: {_first_line(error)}); {METRICS} has every number")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; `kind` is "train" and `time` is now unless given. NaN and inf become null, named in `nonfinite`."""
+        if self._file is None:
+            return
+        clean = finite({"kind": "train", "time": time.time(), **line})
+        try:
+            self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise _unwritable(self._path, error) from None
+        if self._board is None:
+            return
+        try:
+            self._board.write(clean)
+        except Exception as error:
+            self._board = None
+            self._say(f"TensorBoard stops here ({type(error).__name__}: {_first_line(error)}); {METRICS} goes on")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorBoard:
+    """The scalars of each line under <run>/tensorboard; steps from `first_step` on that older files hold are hidden.
+
+    Raises ImportError where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # late: half a second, and optional
+
+        older = folder.is_dir() and any(folder.glob("events.*"))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        for tag, value in scalars(line):
+            self._writer.add_scalar(tag, value, line["step"], walltime=line["time"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(tag, value) for TensorBoard; nulls are left out. A load is relative to uniform: 1 is a fair share, 0 a dead expert."""
+    if line.get("kind") == "event":
+        return
+    validation = line.get("kind") == "eval"
+    found: list[tuple[str, Any]] = []
+    for key, value in line.items():
+        if key not in ("step", "kind", "time", "tokens", "skipped") and isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((f"validation/{key.removeprefix('validation_')}" if validation else key, value))
+    found += [(f"grad_norm/{part}", value) for part, value in (line.get("grad_norm_parts") or {}).items()]
+    for layer in line.get("moe") or ():
+        where = f"layer_{layer['layer']}"
+        load = layer.get("load") or []
+        if load and None not in load:
+            even = len(load) / (sum(load) or 1.0)
+            spread = {"max": max(load) * even, "mean": sum(load) / len(load) * even, "min": min(load) * even}
+            found += [(f"{where}/load_{name}", value) for name, value in spread.items()]
+        found += [(f"{where}/{key}", layer.get(key)) for key in ("dropped", "balance_loss", "importance_loss", "z_loss", "entropy")]
+    yield from ((tag, float(value)) for tag, value in found if value is not None)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, or of the run folder that holds it; a half-written last line is left out.
+
+    Raises BadInput where there is no such file, or a line before the last is not a JSON object.
+    """
+    path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
+    try:
+        raw = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise BadInput(str(path), got=error.strerror or error, needed=f"a run's {METRICS}", fix="name the run's folder") from None
+    lines = []
+    for number, text in enumerate(raw, start=1):
+        line = _parse(text)
+        if line is not None:
+            lines.append(line)
+        elif text.strip() and number < len(raw):
+            raise BadInput(f"{path}, line {number}", got=repr(text[:40]), needed="one JSON object with a step", fix="delete that line")
+    return lines
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Keep the lines of steps up to `step`, byte for byte; what follows, and what is no whole line, goes. Atomic."""
+    if not path.exists():
+        return
+    old = path.read_bytes()
+    kept = []
+    for text in old.split(b"\n"):
+        line = _parse(text)
+        if line is not None and line["step"] <= step:
+            kept.append(text + b"\n")
+    if (new := b"".join(kept)) != old:
+        replace_file(path, new)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """The whole new content or the whole old one, whenever the machine stops."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:
+    """Write <out>/summary.json (atomic; NaN and inf become null) and return its path."""
+    path = Path(out) / SUMMARY
+    try:
+        replace_file(path, (json.dumps(finite(summary), indent=2, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    return path
+
+
+def read_summary(out: Path) -> dict[str, Any] | None:
+    """The run's summary, or None while it has none. Raises BadInput for a file that is not JSON."""
+    path = Path(out) / SUMMARY
+    if not path.exists():
+        return None
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(str(path), got=error, needed="JSON", fix="delete it; the report is then made without it") from None
+    if not isinstance(summary, dict):
+        raise BadInput(str(path), got=type(summary).__name__, needed="a JSON object", fix="delete it; the report is then made without it")
+    return summary
+
+
+def finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The same line in plain JSON values: NaN and inf are null, their places listed under `nonfinite` ("moe.0.z_loss")."""
+    lost: list[str] = []
+    clean: dict[str, Any] = _plain(line, "", lost)
+    return {**clean, "nonfinite": lost} if lost else clean
+
+
+def _plain(value: Any, place: str, lost: list[str]) -> Any:
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner, f"{place}{key}.", lost) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, f"{place}{index}.", lost) for index, inner in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(place.removesuffix("."))
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    whole = isinstance(line, dict) and isinstance(line.get("step"), int)
+    return line if whole else None
+
+
+def _unwritable(path: Path, error: OSError) -> BadInput:
+    return BadInput(
+        f"run folder {path.parent}", got=error.strerror or error, needed="a folder with room to write", fix="free space, or --out DIR"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]

@@ -1,0 +1,156 @@
+"""The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
+
+A display never stops a training run: whatever goes wrong while drawing falls back from the panel to plain lines, and
+from those to silence. What is drawn is in moe/records/panel.py and ending.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from moe.records.ending import ending
+from moe.records.heat import ASCII
+from moe.records.panel import State, panel, plain_evaluation, plain_step, title, unicode_ramp
+
+FAILURES = (Exception, SystemExit)  # rich answers a closed pipe with SystemExit
+PLAIN_EVERY_S = 5.0
+PLAIN_EVERY_STEPS = 50
+PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})
+Kind = Literal["auto", "live", "plain", "none"]
+
+
+def open_progress(
+    steps: int,
+    *,
+    recipe: str,
+    world: int = 1,
+    lines: Sequence[str] = (),
+    out: Path | None = None,
+    kind: Kind = "auto",
+    console: Console | None = None,
+) -> Progress:
+    """Start the display of a run of `steps` steps. `lines` are shown under the title (device, layout, parameters).
+
+    `out` is the run's folder, whose files the end lists. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for ranks
+    other than 0. Never raises.
+    """
+    return Progress(State(steps=steps, recipe=recipe, world=world, lines=tuple(lines)), out=out, kind=kind, console=console)
+
+
+class Progress:
+    """Takes the lines of metrics.jsonl as they are written; use as a context manager, or call `close` at the end."""
+
+    def __init__(self, state: State, *, out: Path | None, kind: Kind, console: Console | None) -> None:
+        self._state, self._out, self._kind = state, out, kind
+        self._live: Live | None = None
+        self._printed_s = 0.0
+        self._unprinted = False
+        self._console = console or Console()
+        self._guarded(self._open)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """A training step's numbers (one line of metrics.jsonl)."""
+        self._guarded(lambda: self._step(line))
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """An evaluation's numbers."""
+        self._guarded(lambda: self._evaluation(line))
+
+    def note(self, text: str) -> None:
+        """One line that stays: a save, a resume, a warning."""
+        self._guarded(lambda: self._print(text))
+
+    def close(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the display; with a summary (the fields of summary.json), print the last table, the sample and the files."""
+        self._guarded(self._stop)
+        if summary is not None:
+            self._guarded(lambda: self._show(ending(self._state, summary, self._out)))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what may fail ---
+
+    def _guarded(self, draw: Callable[[], None]) -> None:
+        """Run one drawing; a failure costs the live panel first, then the display."""
+        if self._kind == "none":
+            return
+        try:
+            draw()
+        except FAILURES as error:
+            live, self._live = self._live, None
+            failed, self._kind = self._kind, "none"
+            with suppress(*FAILURES):
+                print(f"the {failed} display stopped ({type(error).__name__}: {error}); training goes on", file=sys.stderr)
+                if live is not None:
+                    live.stop()
+                    self._kind = "plain"
+
+    def _open(self) -> None:
+        console = self._console
+        self._state.ramp = unicode_ramp(console.encoding)
+        if self._state.ramp == ASCII and isinstance(console.file, io.TextIOWrapper):
+            console.file.reconfigure(errors="replace")  # a name or a generated character must not end the display
+        if self._kind == "auto":
+            self._kind = "live" if console.is_terminal and not console.is_dumb_terminal else "plain"
+        if self._kind == "live":
+            # rich redraws from its own thread, twice a second: the steps themselves draw nothing and wait for nothing
+            self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=2, vertical_overflow="crop")
+            atexit.register(self.close)  # an exception on its way out must not leave the cursor hidden
+            self._live.start()
+        else:
+            for text in (title(self._state), *self._state.lines):
+                self._print(text)
+
+    def _panel(self) -> RenderableType:
+        """Called by rich's thread, where nobody could catch: a failure is shown instead."""
+        try:
+            return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
+        except Exception as error:
+            return Text(f"the display failed ({type(error).__name__}: {error}); training goes on")
+
+    def _step(self, line: Mapping[str, Any]) -> None:
+        self._state.add(line)
+        if self._kind != "plain":
+            return
+        now, step = line.get("time") or time.time(), line.get("step", 0)
+        due = not self._printed_s or now - self._printed_s >= PLAIN_EVERY_S or step % PLAIN_EVERY_STEPS == 0 or step >= self._state.steps
+        self._unprinted = not due
+        if due:
+            self._printed_s = now
+            self._print(plain_step(self._state))
+
+    def _evaluation(self, line: Mapping[str, Any]) -> None:
+        self._state.evaluation = line
+        self._print(plain_evaluation(self._state))
+
+    def _stop(self) -> None:
+        atexit.unregister(self.close)
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            self._kind = "plain"
+        elif self._unprinted:  # a run that stops early still shows its last step
+            self._unprinted = False
+            self._print(plain_step(self._state))
+
+    def _print(self, text: str) -> None:
+        self._show(Text(text.translate(PLAINER) if self._state.ramp == ASCII else text), soft_wrap=True)
+
+    def _show(self, what: RenderableType, *, soft_wrap: bool = False) -> None:
+        self._console.print(what, soft_wrap=soft_wrap, highlight=False)
+        self._console.file.flush()

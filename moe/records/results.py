@@ -1,0 +1,35 @@
+"""The one JSON form of every verb's `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import BadInput
+
+
+def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write the rows; a row fails where its "passed" is False. NaN and infinity become null. Raises BadInput."""
+    import torch
+
+    from moe.records.metrics import finite
+    from moe.records.speed import hardware, source_commit
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    failed = sum(row.get("passed") is False for row in rows)
+    value = {
+        "verb": verb,
+        "commit": source_commit(),
+        "hardware": hardware(device),
+        "rows": [finite(row) for row in rows],
+        "passed": len(rows) - failed,
+        "failed": failed,
+        **more,
+    }
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(value, indent=1) + "\n")
+    except OSError as error:
+        raise BadInput("--json", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None

@@ -1,0 +1,30 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe.plan.flops import size
+from moe.plan.pipeline import described
+from moe.recipe.sections import Run
+from parallel.process import World
+
+
+def title(run: Run, world: World) -> list[str]:
+    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    etp = f" etp {d.etp}" if d.etp > 1 else ""
+    pp = f"pp {d.pp} " if d.pp > 1 else ""
+    lines = [
+        f"{world.size} x {world.device.type} · {pp}dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
+    ]
+    if d.pp > 1:
+        lines.append(described(run))
+    if run.model.layers_with_experts():
+        lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
+    return lines
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {'null' if value is None else value}" for key, value in values.items())

@@ -1,0 +1,1 @@
+"""Who goes where: scores, selection, capacity and balance of one router."""

@@ -1,0 +1,109 @@
+"""How many tokens an expert takes from one group, and which of the choices that gives.
+
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))        (k counts: cf 2, k 1 == cf 1, k 2)
+
+Capacity is counted per group of tokens (GShard), and the group belongs to the recipe, not to the layout: the same
+tokens are dropped on any number of ranks. A choice is kept while its position in the expert's queue is below C.
+
+    queue    choices_first    all first choices of the group, then all second ones          GShard (arXiv 2006.16668)
+             tokens_first     token after token                                             Megatron-LM, MegaBlocks
+    drop     position         first come, first served
+             lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
+             random           by lot                                                        DeepSpeed's random token selection
+
+Position is a cumulative count, never a top-k over ties. Systems round differently: docs/moe/moe.md has the table.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moe.recipe.router_spec import RouterSpec
+from parallel.errors import BadInput
+
+# T tokens, K choices, G groups, S tokens of a group, N = T * K
+
+
+def capacity(
+    group_tokens: int,
+    *,
+    num_experts: int,
+    num_choices: int,
+    factor: float | None,
+    minimum: int,
+    rounding: Literal["ceil", "floor", "round"] = "ceil",
+    multiple: int = 1,
+) -> int | None:
+    """Slots per expert and group; None is dropless. Never more than the group has tokens (an expert is chosen once a token)."""
+    if factor is None:
+        return None
+    # the decimal first: 200 * 1.1 / 4 is 55 and must not become 56 by a binary tail
+    exact = round(group_tokens * num_choices * factor / num_experts, 9)
+    slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
+    return min(group_tokens, max(minimum, -(-slots // multiple) * multiple))
+
+
+def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
+    """The spec's slots per expert and group."""
+    return capacity(
+        group_tokens,
+        num_experts=num_experts,
+        num_choices=spec.num_choices if spec.capacity_counts == "choices" else 1,
+        factor=spec.capacity_factor if training else spec.eval_capacity_factor,
+        minimum=spec.min_capacity,
+        rounding=spec.capacity_rounding,
+        multiple=spec.capacity_multiple,
+    )
+
+
+def kept_choices(
+    expert_TK: Tensor,
+    active_TK: Tensor,
+    *,
+    num_groups: int,
+    num_experts: int,
+    slots_each: int | None,
+    kernels: ModuleType,
+    queue: Literal["choices_first", "tokens_first"] = "choices_first",
+    priority_TK: Tensor | None = None,
+) -> Tensor:
+    """Bool [T, K]: the choices that find a slot. `active_TK` False: a choice the router declined; it takes no slot.
+
+    `priority_TK` fp32: higher ones are served first, equal ones in the order of the queue; None: the queue alone.
+    """
+    if expert_TK.shape[0] % num_groups:
+        raise BadInput(
+            "router.group",
+            got=f"{num_groups} groups",
+            needed=f"a divisor of {expert_TK.shape[0]} tokens",
+            fix="set router.group to sequence",
+        )
+    if slots_each is None:
+        return active_TK
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order that the kernels count in
+        slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
+        return active_TK & (slot_TK < slots_each)
+    order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
+    queued_N1, active_N1 = (x.reshape(-1)[order_N].unsqueeze(1) for x in (expert_TK, active_TK))
+    slot_N1 = kernels.slots(queued_N1, active_N1, num_groups=num_groups, num_experts=num_experts)
+    kept_N = torch.empty_like(active_TK.reshape(-1))
+    kept_N[order_N] = (active_N1 & (slot_N1 < slots_each))[:, 0]
+    return kept_N.view_as(active_TK)
+
+
+def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
+    """Flat choices t*K + k, group after group, in the order in which they are served; int64 [T * K]."""
+    tokens, choices = expert_TK.shape
+    order_TK = torch.arange(tokens * choices, device=expert_TK.device).view(tokens, choices)
+    pattern = "(g s) k -> g k s" if queue == "choices_first" else "(g s) k -> g 1 (s k)"
+    order = rearrange(order_TK, pattern, g=num_groups)
+    if priority_TK is not None:
+        ranked = rearrange(priority_TK, pattern, g=num_groups).argsort(dim=2, descending=True, stable=True)
+        order = order.gather(2, ranked)
+    return order.flatten()

@@ -1,0 +1,192 @@
+"""What a router's choices do not allow together, each refused with its reason, before anything runs (no torch here).
+
+Some would run and be wrong in silence: a top-1 gate made to sum to 1 is always 1, so the router has no gradient; a balance loss
+where nothing that is learned chooses; a router that sees the future in a model that must not; a value that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from moe.recipe.router_spec import RouterSpec
+from parallel.errors import BadInput
+
+
+def check_spec(spec: RouterSpec, num_experts: int) -> None:
+    """Refuse a router that cannot work, or would do something else than it says. Raises BadInput for the first reason found."""
+    _check_gates(spec)
+    _check_selection(spec, num_experts)
+    _check_capacity(spec)
+    _check_losses(spec)
+
+
+def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
+    """Refuse a value of the recipe's `own` that the spec's other choices leave unread. Raises BadInput for the first.
+
+    A preset's values stay silent, so that one choice can be replaced without unpicking the others; so does the value that
+    RouterSpec has by itself, which asks for nothing.
+    """
+    idle = {f.name: f.default for f in fields(RouterSpec)}
+    for key, (beside, reason, instead) in unread(spec).items():
+        if key not in own or own[key] == idle[key]:
+            continue
+        nothing = "preset" if idle[key] is MISSING else "null" if idle[key] is None else idle[key]
+        raise BadInput(
+            f"router.{key}",
+            got=f"{own[key]} with {beside}",
+            needed=f"{nothing}: {reason}",
+            fix=f"set router.{key} to {nothing}, or {instead}",
+        )
+
+
+def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
+    """The fields that change nothing beside the others' values: (which of these, why, what else would make it count)."""
+    found: dict[str, tuple[str, str, str]] = {}
+    if s.select != "group_limited":
+        why = (f"select {s.select}", "only group_limited knows groups of experts", "router.select to group_limited")
+        found |= dict.fromkeys(("expert_groups", "top_groups"), why)
+    elif s.expert_groups == 1:
+        found["select"] = ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")
+    if s.select == "expert_choice":
+        why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", "router.select to top_k")
+        found |= dict.fromkeys(("drop", "queue"), why)
+        if s.capacity_counts == "tokens":
+            reason = "there k is a factor of the capacity and nothing else"
+            found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, "router.capacity_counts to choices")
+    elif not s.drops:
+        why = ("capacity_factor null", "without a capacity no choice is dropped", "router.capacity_factor to 1.25")
+        found |= dict.fromkeys(("min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"), why)
+    elif s.capacity_factor is None and s.drop == "random":
+        found["drop"] = ("capacity_factor null", "evaluation drops by position", "router.capacity_factor to 1.25")
+    if not s.drops and s.select not in ("expert_choice", "sinkhorn") and s.balance_scope != "sequence":
+        beside = f"capacity_factor null and balance_scope {s.balance_scope}"
+        found["group"] = (beside, "nothing is counted over groups", "router.balance_scope to sequence")
+    return found
+
+
+def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
+    """Refuse a router that looks ahead for a decoder, which predicts the next token, unless the recipe says that it knows."""
+    if spec.causal or spec.second_choices_only or allowed:
+        return
+    if spec.select in ("expert_choice", "sinkhorn"):
+        method, other = f"select {spec.select}", "router.select to top_k"
+    else:
+        method, other = f"drop {spec.drop} with a capacity", "router.drop to position"
+    raise BadInput(
+        "router.allow_noncausal",
+        got=f"false with {method}",
+        needed=f"true: {spec.looks_ahead}, so the model would train on what it cannot know when it generates",
+        fix=f"set {other}, or router.allow_noncausal to true",
+    )
+
+
+def _check_gates(s: RouterSpec) -> None:
+    if s.num_choices == 1 and s.select != "hash" and (s.gates != "as_is" or s.softmax_over == "chosen"):
+        key, value = ("softmax_over", "chosen") if s.softmax_over == "chosen" else ("gates", s.gates)
+        raise BadInput(
+            f"router.{key}",
+            got=f"{value} with one choice",
+            needed=f"{'all' if key == 'softmax_over' else 'as_is'}: a gate that sums to 1 is always 1, and the router learns nothing",
+            fix=f"set router.{key} to {'all' if key == 'softmax_over' else 'as_is'}, or router.num_choices to 2",
+        )
+    if s.softmax_over == "chosen" and s.score != "softmax":
+        raise BadInput(
+            "router.softmax_over", got=f"chosen with score {s.score}", needed="score softmax", fix="set router.softmax_over to all"
+        )
+    if s.softmax_over == "chosen" and s.gates == "before_drop":
+        raise BadInput(
+            "router.gates",
+            got="before_drop with softmax_over chosen",
+            needed="as_is: their sum is 1",
+            fix="set router.gates to as_is",
+        )
+    if s.second == "random" and s.num_choices != 2:
+        raise BadInput(
+            "router.second",
+            got=f"random with {s.num_choices} choices",
+            needed="a top-2 preset or num_choices 2",
+            fix="set router.preset to gshard, or router.second to always",
+        )
+
+
+def _check_selection(s: RouterSpec, num_experts: int) -> None:
+    if s.num_choices > num_experts:
+        raise BadInput(
+            "experts.num_experts",
+            got=num_experts,
+            needed=f"at least the {s.num_choices} choices of a token",
+            fix=f"set it to {max(s.num_choices, 8)}, or router.preset to switch",
+        )
+    if s.select == "group_limited":
+        _check_groups(s, num_experts)
+    if s.bias_rate is not None and s.select not in ("top_k", "group_limited"):
+        raise BadInput(
+            "router.bias_rate",
+            got=f"{s.bias_rate} with select {s.select}",
+            needed="null: nothing is chosen by the biased scores",
+            fix="set router.bias_rate to null",
+        )
+    if s.select == "hash" and s.noise != "none" or s.select == "sinkhorn" and s.noise == "gumbel":
+        raise BadInput(
+            "router.noise",
+            got=f"{s.noise} with select {s.select}",
+            needed="none: nothing is chosen by noisy scores",
+            fix="set router.noise to none, or router.select to top_k",
+        )
+    if s.select == "expert_choice" and (s.second == "random" or s.gates == "after_drop" or s.softmax_over == "chosen"):
+        raise BadInput(
+            "router.select",
+            got="expert_choice",
+            needed="second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped",
+            fix="start from router.preset expert_choice",
+        )
+
+
+def _check_groups(s: RouterSpec, num_experts: int) -> None:
+    if num_experts % s.expert_groups:
+        raise BadInput(
+            "router.expert_groups",
+            got=s.expert_groups,
+            needed=f"a divisor of experts.num_experts={num_experts}",
+            fix=f"set it to one of {[n for n in range(1, num_experts + 1) if num_experts % n == 0]}",
+        )
+    if s.top_groups > s.expert_groups:
+        raise BadInput(
+            "router.top_groups", got=s.top_groups, needed=f"at most expert_groups={s.expert_groups}", fix=f"set it to {s.expert_groups}"
+        )
+    each = num_experts // s.expert_groups
+    if s.num_choices > s.top_groups * each:
+        raise BadInput(
+            "router.top_groups",
+            got=f"{s.top_groups} groups of {each} experts",
+            needed=f"at least the {s.num_choices} choices of a token",
+            fix=f"set it to {-(-s.num_choices // each)}",
+        )
+
+
+def _check_capacity(s: RouterSpec) -> None:
+    if s.select != "expert_choice":
+        return
+    for key, factor in (("capacity_factor", s.capacity_factor), ("eval_capacity_factor", s.eval_capacity_factor)):
+        if factor is None:
+            raise BadInput(
+                f"router.{key}",
+                got="null with select expert_choice",
+                needed="a number: it says how many tokens an expert takes",
+                fix=f"set router.{key} to 1.0",
+            )
+
+
+def _check_losses(s: RouterSpec) -> None:
+    reasons = {
+        "sinkhorn": "the plan already gives every expert its share, and the loss would pull against it",
+        "hash": "a hash chooses, and no loss moves it",
+        "expert_choice": "every expert takes equally many tokens",
+    }
+    for key, weight in (("balance_weight", s.balance_weight), ("importance_weight", s.importance_weight)):
+        if weight and s.select in reasons:
+            raise BadInput(
+                f"router.{key}", got=f"{weight} with select {s.select}", needed=f"0: {reasons[s.select]}", fix=f"set router.{key} to 0"
+            )

@@ -1,0 +1,71 @@
+"""What a balance loss over the global batch needs before the first backward pass: each layer's sums over the whole step.
+
+    one micro-batch a rank     the layer's own forward pass sums them over the data ranks        one small all-reduce a layer
+    several                    a counting pass first: forward over all micro-batches without
+                               gradient, then one all-reduce; the real passes are given the sums    about one forward more
+
+The counting pass decides what the real ones will: noise is a function of (seed, step, layer, token), weights and
+biases stand still within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Transformer
+from moe.router.balance import size_of_sums
+from moe.train.passes import Pass
+from moe.train.staged import forward_all
+from parallel.collectives import sum_over
+from parallel.data.engine import Engine
+from parallel.mesh import Axis, Mesh
+
+Sums = Callable[[int, Tensor], Tensor]
+
+
+def whole_step(engine: Engine, passes: Sequence[Pass], *, mesh: Mesh) -> Sums | None:
+    """(layer, sums of this pass) -> sums over all passes of all ranks; None where no layer asks. Collective."""
+    assert isinstance(engine.module, Transformer)
+    if not _asks(engine.module):
+        return None
+    if len(passes) == 1:
+        return _on_the_spot(mesh.axis("dp"))
+    return _counted(engine, passes, engine.module.expert_counts, (mesh.axis("dp"), mesh.axis("pp")))
+
+
+def _asks(model: Transformer) -> bool:
+    """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
+    spec = model.router_spec
+    return bool(model.expert_counts) and spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
+
+
+def _on_the_spot(axis: Axis) -> Sums:
+    known: dict[int, Tensor] = {}
+
+    def sums(layer: int, mine: Tensor) -> Tensor:
+        if layer not in known:  # a recomputed pass asks again, and its ranks may be at different layers by then
+            known[layer] = sum_over(mine.clone(), replace(axis, label=f"layers.{layer}.balance"))
+        return known[layer]
+
+    return sums
+
+
+def _counted(engine: Engine, passes: Sequence[Pass], expert_counts: dict[int, int], axes: Sequence[Axis]) -> Sums:
+    device = passes[0].inputs_BL.device
+    totals = {layer: torch.zeros(size_of_sums(count), dtype=torch.float64, device=device) for layer, count in expert_counts.items()}
+
+    def note(layer: int, mine: Tensor) -> Tensor:
+        totals[layer] += mine
+        return mine
+
+    counting = [replace(p, context=p.context.with_whole_step(note)) for p in passes]
+    forward_all(engine, counting, lambda number, output: None)
+    flat = torch.cat(list(totals.values()))
+    for axis in axes:
+        flat = sum_over(flat, axis)
+    known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
+    return lambda layer, _: known[layer]

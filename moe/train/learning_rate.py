@@ -1,0 +1,28 @@
+"""The learning rate as a function of the number of updates made; a skipped step makes none.
+
+warm-up    linear from 0 over warmup_steps
+cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
+wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
+"""
+
+from __future__ import annotations
+
+import math
+
+from moe.recipe.sections import Optimizer
+
+
+def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
+    """The rate of update number `update` (0 for the first) of `total`."""
+    warm = settings.warmup_steps
+    if update < warm:
+        return settings.lr * (update + 1) / warm
+    low = settings.min_lr_share
+    if settings.schedule == "cosine":
+        share = min(1.0, (update - warm) / max(1, total - warm))
+        return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+    if settings.schedule == "wsd":
+        start = max(warm, total * (1 - settings.decay_share))
+        share = min(1.0, max(0.0, (update - start) / max(1.0, total - start)))
+        return settings.lr * (1 - (1 - low) * share)
+    return settings.lr

@@ -1,0 +1,73 @@
+"""When memory runs out: one line that says what did not fit and what to try next, instead of a traceback.
+
+    with during("the optimizer's step"): ...      leaves its name on an exception that passes
+    did_not_fit(error, run, cpu=...)              the line, or None where it was not memory
+
+What to try follows the decision guide, one step at a time: activations first where they are what failed, then the model's
+states: shard them, then the host's memory, then a disk, then the largest layer in tiles.
+Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+
+from moe.plan import flops
+from moe.recipe.sections import Run
+from moe.records.summary import size
+from parallel.errors import BadInput
+
+WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
+_NOTE = "during "
+_ZERO_3 = "--sharding.kind zero --sharding.stage 3"
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # of torch's allocators, the C library, and the kernel
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(_NOTE + what)
+        raise
+
+
+def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str | None:
+    """`cpu`: whether the device's memory is the host's. Needs no torch: an error is known by its words."""
+    said = str(error)
+    ran_out = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not ran_out and not (isinstance(error, RuntimeError) and any(words in said.lower() for words in _SAYINGS)):
+        return None
+    notes = [note.removeprefix(_NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    where = notes[0] if notes else "training"
+    asked = re.search(r"allocate (\d+) bytes", said)
+    more = f" ({size(int(asked[1]))} more asked for)" if asked else ""
+    total = flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    return str(
+        BadInput(
+            "memory",
+            got=f"none left for {where}{more}",
+            needed=f"less at once: weights, gradients and moments of {total / 1e6:,.0f}M parameters are {size(16 * total)} in all",
+            fix=f"add {next_step(run, where, world=world, cpu=cpu)}",
+        )
+    )
+
+
+def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
+    """Flags to add: one step further than the recipe is."""
+    s, microbatches = run.sharding, run.pipeline.microbatches
+    if where == PASSES and run.recompute.kind != "full":
+        return "--recompute.kind full"
+    held = run.train.global_batch // (run.degrees.dp if isinstance(run.degrees.dp, int) else world)
+    if where == PASSES and held // microbatches > 1 and microbatches < 4:
+        return f"--pipeline.microbatches {2 * microbatches}"
+    if world > 1 and s.kind != "fsdp" and (s.kind, s.stage) != ("zero", 3):
+        return _ZERO_3
+    if not cpu and s.offload.optimizer == "none":
+        return f"{_ZERO_3} --sharding.offload.optimizer cpu --sharding.offload.parameters cpu"
+    if s.offload.parameters != "nvme":
+        return f"{_ZERO_3} --sharding.offload.optimizer nvme --sharding.offload.parameters nvme --sharding.offload.path FOLDER_ON_A_DISK"
+    return f"--tiling.ffn {4 * run.tiling.ffn}"

@@ -1,0 +1,1 @@
+"""The oracle: every layout against one process."""

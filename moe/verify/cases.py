@@ -1,0 +1,294 @@
+"""What `moe verify` compares: tiny models and the layouts each must be the same on (this file needs no torch).
+
+    --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
+    --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+    --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
+
+Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
+`rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe.recipe.load import build
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.mesh import divisors
+from parallel.pipeline.schedules.catalog import SCHEDULES
+
+BATCH, LENGTH, EXPERTS = 12, 10, 8
+KINDS = ("data", "expert", "pipeline")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model": {"moe_every": 0}},
+    "switch": {"router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.1, "z_weight": 0.001}},
+    "gshard": {
+        "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 2},
+        "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
+        "model": {"positions": "t5", "norm": "layernorm", "tied_embeddings": True, "dropout": 0.1},
+    },
+    "deepseek": {
+        "router": {
+            "preset": "deepseek_v3", "num_choices": 2, "expert_groups": 4, "top_groups": 3, "bias_rate": 0.02, "capacity_factor": 1.25,
+            "balance_weight": 0.05, "balance_scope": "global_batch", "importance_weight": 0.02,
+        },
+        "experts": {"shared": 1},
+    },
+}  # fmt: skip
+
+_BY_SEQUENCE = {"group": "sequence", "balance_scope": "sequence", "min_capacity": 1}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "switch_mtf": {"router": {"preset": "switch_mtf", "min_capacity": 1}},
+    "glam": {"router": {"preset": "glam", "min_capacity": 1, "z_weight": 0.01}, "experts": {"ffn": "gelu", "dropout": 0.3}},
+    "mixtral": {"router": {"preset": "mixtral", "group": "sequence", "balance_scope": "sequence"}, "experts": {"residual": True}},
+    "qwen3_moe": {"router": {"preset": "qwen3_moe", "num_choices": 3}, "experts": {"shared": 1, "shared_gate": True}},
+    "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
+    "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
+    "expert_choice": {"router": {"preset": "expert_choice", "allow_noncausal": True}},
+    "hash": {"router": {"preset": "switch", "select": "hash", "balance_weight": 0.0}},
+    "sinkhorn": {"router": {"preset": "switch", "select": "sinkhorn", "balance_weight": 0.0, "allow_noncausal": True}},
+    "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
+    "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "all_to_all": {"kind": "all_to_all"},
+    "padded": {"kind": "padded"},
+    "all_gather": {"kind": "all_gather"},
+    "hierarchical": {"kind": "hierarchical", "node_size": 2},
+    "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model. `kind`: see `sharding_of`; `rows`: how they travel, a key of ROWS."""
+
+    model: str
+    kind: str
+    world: int
+    ep: int
+    microbatches: int
+    precision: str
+    recompute: str = "none"
+    etp: int = 1
+    rows: str = "all_to_all"
+    experts: int = 4
+    tiles: int = 1  # of feed-forward networks and experts
+    head_tiles: int = 1  # of the vocabulary
+    chunks: int = 1  # of the loss
+    replicas: int = 2  # of dp
+    pp: int = 1
+    schedule: str = "1f1b"
+    layers: int = 2
+
+    @property
+    def layout(self) -> str:
+        parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
+        parts += [f"{self.model} dp{self.world // self.pp} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
+        parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
+        parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
+        parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
+        parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
+        return " ".join(part for part in parts if part)
+
+    def run(self) -> Run:
+        """The recipe: one layer with experts and one without."""
+        values: dict[str, dict[str, Any]] = {
+            "model": {
+                "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
+                "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
+            },
+            "experts": {"num_experts": self.experts, "kernels": "cpu"},
+            "degrees": {"dp": self.world // self.pp, "pp": self.pp, "ep": self.ep, "etp": self.etp},
+            "dispatch": ROWS[self.rows] if self.ep > 1 else {},
+            "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
+            "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
+            "tiling": {"ffn": self.tiles, "head": self.head_tiles},
+            "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
+            "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
+            "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
+            "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
+        }  # fmt: skip
+        for section, fields in (MODELS | ROUTERS)[self.model].items():
+            values[section] = values.get(section, {}) | fields
+        if self.delayed:
+            values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
+            values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}
+        return build(values)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether gradients are of older weights than those they change: the twin's are too. Then nothing may ask for the whole batch."""
+        return self.schedule in ("pipedream", "two_bw")
+
+
+def sharding_of(kind: str) -> dict[str, Any]:
+    """zero2: of that stage; zero2+cpu: the optimizer's state on the host; zero3+cpu-all: parameters too; other kinds by their names."""
+    if not kind.startswith("zero"):
+        return {"kind": kind}
+    stage, _, place = kind.removeprefix("zero").partition("+")
+    where, _, everything = place.partition("-")
+    offload = {"optimizer": where or "none", "parameters": where if everything else "none"}
+    return {"kind": "zero", "stage": int(stage), "offload": offload}
+
+
+def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
+    """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
+    return (data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (
+        (expert_cases(nproc) if "expert" in kinds else []) + (pipeline_cases(nproc) if "pipeline" in kinds else [])
+    )
+
+
+def data_cases(nproc: int) -> list[Case]:
+    """Recompute with DDP in fp32 alone: it knows neither engine nor precision."""
+    return [
+        Case(model, kind, world, ep, microbatches, precision, recompute)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("ddp", "zero1")
+        for precision in ("fp32", "bf16", "fp16")
+        for model in MODELS
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def fsdp_cases(nproc: int) -> list[Case]:
+    """With recompute too, whose second forward pass runs where parameters come and go; on one rank nothing is cut."""
+    return [
+        Case(model, "fsdp", world, ep, microbatches, precision, recompute)
+        for world in range(2, nproc + 1)
+        if BATCH % world == 0
+        for precision in ("fp32", "bf16", "fp16")
+        for model in ("dense", "gshard", "deepseek")
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or precision == "fp32"
+    ]
+
+
+def zero_cases(nproc: int) -> list[Case]:
+    """Stages above 1 and offload; on one rank nothing is cut."""
+    return [
+        Case(model, kind, world, ep, microbatches, precision, recompute)
+        for world in range(2, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all")
+        for precision in ("fp32", "bf16", "fp16")
+        for model in ("dense", "gshard", "deepseek")
+        for ep in (divisors(world) if model != "dense" else [1])
+        if 4 % ep == 0
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if microbatches == 1 else "selective")
+        if recompute == "none" or (kind, precision) == ("zero3", "fp32")
+    ]
+
+
+def tiled_cases(nproc: int) -> list[Case]:
+    """Tiles and chunks that divide nothing evenly, with each engine, and within experts that are split.
+
+    In 16 bits those of the head and the loss alone: tiles of a network round its partial results, which no reordering that
+    `moe verify` measures does (tests/parallel/data/test_tiling.py compares them with the exact result).
+    """
+    return [
+        Case(
+            model,
+            kind,
+            world,
+            ep,
+            microbatches,
+            precision,
+            recompute,
+            etp,
+            tiles=5 if precision == "fp32" else 1,
+            head_tiles=3,
+            chunks=chunks,
+        )
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind, precision in (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("zero1", "fp32"))
+        for model in ("dense", "gshard", "deepseek")
+        for ep, etp in [(world, 1), *([(1, 2)] if world % 2 == 0 and (kind, precision) == ("ddp", "fp32") else [])]
+        if model != "dense" or (ep, etp) == (world, 1)
+        for ep in [ep if model != "dense" else 1]
+        if 4 % ep == 0
+        for microbatches, recompute, chunks in ((1, "none", 7), (3, "selective", 1))
+        if BATCH % (world * microbatches) == 0
+        if recompute == "none" or (kind, precision) == ("ddp", "fp32")
+    ]
+
+
+def replica_cases() -> list[Case]:
+    """DP, which is one process whatever nproc is."""
+    return [
+        Case(model, "dp", 1, 1, microbatches, precision, "full" if model == "deepseek" else "none", replicas=2)
+        for model in ("dense", "gshard", "deepseek")
+        for microbatches in (1, 3)
+        for precision in ("fp32", "bf16", "fp16")
+    ]
+
+
+def expert_cases(nproc: int) -> list[Case]:
+    """Where one rank holds all experts nothing travels, so there is one way; two steps need ep of at least 4.
+
+    Each kind of recompute goes with one number of micro-batches, and with the other for every second router: so each way that
+    rows travel meets all four pairs, at half the cases.
+    """
+    sparse = [model for model in MODELS | ROUTERS if model != "dense"]
+    return [
+        Case(model, "ddp", world, ep, microbatches, "fp32", recompute, etp, rows, EXPERTS)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0 and EXPERTS % world == 0
+        for etp in (1, 2)
+        for ep in divisors(world)
+        if world % (ep * etp) == 0
+        for rows in (ROWS if ep > 1 else ["all_to_all"])
+        if rows != "hierarchical" or ep > 2
+        for number, model in enumerate(sparse)
+        for microbatches in (1, 3)
+        if BATCH % (world * microbatches) == 0
+        for recompute in ("none", "full" if (microbatches == 1) == (number % 2 == 0) else "selective")
+    ]
+
+
+LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
+
+
+def pipeline_cases(nproc: int) -> list[Case]:
+    """Recompute with each precision for two models; engines that shard over replicas of the pipeline beside DDP.
+
+    Tied embeddings lie on two stages, or on one rank twice; layers with experts on some stages alone.
+    """
+    found = []
+    for world, pp in ((2, 2), (4, 4), (4, 2)):
+        for name, kind in SCHEDULES.items() if world <= nproc else ():
+            for precision in ("fp32", "bf16") if kind.continuous else ("fp32", "bf16", "fp16"):
+                shards = ["zero1"] if world > pp and not kind.continuous else []
+                shards += ["fsdp"] if shards and name in ("1f1b", "chimera", "interleaved") and precision != "fp16" else []
+                for model in ("dense", "gshard", "deepseek"):
+                    found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
+                    found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
+    return found
+
+
+def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
+    dp = world // pp
+    layers = LAYERS[pp][int(SCHEDULES[schedule].chunks != 1)]
+    least = {"zb_h2": 2 * pp - 1, "dualpipe_v": 2 * pp}.get(schedule, 4)
+    microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(BATCH // dp) if m >= least and m % pp == 0)
+    ep = dp if model != "dense" else 1
+    return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)

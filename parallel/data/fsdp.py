@@ -1,0 +1,280 @@
+"""FSDP: every rank keeps 1/N of each parameter, gradient and moment; a unit's parameters are whole only while it runs.
+
+    forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: what was gathered is freed after use
+    backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered once more here
+    step       each rank its own elements: 16 P / N bytes in fp32, and nothing to send
+
+A unit is a module of the model, a parameter a tensor cut along one dim over the ranks that hold copies of it (dp; of experts
+edp), so both kinds of model need nothing more. Gathers are in the unit's dtype, gradients are summed in fp32 at least, those of
+every micro-batch at once: no rank ever keeps a whole one. Parameters of no unit, the small ones that a model reads in fp32, stay
+whole on every rank, and their gradients are summed as DDP's are. torch's fully_shard does the work, and this is the one file
+that knows it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
+from torch.distributed.tensor import DTensor, Shard
+
+from parallel.collectives import all_gather, gather_into, scatter_sum_into
+from parallel.data.ddp import sum_over_copies
+from parallel.data.engine import MOMENTS, AdamW
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh
+from parallel.pipeline.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters (module names) that are gathered together, before the module `path` runs and before its backward pass.
+
+    `dtype`: they are gathered in it; None: as they live. `backward` False: the backward pass does not read them. `ahead` False:
+    never gathered before its turn, which is a tile's purpose; nor is a unit that runs twice in a pass, whose turn is not one.
+    """
+
+    path: str
+    parameters: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    backward: bool = True
+    ahead: bool = True
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[Unit],
+    *,
+    layouts: dict[str, Layout],
+    mesh: Mesh,
+    reshard: bool,
+    prefetch: int,
+    fill: Callable[[Collection[str]], None],
+) -> None:
+    """Cut a model that is on the meta device. `units` in the order in which they start to run, one inside another after it.
+
+    `fill(names)` gives these parameters their first values, whole; they are cut before the next unit's are asked for.
+    `prefetch`: so many outermost units are gathered ahead, with those inside them.
+    """
+    # torch warns of a unit whose output is a view, which must not be changed in place: ours never are
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    meshes: dict[str, DeviceMesh] = {}
+    cut: dict[str, FSDPModule] = {}
+    for unit in reversed(units):  # inside first
+        axis = _copies(layouts[unit.parameters[0]], mesh)
+        if axis is not None:
+            fill(unit.parameters)
+            if axis.name not in meshes:
+                device = model.get_parameter(unit.parameters[0]).device
+                meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
+            cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
+    named = dict(model.named_parameters())
+    whole = {name: p for name, p in named.items() if not isinstance(p, DTensor)}
+    fill(whole.keys())
+    if cut:  # the root has no parameters: it starts and ends the others' passes
+        whole = {name: p for name, p in model.named_parameters() if name in whole}
+        fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=set(whole.values()))
+        _look_ahead([u for u in units if u.path in cut], cut, prefetch)
+
+
+def _copies(layout: Layout, mesh: Mesh) -> Axis | None:
+    """The axis over which a parameter is cut; None where its copies are one."""
+    long = [mesh.axis(a) for a in layout.copies() if mesh.axis(a).size > 1]
+    assert len(long) <= 1, "copies over several axes are not built"
+    return long[0] if long else None
+
+
+def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:
+    module = model.get_submodule(unit.path)
+    mine = {model.get_parameter(name) for name in unit.parameters}
+    wide = torch.promote_types(next(iter(mine)).dtype, torch.float32)
+    fully_shard(
+        module,
+        mesh=on,
+        reshard_after_forward=reshard,
+        shard_placement_fn=lambda parameter: Shard(dim_to_cut(tuple(parameter.shape), axis.size)),
+        mp_policy=MixedPrecisionPolicy(param_dtype=unit.dtype, reduce_dtype=wide, cast_forward_inputs=False),
+        ignored_params={p for p in module.parameters() if p not in mine},
+    )
+    assert isinstance(module, FSDPModule)
+    # losses are shares of the global mean: gradients are summed. The factor alone would ask for an operation that gloo has not
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_unshard_in_backward(unit.backward)
+    module.set_custom_all_gather(_Gather(replace(axis, label=unit.path)))
+    module.set_custom_reduce_scatter(_ScatterSum(replace(axis, label=f"the gradients of {unit.path}")))
+    _sum_uses_in(wide, model, unit)
+    return module
+
+
+def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
+    """Gradients of a weight's several uses are summed in this dtype on each rank too, as where weights are not gathered in 16 bits."""
+
+    def when_gathered(module: nn.Module, _: Any) -> None:
+        for name in unit.parameters:
+            model.get_parameter(name).grad_dtype = dtype
+        first.remove()  # the whole parameter is an object that stays; its memory comes and goes
+
+    first = model.get_submodule(unit.path).register_forward_pre_hook(when_gathered)
+
+
+def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
+    """The first dim that divides by the ranks (a rank may hold fewer experts than its stack has copies), else 0, with padding."""
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
+    """Name for each unit those that are gathered as soon as it is there itself: torch's own order ends where passes run again."""
+    for module in cut.values():
+        module.set_modules_to_backward_prefetch([module])  # which is there already; with an empty list torch would choose one itself
+    groups: list[list[Unit]] = []  # an outermost unit and those inside it
+    for unit in units:
+        if groups and unit.path.startswith(f"{groups[-1][0].path}."):
+            groups[-1] += [unit] if unit.ahead else []
+        elif unit.ahead:
+            groups.append([unit])
+    for i, (first, *inside) in enumerate(groups if prefetch else ()):
+        # those inside ask for nothing: run again in the backward pass, they would ask for what comes after them in the forward one
+        module, later, earlier = cut[first.path], groups[i + 1 : i + 1 + prefetch], groups[max(0, i - prefetch) : i]
+        module.set_modules_to_forward_prefetch([cut[u.path] for u in chain(inside, *later)])
+        module.set_modules_to_backward_prefetch([module, *(cut[u.path] for u in chain(inside, *reversed(earlier)))])
+
+
+class _OnAxis:
+    """Counts a unit's collective and compares it in debug mode, as every other; torch's own would not be seen."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_OnAxis, AllGather):
+    """On a CPU too it runs beside the computation, where it was asked for ahead."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        return gather_into(output_tensor, input_tensor, self.axis, wait=not (async_op or input_tensor.device.type == "cpu"))
+
+
+class _ScatterSum(_OnAxis, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        assert op == dist.ReduceOp.SUM and not async_op
+        scatter_sum_into(output_tensor, input_tensor, self.axis)
+        return None
+
+
+class FSDP:
+    """The engine of a model that `shard` has cut, or of any that has nothing to cut. `layouts` by module parameter name."""
+
+    pipeline: Runtime | None = None
+
+    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
+        self.module, self.layouts, self.mesh = model, layouts, mesh
+        named = dict(model.named_parameters())
+        self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
+        self.whole = {name: p for name, p in named.items() if name not in self.cut}
+        # what this rank steps: the whole ones, and its part of each cut one as a plain tensor of the same memory
+        self.held = {name: nn.Parameter(p.to_local().detach()) if isinstance(p, DTensor) else p for name, p in named.items()}
+        self.optimizer = optimizer.build(optimizer.groups((name, p) for name, p in self.held.items() if p.numel()))
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        return self.module(*args)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last:
+            self.reduce()
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        torch.autograd.backward(output, gradient)
+
+    def reduce(self) -> None:
+        sum_over_copies({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds of each summed gradient."""
+        for name, parameter in (self.whole | self.cut).items():
+            if parameter.grad is not None:
+                yield name, parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        stage = self.mesh.axis("pp").index
+        for name, grad in self._gradients():
+            layout = self.layouts[name]
+            if grad.numel() and (layout.counts_on(stage) if name in self.cut else layout.is_owner(self.mesh)):
+                yield layout.family, grad
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([grad for _, grad in self._gradients()], factor)
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        for name, grad in self._gradients():
+            self.held[name].grad = grad
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for parameter in (*self.held.values(), *self.cut.values()):
+            parameter.grad = None
+
+    def gradient(self, name: str) -> Tensor:
+        return self._gathered(name, dict(self._gradients())[name])
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        held = self.held[name]
+        moments = self.optimizer.state.get(held, {})
+        parts = {"weight": held.detach()} | {m: moments.get(m, torch.zeros_like(held)) for m in MOMENTS}
+        return {kind: self._gathered(name, part) for kind, part in parts.items()}
+
+    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is still gathered holds the old values
+        for name, state in states.items():
+            held = self.held[name]
+            held.data.copy_(self._part(name, state["weight"]))
+            if held.numel():
+                moments = {m: self._part(name, state[m]).to(held.device, held.dtype).clone() for m in MOMENTS}
+                self.optimizer.state[held] = moments | {"step": torch.tensor(float(steps), device=held.device)}
+
+    def _part(self, name: str, full: Tensor) -> Tensor:
+        """This rank's part of what `_gathered` gives."""
+        if name not in self.cut:
+            return full
+        dim, each, axis = self._cut_of(name)
+        start = min(axis.index * each, full.shape[dim])
+        return full.narrow(dim, start, min(each, full.shape[dim] - start))
+
+    @torch.no_grad()
+    def _gathered(self, name: str, part: Tensor) -> Tensor:
+        """A parameter's tensor as its layout has it, from every rank's part. Collective."""
+        if name not in self.cut:
+            return part
+        dim, each, axis = self._cut_of(name)
+        missing = each - part.shape[dim]  # the last ranks may have less
+        if missing:
+            part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [0, missing])
+        return all_gather(part.contiguous(), axis, dim=dim).narrow(dim, 0, self.cut[name].shape[dim])
+
+    def _cut_of(self, name: str) -> tuple[int, int, Axis]:
+        """(dim, elements of a full part along it, axis)."""
+        axis = _copies(self.layouts[name], self.mesh)
+        assert axis is not None
+        dim = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
+        return dim, -(-self.cut[name].shape[dim] // axis.size), replace(axis, label=name)

@@ -1,0 +1,1 @@
+"""K-FAC: factors, its step, and its work in the waits of a pipeline (PipeFisher)."""

@@ -1,0 +1,224 @@
+"""PipeFisher (arXiv 2211.14133): K-FAC's units of work in the bubbles of a pipeline, planned from times and carried out by the runtime.
+
+    rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      A0: the inputs' factor of micro-batch 0, after its forward
+
+Rules: A of a micro-batch after its forward, G after its backward (of the input, where that comes alone); a sum over the ranks that
+hold replicas after all curvature of that factor; an inversion after the sum, on one of these ranks. `works` writes them as needs for any
+packing (parallel/pipeline/simulator/bubbles.py), `check_rules` reads a packing without looking at its needs.
+
+`Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums are made at a fixed place, the end
+of a step (parallel/kfac/kfac.py), and what a plan leaves over is done there too: a plan moves time, never a number, so each rank
+can plan alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from parallel.collectives import max_over
+from parallel.errors import BadInput
+from parallel.kfac.kfac import Item, Kfac
+from parallel.pipeline.runtime import Runtime
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.simulator.bubbles import Packing, Placed, Work, bubbles, pack
+from parallel.pipeline.simulator.simulate import Span, Timeline
+
+_MARGIN = 1.05
+_BACKWARDS = (Op.B, Op.I)  # after either the gradients of a stage's outputs are there
+Factors = Mapping[int, Sequence[tuple[str, str]]]  # of each stage: ("A" or "G", linear)
+
+
+class Unit(NamedTuple):
+    """One rank's part of K-FAC: "curvature" of a micro-batch, "sum" over replicas, or "inversion", of one factor of one linear."""
+
+    kind: str
+    factor: str
+    linear: str
+    stage: int
+    rank: int
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        of = "" if self.microbatch < 0 else f" micro-batch {self.microbatch}"
+        return f"{self.kind} {self.factor} {self.linear}{of} rank {self.rank}"
+
+
+def units_of(schedule: Schedule, factors: Factors) -> list[Unit]:
+    """All of them in order of priority: curvature, sums where a stage has several ranks, inversions."""
+    each = [(stage, rank, *key) for stage, homes in enumerate(schedule.homes) for rank in homes for key in factors.get(stage, ())]
+    curvature = [
+        Unit("curvature", factor, linear, stage, rank, a.microbatch)
+        for stage, rank, factor, linear in each
+        for a in schedule.orders[rank]
+        if a.stage == stage and a.op is Op.F
+    ]
+    sums = [Unit("sum", factor, linear, stage, rank) for stage, rank, factor, linear in each if len(schedule.homes[stage]) > 1]
+    inversions = [
+        Unit("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take them in turn
+        for stage, homes in enumerate(schedule.homes)
+        for i, (factor, linear) in enumerate(factors.get(stage, ()))
+    ]
+    return [*curvature, *sums, *inversions]
+
+
+def works(schedule: Schedule, factors: Factors, seconds: Callable[[Unit], float]) -> list[Work]:
+    """The same as work for `pack`, each with what it must come after; its name is the unit's."""
+    units = units_of(schedule, factors)
+    made: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for unit in units:
+        made[unit.kind, unit.factor, unit.linear].append(str(unit))
+    found = []
+    for unit in units:
+        after: tuple[Action, ...] = ()
+        needs: tuple[str, ...] = ()
+        if unit.kind == "curvature":
+            after = (_maker(schedule, unit),)
+        elif unit.kind == "inversion" and len(schedule.homes[unit.stage]) > 1:
+            needs = (str(unit._replace(kind="sum")),)
+        else:
+            needs = tuple(made["curvature", unit.factor, unit.linear])
+        found.append(Work(str(unit), unit.rank, seconds(unit), after, needs))
+    return found
+
+
+def _maker(schedule: Schedule, unit: Unit) -> Action:
+    """The action after which a micro-batch's rows are there."""
+    wanted = (Op.F,) if unit.factor == "A" else _BACKWARDS
+    order = schedule.orders[unit.rank]
+    return next(a for a in order if a.op in wanted and (a.stage, a.microbatch) == (unit.stage, unit.microbatch))
+
+
+def check_rules(packing: Packing, factors: Factors) -> None:
+    """Refuse a packing in which a unit is missing, comes twice or comes too early. Raises BadInput."""
+    schedule = packing.timeline.schedule
+    units = units_of(schedule, factors)
+    counts = Counter(placed.work.name for placed in packing.placed)
+    for unit in units:
+        if counts[str(unit)] != 1:
+            raise BadInput(str(unit), got=f"{counts[str(unit)]} of it", needed="1", fix="pack what works() gives")
+    placed = {p.work.name: p for p in packing.placed}
+    ends = {(rank, span.action): span.end for rank, spans in enumerate(packing.timeline.spans) for span in spans}
+    curved: dict[tuple[str, str], float] = defaultdict(float)
+    for unit in units:
+        if unit.kind == "curvature":
+            curved[unit.factor, unit.linear] = max(curved[unit.factor, unit.linear], placed[str(unit)].end)
+    for unit in units:
+        if unit.kind == "curvature":
+            maker = _maker(schedule, unit)
+            _refuse_before(placed[str(unit)], ends[unit.rank, maker], f"the end of {maker}")
+            continue
+        _refuse_before(placed[str(unit)], curved[unit.factor, unit.linear], "the end of all curvature of the factor")
+        if unit.kind == "inversion" and len(schedule.homes[unit.stage]) > 1:
+            _refuse_before(placed[str(unit)], placed[str(unit._replace(kind="sum"))].end, "the end of its sum over replicas")
+
+
+def _refuse_before(placed: Placed, end: float, what: str) -> None:
+    if placed.start < end - 1e-9 * max(1.0, abs(end)):
+        raise BadInput(placed.work.name, got=f"a start at {placed.start:g}", needed=f"{what}, {end:g}", fix="let it need that")
+
+
+# --- at run time ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Filler:
+    """Puts a rank's K-FAC into its waits: it is the runtime's `between`.
+
+    `stages`: of each linear of this rank. The first `measured` refreshes are made at the ends of steps, with their times taken, as are the
+    actions' times of the last step of each. `slots`: for each step of a refresh and place in the order, the units to do there.
+    """
+
+    kfac: Kfac
+    runtime: Runtime
+    stages: Mapping[str, int]
+    measured: int = 2
+    slots: dict[tuple[int, int], list[Item]] | None = None
+    placed_share: float = 0.0  # of the units' time, what the plan has room for
+    waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
+    _begun: float = 0.0
+    _times: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kfac.at_once, self.kfac.seconds = False, {}
+        self.runtime.between = self.between
+
+    def between(self, at: int) -> None:
+        """After the at-th action, -1: before the first."""
+        every = self.kfac.settings.refresh_every
+        if self.slots is not None:
+            for item in self.slots.get((self.kfac.updates % every, at), ()):
+                if item in self.kfac.waiting:
+                    self.kfac.run(item)
+        elif at == -1:
+            self._plan_or_record()
+
+    def _plan_or_record(self) -> None:
+        """In the last step of a refresh actions' times are taken; with the step after it they are complete."""
+        every, runtime = self.kfac.settings.refresh_every, self.runtime
+        if runtime.record and len(runtime.record) >= len(self._order):
+            self.plan()
+        elif self.kfac.updates == self.measured * every - 1:
+            runtime.record = []
+
+    @property
+    def _order(self) -> tuple[Action, ...]:
+        return self.runtime.schedule.orders[self.runtime.axis.index]
+
+    def plan(self) -> None:
+        """From what was measured. Collective over the pipeline: a step is as long as its slowest rank says."""
+        runtime, s = self.runtime, self.kfac.settings
+        assert runtime.record is not None and self.kfac.seconds is not None
+        record = runtime.record[: len(self._order)]
+        runtime.record = None
+        begun = record[0].start
+        first = -max_over(torch.tensor(-begun, dtype=torch.float64), runtime.axis).item()
+        last = max_over(torch.tensor(record[-1].end, dtype=torch.float64), runtime.axis).item()
+        spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
+        # one rank alone, which with a short action at the end waits until the last one is done: the wait goes on into no next step
+        end = Action(Op.U, spans[0].action.stage, version=-1)
+        own = Schedule(runtime.schedule.name, tuple((0,) for _ in runtime.schedule.homes), 1, 1, ((*self._order, end),))
+        timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)
+        seconds = {key: median(times) for key, times in self.kfac.seconds.items()}
+        self.kfac.seconds = None
+        self.slots, room, total = defaultdict(list), 0.0, 0.0
+        for kind, begin, steps in (("curvature", 0, s.delay // 2 + 1), ("inversion", s.delay // 2 + 1, s.delay - s.delay // 2)):
+            items = {str(item): item for item in self._items(kind)}
+            cost = {name: seconds[item.kind, item.factor, item.name] for name, item in items.items()}
+            longest = max((hole.end - hole.start for hole in bubbles(timeline)), default=0.0)
+            fitting = [name for name in items if 0 < _MARGIN * cost[name] <= longest]
+            total += sum(cost.values())
+            for placed in pack(timeline, [Work(n, 0, cost[n], self._after(items[n])) for n in fitting], margin=_MARGIN).placed:
+                if placed.step < steps:
+                    self.slots[begin + placed.step, self._place(timeline, placed)].append(items[placed.work.name])
+                    room += placed.work.time
+        self.placed_share = room / total if total else 1.0
+        idle = sum(hole.end - hole.start for hole in bubbles(timeline))
+        self.waits = idle / timeline.makespan, (idle - room / s.refresh_every) / timeline.makespan
+
+    def _items(self, kind: str) -> list[Item]:
+        keys = list(self.kfac.factors)
+        if kind == "inversion":
+            return [Item(kind, *key) for key in keys if key in self.kfac.inverts]
+        passes = Counter(a.stage for a in self._order if a.op is Op.F)
+        return [Item(kind, *key, i) for key in keys for i in range(passes[self.stages[key[1]]])]
+
+    def _after(self, item: Item) -> tuple[Action, ...]:
+        if item.kind == "inversion":
+            return ()
+        stage = self.stages[item.name]
+        forwards = [a for a in self._order if a.op is Op.F and a.stage == stage]
+        if item.factor == "A":
+            return (forwards[item.microbatch],)
+        of = forwards[item.microbatch].microbatch
+        return (next(a for a in self._order if a.op in _BACKWARDS and (a.stage, a.microbatch) == (stage, of)),)
+
+    def _place(self, timeline: Timeline, placed: Placed) -> int:
+        """The last action that has ended when the work begins, in its step."""
+        at = placed.start - placed.step * timeline.makespan
+        return sum(span.end <= at + 1e-9 for span in timeline.spans[0][:-1]) - 1

@@ -1,0 +1,136 @@
+"""K-FAC's step: its direction, as far as AdamW would have gone.
+
+    M   mean of the gradients (AdamW's first moment)          S = M^ / (sqrt(V^) + eps)      AdamW's step, with bias corrections
+    D   G^-1 M A^-1
+    W  <-  W - lr (S's norm / D's norm) D - lr decay W        each matrix, each expert, with its own norms
+
+Grafting (Agarwal et al., arXiv 2002.11803) takes the direction from one method and the length from another, so a learning rate and
+its schedule mean what they mean for AdamW, and no bound on the step (K-FAC's KL clip) is needed. The state is AdamW's: the same
+two moments, in the same checkpoints. Parameters that are not K-FAC's, and a linear until it has inverses, take AdamW's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from parallel.data.engine import Engine
+from parallel.kfac.factors import direction
+from parallel.kfac.kfac import Kfac, Linear
+from parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from parallel.pipeline.runtime import Runtime
+
+Group = dict[str, Any]
+
+
+class Grafted(torch.optim.AdamW):
+    """torch's AdamW for all parameters but the linears of `kfac`."""
+
+    def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
+        super().__init__(groups, **settings)
+        self.kfac = kfac
+        self.linears = {id(linear.weight): linear for linear in kfac.linears.values()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        stepped: list[tuple[nn.Parameter, Tensor]] = []
+        for group in self.param_groups:
+            for weight in group["params"]:
+                linear = self.linears.get(id(weight))
+                if linear is not None and weight.grad is not None and self.kfac.has_inverses:
+                    self._move(linear, group)
+                    stepped.append((weight, weight.grad))
+                    weight.grad = None  # out of AdamW's sight
+        super().step()
+        for weight, grad in stepped:
+            weight.grad = grad
+
+    def _move(self, linear: Linear, group: Group) -> None:
+        weight, grad = linear.weight, linear.weight.grad
+        assert grad is not None
+        state = self._state_of(weight)
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        steps = float(state["step"])
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        adam = mean.float() / (1 - beta1**steps) / ((square.float() / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
+        moved = grafted(direction(mean, *self.kfac.inverses(linear)), adam)
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(moved.mul_(group["lr"]).to(weight.dtype))
+
+    def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        """AdamW's own, made as it makes it."""
+        state: dict[str, Tensor] = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            state |= {moment: torch.zeros_like(weight) for moment in ("exp_avg", "exp_avg_sq")}
+            self.state[weight] = state
+        return state
+
+
+def grafted(direction: Tensor, length: Tensor) -> Tensor:
+    """Each matrix of `direction` with the norm of the one of `length`; that one itself where there is no direction."""
+    norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
+    return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
+
+
+class Curved:
+    """An engine whose optimizer is `Grafted`: it records forward passes, and has K-FAC's work done before each update."""
+
+    def __init__(self, engine: Engine, kfac: Kfac) -> None:
+        self.engine, self.kfac = engine, kfac
+        self.module: nn.Module = engine.module
+        self.layouts: dict[str, Layout] = engine.layouts
+
+    @property
+    def pipeline(self) -> Runtime | None:
+        return self.engine.pipeline
+
+    @pipeline.setter
+    def pipeline(self, runtime: Runtime | None) -> None:
+        self.engine.pipeline = runtime
+
+    def forward(self, *args: Any, last: bool) -> Any:
+        with self.kfac.recording():
+            return self.engine.forward(*args, last=last)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.backward(loss, last=last)
+
+    def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        self.engine.backward_from(output, gradient)
+
+    def reduce(self) -> None:
+        self.engine.reduce()
+
+    def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return self.engine.owned_gradients()
+
+    def scale_gradients(self, factor: float) -> None:
+        self.engine.scale_gradients(factor)
+
+    def step(self, lr: float) -> None:
+        self.kfac.finish()
+        self.engine.step(lr)
+
+    def drop_gradients(self) -> None:
+        self.kfac.forget()
+        self.engine.drop_gradients()
+
+    def gradient(self, name: str) -> Tensor:
+        return self.engine.gradient(name)
+
+    def state(self, name: str) -> dict[str, Tensor]:
+        return self.engine.state(name)
+
+    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+        self.engine.load_state(states, steps=steps)
+        self.kfac.updates = steps

@@ -1,0 +1,346 @@
+"""K-FAC as units of work that anyone may place in time: PipeFisher (arXiv 2211.14133) puts them where a pipeline's ranks wait.
+
+    step t, a multiple of n         forward    A of micro-batch i: sum of a a^T, from then on
+                                    backward   G of micro-batch i: sum of g g^T, from then on
+    the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
+    from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
+    the end of step t + d           to the others; the new inverses take the place of the old ones, all at once
+
+n is `refresh_every`, d is `delay`. Inverses are stale between; the direction (parallel/kfac/factors.py) is taken in every step.
+What is due at the end of a step is done there if no bubble had room for it: numbers never depend on where work was placed, and
+one process with the same n and d is the twin of any pipeline. Sums and the exchange of inverses are collective, so they have a
+fixed place.
+
+The Fisher information is the empirical one, of the gradients that the step has anyway, as in the paper's code. Rows wait from
+when they are made until their work is done: `kept_bytes`. In fp16 a step whose gradient is not finite is forgotten, and the next
+one takes its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel.kfac.factors import averaged, damped_inverse, summed_products
+from parallel.layout import Layout
+
+# R rows, W width, E matrices of a stack, I in, O out
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`damping`: relative to the mean eigenvalue of G (x) A; `ema`: what remains of the old factor at a refresh."""
+
+    damping: float
+    ema: float
+    refresh_every: int
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight [O, I], or a stack [E, I, O], by the name of the parameter. Linears that read the same rows name the same `inputs`:
+    one of them, which alone tells what it reads."""
+
+    name: str
+    weight: nn.Parameter
+    layout: Layout
+    inputs: str
+
+    @property
+    def stack(self) -> int:
+        return len(self.weight) if self.weight.ndim == 3 else 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Widths of its two factors."""
+        inputs, outputs = self.weight.shape[-2:] if self.weight.ndim == 3 else reversed(self.weight.shape)
+        return {"A": inputs, "G": outputs}
+
+    def layout_of(self, factor: str) -> Layout:
+        """How a factor lies on the mesh: with each expert of a stack, whole everywhere else."""
+        width = self.sizes[factor]
+        stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
+        return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
+
+
+class Item(NamedTuple):
+    """A unit of work, of factor A or G of one linear: "curvature" of a micro-batch (the linear's forward passes of a step in order), or
+    "inversion"."""
+
+    kind: str
+    factor: str
+    name: str
+    microbatch: int = -1
+
+    def __str__(self) -> str:
+        of = "" if self.microbatch < 0 else f" micro-batch {self.microbatch}"
+        return f"{self.kind} {self.factor} {self.name}{of}"
+
+
+@dataclass
+class Factor:
+    """`running`: its mean, kept with a mean eigenvalue of 1; `sums`: of the step at hand; `inverse`: in use; `next`: to come. Zeros:
+    nothing has been seen, of a stack matrix by matrix."""
+
+    layout: Layout
+    running: Tensor
+    inverse: Tensor
+    sums: Tensor | None = None
+    next: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.running, "_inverse": self.inverse} | ({} if self.next is None else {"_next": self.next})
+
+
+@dataclass
+class Rows:
+    rows: Tensor
+    counts: Sequence[int] | None
+
+
+@dataclass
+class Kfac:
+    """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say, and
+    `place(layout)` is this rank's place among them and their number. `at_once`: work is done as soon as it can be; otherwise it waits
+    for `do_next` or for the end of a step.
+
+    Where `seconds` is a dictionary, it gets the time of each unit by (kind, factor, linear).
+
+    A caller records its forward passes (`recording`), calls `finish` before each update, or `forget` where there is none.
+    """
+
+    linears: dict[str, Linear]
+    settings: Settings
+    total: Callable[[dict[str, Tensor], dict[str, Layout]], None]
+    place: Callable[[Layout], tuple[int, int]] = lambda _: (0, 1)
+    at_once: bool = True
+    updates: int = 0
+    seconds: dict[tuple[str, str, str], list[float]] | None = None
+    factors: dict[tuple[str, str], Factor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._open = False
+        self._passes: Counter[str] = Counter()
+        self._unsummed = False  # whether a step was recorded whose sums are still this rank's own
+        self._unshared = False  # whether inverses are still with the ranks that make them
+        self._kept: dict[Item, Rows] = {}
+        self._queue: deque[Item] = deque()
+        for linear in self.linears.values():
+            for factor, name in (("A", linear.inputs), ("G", linear.name)):
+                if (factor, name) not in self.factors:
+                    width = linear.sizes[factor]
+                    zeros = torch.zeros(linear.stack, width, width, device=linear.weight.device)
+                    self.factors[factor, name] = Factor(linear.layout_of(factor), zeros, zeros.clone())
+        self.inverts = self._dealt()
+
+    def _dealt(self) -> frozenset[tuple[str, str]]:
+        """The factors that this rank inverts: those that the same ranks hold are dealt to them in turn, the largest first."""
+        alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
+        for key, factor in self.factors.items():
+            alike[factor.layout.copies(), factor.layout.holders].append(key)
+        mine: list[tuple[str, str]] = []
+        for keys in alike.values():
+            place, count = self.place(self.factors[keys[0]].layout)
+            mine += sorted(keys, key=lambda key: (-self.factors[key].running.shape[-1], key))[place::count]
+        return frozenset(mine)
+
+    # --- recording ----------------------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> bool:
+        """Whether the step at hand is one that factors are taken of."""
+        return self.updates % self.settings.refresh_every == 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around one forward pass in training; a second pass of recompute, inside the backward pass, is outside of it."""
+        self._open = self.records
+        self._unsummed |= self.records
+        try:
+            yield
+        finally:
+            self._open = False
+
+    def watch(self, name: str, x: Tensor, y: Tensor, counts: Sequence[int] | None = None) -> None:
+        """What the linear `name` read and gave, rows last but one; `counts` of each expert's rows."""
+        if not (self._open and y.requires_grad):
+            return
+        microbatch = self._passes[name]
+        self._passes[name] += 1
+        if self.linears[name].inputs == name:
+            self._ready(Item("curvature", "A", name, microbatch), x.detach(), counts)
+        item = Item("curvature", "G", name, microbatch)
+        y.register_hook(lambda grad: self._ready(item, grad.detach(), counts))
+
+    def _ready(self, item: Item, rows: Tensor, counts: Sequence[int] | None) -> None:
+        self._kept[item] = Rows(rows.flatten(0, -2), counts)
+        self._queue.append(item)
+        if self.at_once:
+            self.run(item)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def kept_bytes(self) -> int:
+        """Rows that wait for their work, each storage once: what a forward pass keeps for its backward pass anyway may be among them."""
+        storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
+        return sum(storages.values())
+
+    @property
+    def waiting(self) -> tuple[Item, ...]:
+        """What can be done now, in the order in which it became ready."""
+        return tuple(self._queue)
+
+    def do_next(self) -> bool:
+        """Do one unit of work; False if there is none."""
+        if self._queue:
+            self.run(self._queue[0])
+            return True
+        return False
+
+    def fill(self, until: Callable[[], bool]) -> int:
+        """Do units of work until `until()` is true or none is left, and say how many: what a rank does while it waits for a message."""
+        done = 0
+        while not until() and self.do_next():
+            done += 1
+        return done
+
+    def run(self, item: Item) -> None:
+        """Do a unit of work that waits."""
+        self._queue.remove(item)
+        if self.seconds is None:
+            self.do(item)
+            return
+        device = self.linears[item.name].weight.device
+        started = _now(device)
+        self.do(item)
+        self.seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
+
+    @torch.no_grad()
+    def do(self, item: Item) -> None:
+        """The unit itself, whether it waits or not."""
+        factor = self.factors[item.factor, item.name]
+        if item.kind == "inversion":
+            factor.next = damped_inverse(factor.running, damping=self.settings.damping)
+            return
+        kept = self._kept.pop(item)
+        products = summed_products(kept.rows, kept.counts)
+        factor.sums = products if factor.sums is None else factor.sums.add_(products)
+
+    # --- ends of steps ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Before an update: do what is due. Collective."""
+        s = self.settings
+        age = self.updates % s.refresh_every
+        if age == s.delay // 2:
+            self._sum()
+        if age == s.delay:
+            self._share()
+            for factor in self.factors.values():
+                factor.inverse, factor.next = factor.inverse if factor.next is None else factor.next, None
+        self.updates += 1
+        self._passes.clear()
+
+    def forget(self) -> None:
+        """The step makes no update: of what it recorded nothing counts."""
+        self._passes.clear()
+        if self.records:
+            self._unsummed = False
+            self._kept.clear()
+            self._queue.clear()
+            for factor in self.factors.values():
+                factor.sums = None
+
+    def settle(self) -> None:
+        """Between steps: do all work there is, whenever it is due. Collective."""
+        self._sum()
+        self._share()
+
+    def _work_off(self) -> None:
+        while self.do_next():
+            pass
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        """All curvature is there: sum it over copies, take it into the running mean, and let inversions begin. Once a recorded step."""
+        if not self._unsummed:
+            return
+        self._unsummed = False
+        self._work_off()
+        for factor in self.factors.values():
+            factor.sums = torch.zeros_like(factor.running) if factor.sums is None else factor.sums
+        self._total({key: factor.sums for key, factor in self.factors.items() if factor.sums is not None})
+        for key, factor in self.factors.items():
+            assert factor.sums is not None
+            factor.running = averaged(factor.running, factor.sums, ema=self.settings.ema)
+            factor.sums = None
+            if key in self.inverts:
+                self._queue.append(Item("inversion", *key))
+        self._unshared = True
+
+    @torch.no_grad()
+    def _share(self) -> None:
+        """Do what waits, and give each new inverse to all that hold the factor: those that did not make it add zeros."""
+        self._work_off()
+        if not self._unshared:
+            return
+        self._unshared = False
+        for factor in self.factors.values():
+            factor.next = torch.zeros_like(factor.running) if factor.next is None else factor.next
+        self._total({key: factor.next for key, factor in self.factors.items() if factor.next is not None})
+
+    def _total(self, tensors: dict[tuple[str, str], Tensor]) -> None:
+        named = {f"{factor} of {name}": (factor, name) for factor, name in tensors}
+        layouts = {name: self.factors[key].layout for name, key in named.items()}
+        self.total({name: tensors[key] for name, key in named.items()}, layouts)
+
+    # --- what an update needs -----------------------------------------------------------------------------------------
+
+    def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
+        """A^-1 and G^-1 in use, [E, I, I] and [E, O, O]; zeros for matrices of a stack that never had a row."""
+        return self.factors["A", linear.inputs].inverse, self.factors["G", linear.name].inverse
+
+    @property
+    def has_inverses(self) -> bool:
+        """Whether the first refresh is over, after `finish`."""
+        return self.updates > self.settings.delay
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
+        """(kind, parameter, layout, this rank's part) of everything that a continuation needs beside `updates`. Collective."""
+        self.settle()
+        for (factor, name), held in self.factors.items():
+            for kind, tensor in held.tensors().items():
+                yield factor + kind, name, held.layout, tensor
+
+    def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
+        """Continue from what `state` gave: `stored(kind, parameter, layout)`, None for what is not there. Whether all of it was there."""
+        self.updates, whole = updates, True
+        pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
+        for (factor, name), held in self.factors.items():
+            found = {kind: stored(factor + kind, name, held.layout) for kind in ("", "_inverse", *(("_next",) if pending else ()))}
+            whole = whole and all(tensor is not None for tensor in found.values())
+            running, inverse, coming = (found.get(kind) for kind in ("", "_inverse", "_next"))
+            both = running is not None and inverse is not None
+            held.running, held.inverse = (
+                t.to(held.running) if both and t is not None else torch.zeros_like(held.running) for t in (running, inverse)
+            )
+            held.next = None if coming is None else coming.to(held.running)
+        return whole
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,173 @@
+"""A plan's clocks on real GPUs through NVML (package nvidia-ml-py, not needed otherwise), for those who may set them.
+
+    with connect(ranks) as gpus:          NoControl, in one line, without a driver, GPUs or the right to lock their clocks
+        gpus.lock(rank, 1080)             what a rank does before an action; the same clock again costs nothing
+                                          at the end every clock that was locked is given back, whatever happens
+
+Two use it: `rehearse`, one process for the GPUs of all ranks, and training, where each rank holds its own GPU and its `Pace` goes
+with the actions. Setting clocks needs root on most machines, and changes them for everyone who uses the GPU: nothing here runs unless
+it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.pipeline.energy.energy import EnergyPlan
+from parallel.pipeline.schedule import Action, Op
+
+
+class NoControl(RuntimeError):
+    """Why the clocks of this machine cannot be set, in one line."""
+
+
+@dataclass
+class Gpus:
+    """One GPU a rank, by NVML's handles; `locked`: the clock of each, 0 for none."""
+
+    nvml: Any
+    handles: list[Any]
+    locked: list[float]
+
+    def lock(self, rank: int, mhz: float) -> bool:
+        """Whether the clock had to be changed."""
+        if mhz in (0, self.locked[rank]):
+            return False
+        self.locked[rank] = mhz  # first, so that a failure half way is given back too
+        self.nvml.nvmlDeviceSetGpuLockedClocks(self.handles[rank], round(mhz), round(mhz))
+        return True
+
+    def free(self, rank: int) -> None:
+        """Back to the clocks that the driver chooses."""
+        if self.locked[rank]:
+            self.nvml.nvmlDeviceResetGpuLockedClocks(self.handles[rank])
+            self.locked[rank] = 0
+
+    def release(self) -> None:
+        """Give every clock back, also where that fails for one; then the first failure is raised."""
+        failed = None
+        for rank in range(len(self.handles)):
+            try:
+                self.free(rank)
+            except self.nvml.NVMLError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def joules(self) -> list[float]:
+        """Energy of each since its driver was loaded."""
+        return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 for handle in self.handles]
+
+
+@contextmanager
+def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
+    """The first so many GPUs, or those of these UUIDs. Raises NoControl where they are not there or their clocks may not be set.
+
+    Whether they may is tried with the highest clock.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            raise NoControl("no NVML here: pip install nvidia-ml-py, on a machine with NVIDIA GPUs") from None
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise NoControl(f"NVML does not start: {error}") from None
+    try:
+        gpus = _open(nvml, which)
+        try:
+            yield gpus
+        finally:
+            gpus.release()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
+    try:
+        if isinstance(which, int):
+            count = nvml.nvmlDeviceGetCount()
+            if count < which:
+                raise NoControl(f"{count} GPUs here, {which} needed: one a rank")
+            handles = [nvml.nvmlDeviceGetHandleByIndex(rank) for rank in range(which)]
+        else:
+            handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in which]
+        gpus = Gpus(nvml, handles, [0.0] * len(handles))
+        for rank, handle in enumerate(gpus.handles):
+            gpus.lock(rank, nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+            gpus.release()
+    except nvml.NVMLError as error:
+        raise NoControl(f"the clocks of these GPUs may not be set: {error} (it needs root)") from None
+    return gpus
+
+
+@dataclass
+class Pace:
+    """One rank's clocks in training: `before` each action its GPU, the one of `gpus`, is set to the planned clock.
+
+    An update, and all that follows until the next step begins, has the driver's own clocks; what has none in the plan keeps that of the
+    action before. `settle` waits until the GPU has done what it was given: kernels wait in a queue, and a clock has none. Where the driver
+    begins to refuse, `lost` is told why, once, and training goes on at the clocks there are.
+    """
+
+    gpus: Gpus
+    mhz: Mapping[Action, float]
+    settle: Callable[[], None]
+    lost: Callable[[str], None]
+    on: bool = True
+
+    def before(self, action: Action) -> None:
+        locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)
+        frees = action.op is Op.U
+        if not self.on or (not locked if frees else mhz in (0, locked)):
+            return
+        self.settle()
+        try:
+            if frees:
+                self.gpus.free(0)
+            else:
+                self.gpus.lock(0, mhz)
+        except self.gpus.nvml.NVMLError as error:
+            self.on = False
+            with suppress(self.gpus.nvml.NVMLError):
+                self.gpus.release()
+            self.lost(str(error))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """`changes` of clocks; `latest_s`: how late the latest was set; `joules` of each GPU meanwhile."""
+
+    changes: int
+    latest_s: float
+    joules: tuple[float, ...]
+
+
+def rehearse(
+    plan: EnergyPlan,
+    gpus: Gpus,
+    *,
+    steps: int = 1,
+    sleep: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.perf_counter,
+) -> Rehearsal:
+    """Set each action's clock at its planned start, `steps` times over, and see how far behind the plan the driver is."""
+    begins = sorted(
+        (span.start, rank, clock.mhz)
+        for rank, spans in enumerate(plan.timeline.spans)
+        for span, clock in zip(spans, plan.clocks[rank], strict=True)
+    )
+    before, start, changes, latest = gpus.joules(), now(), 0, 0.0
+    for step in range(steps):
+        for at, rank, mhz in begins:
+            due = start + step * plan.timeline.makespan + at
+            sleep(max(0.0, due - now()))
+            if gpus.lock(rank, mhz):
+                changes, latest = changes + 1, max(latest, now() - due)
+    return Rehearsal(changes, latest, tuple(after - first for after, first in zip(gpus.joules(), before, strict=True)))

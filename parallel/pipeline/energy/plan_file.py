@@ -1,0 +1,100 @@
+"""An energy plan as a file: what `moe energy --out plan.json` writes, and what training reads.
+
+    {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
+
+An order within a rank is part of its plan: 1F1B's may have forwards pulled ahead, and the slack that the clocks use comes from there.
+So what is carried out is the plan's order. 0 MHz: an action without a clock of its own (sums and updates).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import BadInput
+from parallel.pipeline.check import check
+from parallel.pipeline.energy.energy import EnergyPlan
+from parallel.pipeline.schedule import Action, Schedule
+
+_MOST_MHZ = 1e5
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """A schedule in its plan's order, and by rank the clock of each action in MHz."""
+
+    schedule: Schedule
+    mhz: tuple[Mapping[Action, float], ...]
+
+
+def write_plan(plan: EnergyPlan, path: str | Path) -> None:
+    """The clocks in order, rank by rank, as JSON. Raises BadInput where it cannot be written."""
+    value = {
+        "schedule": plan.schedule.name,
+        "makespan_s": plan.timeline.makespan,
+        "energy_j": plan.energy,
+        "full_clock": {"makespan_s": plan.full_clock.makespan, "energy_j": plan.full_clock_energy},
+        "saved": plan.saved,
+        "slowdown": plan.slowdown,
+        "idle_power_w": plan.idle_power,
+        "ranks": [
+            [{"action": str(action), "mhz": clock.mhz} for action, clock in zip(order, clocks, strict=True)]
+            for order, clocks in zip(plan.schedule.orders, plan.clocks, strict=True)
+        ],
+    }
+    try:
+        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+
+
+def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> Clocked:
+    """The plan of a file for this schedule. Raises BadInput about `what`, with `fix`, for a file that is none or one of something else."""
+    size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
+
+    def wrong(got: str) -> BadInput:
+        return BadInput(what, got=f"{path}: {got}", needed=f"a plan by moe energy of {schedule.name} with {size}", fix=fix)
+
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise wrong(getattr(error, "strerror", None) or "no JSON") from None
+    ranks = _ranks(value)
+    if ranks is None:
+        raise wrong("no plan")
+    if value["schedule"] != schedule.name:
+        raise wrong(f"a plan of {value['schedule']}")
+    if len(ranks) != schedule.num_ranks:
+        raise wrong(f"a plan of {len(ranks)} ranks")
+    orders, clocks = [], []
+    for rank, planned in enumerate(ranks):
+        known = {str(action): action for action in schedule.orders[rank]}
+        names = [name for name, _ in planned]
+        odd = next((name for name in [*names, *known] if name not in known or names.count(name) != 1), None)
+        if odd is not None:
+            raise wrong(f"rank {rank} {f'with {odd} {names.count(odd)} times' if odd in known else f'with {odd}'}")
+        orders.append(tuple(known[name] for name in names))
+        clocks.append({known[name]: mhz for name, mhz in planned})
+    if schedule.pairs and tuple(orders) != schedule.orders:
+        raise wrong("another order")  # places of pairs are places in the order
+    return Clocked(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
+
+
+def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
+    """(action, MHz) in order, by rank; None where anything in it is wrong."""
+    if not isinstance(value, dict) or not isinstance(value.get("schedule"), str) or not isinstance(value.get("ranks"), list):
+        return None
+    found: list[list[tuple[str, float]]] = []
+    for rank in value["ranks"]:
+        entries: list[Any] = rank if isinstance(rank, list) else [None]
+        if not all(isinstance(entry, dict) and isinstance(entry.get("action"), str) and _is_clock(entry.get("mhz")) for entry in entries):
+            return None
+        found.append([(entry["action"], float(entry["mhz"])) for entry in entries])
+    return found
+
+
+def _is_clock(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_MHZ

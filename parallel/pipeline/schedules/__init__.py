@@ -1,0 +1,1 @@
+"""The pipeline schedules, one file each; catalog.py lists them."""

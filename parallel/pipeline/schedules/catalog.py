@@ -1,0 +1,137 @@
+"""The schedules by name. A new one is its file and a row here.
+
+build("interleaved", ranks=4, microbatches=8, chunks=2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parallel.errors import BadInput, did_you_mean
+from parallel.pipeline.schedule import Schedule, at_least
+from parallel.pipeline.schedules.chimera import chimera
+from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
+from parallel.pipeline.schedules.gpipe import gpipe
+from parallel.pipeline.schedules.interleaved import interleaved
+from parallel.pipeline.schedules.looped_bfs import looped_bfs
+from parallel.pipeline.schedules.naive import naive
+from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from parallel.pipeline.schedules.pipedream import pipedream
+from parallel.pipeline.schedules.two_bw import two_bw
+from parallel.pipeline.schedules.zb_v import zb_v
+from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a schedule is made of: `microbatches` to each of `batches`, `chunks` stages a rank; the rest is of one schedule alone."""
+
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    batches: int = 1
+    vertical_sync: bool = False
+    pipelines: int = 2
+
+    def one_after_the_other(self, schedule: Callable[[int, int], Schedule]) -> Schedule:
+        """Of schedules with a flush: one batch, repeated."""
+        return schedule(self.ranks, self.microbatches).repeated(self.batches)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`chunks`: the only possible number a rank, or None where it is a choice. `option`: the field of Size that is its own.
+
+    continuous: updates do not wait for the pipeline to drain (the weights that a gradient is of are older than those it changes).
+    """
+
+    make: Callable[[Size], Schedule]
+    about: str
+    chunks: int | None = 1
+    batches: int = 1
+    continuous: bool = False
+    option: str | None = None
+
+
+SCHEDULES: dict[str, Kind] = {
+    "naive": Kind(lambda s: s.one_after_the_other(naive), "one rank works at a time"),
+    "gpipe": Kind(lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards"),
+    "pipedream": Kind(
+        lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
+        "an update a micro-batch, stashed weights",
+        continuous=True,
+        option="vertical_sync",
+    ),
+    "two_bw": Kind(
+        lambda s: two_bw(s.ranks, s.microbatches, batches=s.batches),
+        "two weight versions, updates one batch late",
+        batches=2,
+        continuous=True,
+    ),
+    "1f1b": Kind(lambda s: s.one_after_the_other(one_f_one_b), "PipeDream-Flush: forward and backward in turn"),
+    "interleaved": Kind(
+        lambda s: interleaved(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "1F1B over several chunks a rank", chunks=None
+    ),
+    "chimera": Kind(
+        lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
+        "two directions, replicas of each stage",
+        option="pipelines",
+    ),
+    "zb_h1": Kind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
+    "zb_h2": Kind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
+    "zb_v": Kind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2),
+    "dualpipe_v": Kind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2),
+    "looped_bfs": Kind(
+        lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
+    ),
+}
+DEFAULT_CHUNKS = 2  # where they are a choice and nothing is said
+
+
+def build(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    batches: int | None = None,
+    vertical_sync: bool | None = None,
+    pipelines: int | None = None,
+) -> Schedule:
+    """The schedule of this name on `ranks` pipeline ranks. Raises BadInput for what it cannot do, with the nearest that works.
+
+    chunks: stages a rank, 2 by default where that is a choice. batches: of `microbatches` each, one after the other; 1 by default, for
+    two_bw 2, because its first batch looks like 1F1B's. vertical_sync: of pipedream, off by default. pipelines: of chimera, 2 by default.
+    """
+    kind = kind_of(name)
+    own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
+    for option, value in own.items():
+        if value not in (None, False) and kind.option != option:
+            owner = next(n for n, k in SCHEDULES.items() if k.option == option)
+            raise BadInput(option, got=f"it for {name}", needed=f"{owner}, which alone has it", fix=f"remove {option}, or take {owner}")
+    at_least("stages", ranks, 1)
+    at_least("microbatches", microbatches, 1)
+    if chunks is not None:
+        at_least("chunks", chunks, 1)
+        if kind.chunks is not None and chunks != kind.chunks:
+            several = ", ".join(n for n, k in SCHEDULES.items() if k.chunks is None)
+            raise BadInput(
+                "chunks",
+                got=chunks,
+                needed=f"{kind.chunks} for {name}",
+                fix=f"set chunks to {kind.chunks}, or a schedule with a choice: {several}",
+            )
+    if batches is not None:
+        at_least("batches", batches, 1)
+    given = {option: value for option, value in own.items() if value is not None}
+    return kind.make(Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given))  # type: ignore[arg-type]
+
+
+def kind_of(name: str) -> Kind:
+    """What is known of a schedule by its name. Raises BadInput for one that there is not."""
+    if name not in SCHEDULES:
+        near = did_you_mean(name, SCHEDULES)
+        fix = f"did you mean {near}?" if near else "choose one of them"
+        raise BadInput("schedule", got=name, needed=f"one of {', '.join(SCHEDULES)}", fix=fix)
+    return SCHEDULES[name]

@@ -1,0 +1,36 @@
+"""PipeDream [1806.03377]: 1F1B that never drains; every micro-batch is a batch, and its update follows its backward at once.
+
+    rank 0   0F0 0F1 ... 0B0 0U@1 0F2@1 ...
+
+A forward reads the newest weights of its stage, its backward the same version again (weight stashing), so rank r keeps p - r
+versions: micro-batch b reads version max(0, b - (p - 1 - r)). No bubble but the first ramp. The price is delay:
+w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync every stage reads the version
+that the first one reads, w(t - p + 1), one delay for the whole model, and every rank keeps p versions.
+"""
+
+from __future__ import annotations
+
+from parallel.pipeline.schedule import Action, Op, Schedule, one_stage_a_rank
+from parallel.pipeline.schedules.one_f_one_b import alternate
+
+
+def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync: bool = False) -> Schedule:
+    """`batches` of `microbatches` each make one run without a drain; there is an update a micro-batch."""
+    total = batches * microbatches
+    orders = []
+    for rank in range(ranks):
+        delay = ranks - 1 if vertical_sync else ranks - 1 - rank
+        forwards = [Action(Op.F, rank, j, max(0, j - delay)) for j in range(total)]
+        order = alternate(forwards, [a._replace(op=Op.B) for a in forwards], warmup=ranks - 1 - rank)
+        orders.append(tuple(with_updates(order, every=1)))
+    return Schedule("pipedream", tuple(one_stage_a_rank(ranks)), total, 1, tuple(orders))
+
+
+def with_updates(order: list[Action], *, every: int) -> list[Action]:
+    """An update after the backward of each `every`-th micro-batch."""
+    updated = []
+    for action in order:
+        updated.append(action)
+        if action.op is Op.B and (action.microbatch + 1) % every == 0:
+            updated.append(Action(Op.U, action.stage, version=(action.microbatch + 1) // every))
+    return updated

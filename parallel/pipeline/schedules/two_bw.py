@@ -1,0 +1,30 @@
+"""PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches to an update and two versions.
+
+All micro-batches of batch t read W(t - 1), forward and backward: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). The delay is one
+update on every rank, and at most p - 1 forwards of the next batch start before an update, so the newest version and
+the one before it are all that is kept. No bubble but the first ramp.
+"""
+
+from __future__ import annotations
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Action, Op, Schedule, one_stage_a_rank
+from parallel.pipeline.schedules.one_f_one_b import alternate
+from parallel.pipeline.schedules.pipedream import with_updates
+
+
+def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
+    """Raises BadInput for fewer micro-batches than ranks: a forward would need weights that are not there yet."""
+    if microbatches < ranks:
+        raise BadInput(
+            "microbatches",
+            got=microbatches,
+            needed=f"at least {ranks}, one a stage, for two_bw: with fewer two versions are not enough",
+            fix=f"set microbatches to {ranks}",
+        )
+    orders = []
+    for rank in range(ranks):
+        forwards = [Action(Op.F, rank, j, max(0, j // microbatches - 1)) for j in range(batches * microbatches)]
+        order = alternate(forwards, [a._replace(op=Op.B) for a in forwards], warmup=ranks - 1 - rank)
+        orders.append(tuple(with_updates(order, every=microbatches)))
+    return Schedule("two_bw", tuple(one_stage_a_rank(ranks)), batches * microbatches, microbatches, tuple(orders))

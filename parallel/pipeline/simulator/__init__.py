@@ -1,0 +1,1 @@
+"""A schedule timed without ranks: simulated, drawn, written as a trace."""

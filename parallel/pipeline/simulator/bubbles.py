@@ -1,0 +1,188 @@
+"""Work packed into the bubbles of any Timeline, as PipeFisher (2211.14133) does with K-FAC's curvature and inversion work.
+
+    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: something that micro-batch 0's forward made possible, done while the rank would wait
+
+Walking a rank's bubbles in time order, each takes what is ready and fits, with a margin, in the given order of priority. What does not fit
+goes on in the bubbles of the following steps, which are alike; the number of steps until all is done is the refresh interval. The
+pipeline's own actions never move. What work reads of the first step's micro-batches is kept until it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.simulator.simulate import Timeline
+
+_MOST_STEPS = 1000
+
+
+class Work(NamedTuple):
+    """Something a rank can do in a bubble, once actions of its rank have ended in the first step and other work is done, on any rank.
+
+    `needs` are names; names are unique.
+    """
+
+    name: str
+    rank: int
+    time: float
+    after: tuple[Action, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+class Placed(NamedTuple):
+    """Work with its time, counted from the start of the first step."""
+
+    work: Work
+    step: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the work went. utilisation: share of all ranks' time that is not a wait, without and with the work."""
+
+    timeline: Timeline
+    placed: tuple[Placed, ...]
+    steps: int
+    utilisation_before: float
+    utilisation: float
+
+
+class Bubble(NamedTuple):
+    rank: int
+    start: float
+    end: float
+    first_step_only: bool = False
+
+
+def bubbles(timeline: Timeline) -> list[Bubble]:
+    """The waits of one step, from the first start to the last end of all ranks; sums of replicas take no rank's time."""
+    found = []
+    for rank, spans in enumerate(timeline.spans):
+        at = 0.0
+        for span in spans:
+            if span.action.op is not Op.S:
+                if span.start > at:
+                    found.append(Bubble(rank, at, span.start))
+                at = max(at, span.end)
+        if timeline.makespan > at:
+            found.append(Bubble(rank, at, timeline.makespan))
+    return sorted(found, key=lambda bubble: (bubble.start, bubble.rank))
+
+
+def pack(timeline: Timeline, works: Sequence[Work], *, margin: float = 1.05) -> Packing:
+    """Place all work. `works` in order of priority; `margin`: what a bubble must be longer than the work by, as measured times vary.
+
+    Raises BadInput for work that no bubble of its rank can hold, and for needs that nothing makes or that go in a circle.
+    """
+    holes = _of_steps(timeline)
+    _check(timeline, works, holes, margin)
+    ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
+    waiting: dict[int, list[Work]] = {rank: [w for w in works if w.rank == rank] for rank in range(timeline.schedule.num_ranks)}
+    done: dict[str, Placed] = {}
+    for step in range(_MOST_STEPS):
+        for hole in holes:
+            if step and hole.first_step_only:
+                continue
+            at = step * timeline.makespan + hole.start
+            while (chosen := _earliest(waiting[hole.rank], at, ends, done, margin, step * timeline.makespan + hole.end)) is not None:
+                start, work = chosen
+                done[work.name] = Placed(work, step, start, start + work.time)
+                waiting[hole.rank].remove(work)
+                at = start + work.time
+        if len(done) == len(works):
+            return _packing(timeline, done, step + 1)
+    left = next(work for queue in waiting.values() for work in queue)
+    raise BadInput("needs", got=f"{left.name} that waits for {', '.join(left.needs)}", needed="no circle", fix="remove one of the needs")
+
+
+def _of_steps(timeline: Timeline) -> list[Bubble]:
+    """The bubbles of one step of many: the wait at its end goes on into the next step's beginning, which then is no other bubble."""
+    found = bubbles(timeline)
+    heads = {hole.rank: hole for hole in found if hole.start == 0}
+    tails = {hole.rank: hole for hole in found if hole.end == timeline.makespan}
+    whole = []
+    for hole in found:
+        if hole is tails.get(hole.rank) and hole.rank in heads:
+            hole = hole._replace(end=hole.end + heads[hole.rank].end)
+        whole.append(hole._replace(first_step_only=hole is heads.get(hole.rank) and hole.rank in tails))
+    return whole
+
+
+def _earliest(
+    queue: Sequence[Work], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
+) -> tuple[float, Work] | None:
+    """What can start first before `end` and fits, the first in the queue among equals, with its start; None where nothing does."""
+    best: tuple[float, Work] | None = None
+    for work in queue:
+        if all(need in done for need in work.needs):
+            start = max([at, *(ends[work.rank, action] for action in work.after), *(done[need].end for need in work.needs)])
+            if start + margin * work.time <= end * (1 + 1e-12) and (best is None or start < best[0]):
+                best = (start, work)
+                if start == at:
+                    break
+    return best
+
+
+def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing:
+    ranks = timeline.schedule.num_ranks
+    busy = sum(timeline.busy(rank) for rank in range(ranks))
+    whole = ranks * timeline.makespan
+    added = sum(placed.work.time for placed in done.values())
+    placed = tuple(sorted(done.values(), key=lambda p: (p.start, p.work.rank)))
+    return Packing(timeline, placed, steps, busy / whole, (steps * busy + added) / (steps * whole))
+
+
+def _check(timeline: Timeline, works: Sequence[Work], holes: Sequence[Bubble], margin: float) -> None:
+    names = {work.name for work in works}
+    if len(names) < len(works):
+        raise BadInput("works", got=f"{len(works)} with {len(names)} names", needed="a name for each", fix="number them")
+    for work in works:
+        missing = [need for need in work.needs if need not in names]
+        if missing:
+            raise BadInput(work.name, got=f"the need {missing[0]}", needed="a name among the works", fix="add that work or remove the need")
+        if not set(work.after) <= set(timeline.schedule.orders[work.rank]):
+            wanted = " and ".join(map(str, work.after))
+            raise BadInput(work.name, got=f"after {wanted}", needed=f"actions of rank {work.rank}", fix="name actions of its own rank")
+        room = max((hole.end - hole.start for hole in holes if hole.rank == work.rank), default=0.0)
+        if margin * work.time > room * (1 + 1e-9):
+            raise BadInput(
+                work.name,
+                got=f"{work.time:g} long, {margin * work.time:g} with its margin",
+                needed=f"at most {room:g}, the longest bubble of rank {work.rank}",
+                fix="cut it into parts, layer by layer, or take fewer micro-batches",
+            )
+
+
+def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[Work]:
+    """K-FAC's work for every stage of a schedule of one batch, in PipeFisher's order of priority.
+
+    curvature: time of one micro-batch and stage for both factors, half each: of the inputs after its forward, of the output gradients after
+    its backward. inversion: time of one stage for both, half each, after all curvature of the factor; replicas take its parts in turn.
+    blocks: layers of a stage, each a part of its own. synchronise: time to sum one factor of a stage over its replicas, between the two.
+    """
+    curvatures, sums, inversions = [], [], []
+    for stage, homes in enumerate(schedule.homes):
+        for half, factor in enumerate("AB"):
+            ops = (Op.F,) if factor == "A" else (Op.B, Op.W)
+            made = [
+                Work(f"curvature {factor} stage {stage} micro-batch {a.microbatch} part {part}", rank, curvature / 2 / blocks, (a,))
+                for rank in homes
+                for a in schedule.orders[rank]
+                if a.stage == stage and a.op in ops
+                for part in range(blocks)
+            ]
+            before = tuple(work.name for work in made)
+            if len(homes) > 1:
+                sums += [Work(f"sum {factor} stage {stage} rank {rank}", rank, synchronise, needs=before) for rank in homes]
+                before = tuple(f"sum {factor} stage {stage} rank {rank}" for rank in homes)
+            curvatures += made
+            for part in range(blocks):
+                rank = homes[(half * blocks + part) % len(homes)]
+                inversions.append(Work(f"inversion {factor} stage {stage} part {part}", rank, inversion / 2 / blocks, needs=before))
+    return curvatures + sums + inversions

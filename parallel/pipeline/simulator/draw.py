@@ -1,0 +1,113 @@
+"""The picture of a Timeline: a row a rank, time to the right, waits left white (matplotlib, imported where it is needed).
+
+Forwards are blue, backwards green, input gradients light green, weight gradients orange; later stages of a rank are darker. The sum of
+replicas' gradients is a thin line below its rank, because it runs beside what the rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Op
+from parallel.pipeline.simulator.simulate import Span, Timeline
+from parallel.pipeline.simulator.timeline import label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = {Op.F: ("#bcd4ea", "#5b8fc2"), Op.B: ("#b9d8c8", "#4f8a70"), Op.I: ("#d9ead9", "#8dbf9f"), Op.W: ("#f8d3ae", "#e39a50")}
+_COLORS |= {Op.U: ("#1f2933", "#1f2933"), Op.S: ("#bc6c8f", "#bc6c8f")}
+_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.S: "sum over replicas", Op.U: "update"}
+_INK, _SOFT = "#1f2933", "#52606d"
+
+
+def draw(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
+    """Write a PNG. Raises BadInput where it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranks = timeline.schedule.num_ranks
+    figure = Figure(figsize=(12, 1.3 + 0.42 * ranks), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    draw_on(figure.add_subplot(), timeline, title=title)
+    _save(figure, path)
+
+
+def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
+    """The rows of a timeline with each action in the colour of its clock; 0 is no clock. Raises BadInput where it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+    from matplotlib.figure import Figure
+
+    known = [mhz for row in clocks_mhz for mhz in row if mhz]
+    low, high = min(known), max(*known, min(known) + 1)
+    colors = LinearSegmentedColormap.from_list("clocks", ["#fff5d6", "#e58a5c"])
+    figure = Figure(figsize=(12, 1.3 + 0.42 * timeline.schedule.num_ranks), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for rank, spans in enumerate(timeline.spans):
+        for span, mhz in zip(spans, clocks_mhz[rank], strict=True):
+            if mhz and span.end > span.start:
+                _bar(axes, timeline, rank, span, color=colors((mhz - low) / (high - low)))
+    _frame(axes, timeline, title)
+    figure.colorbar(ScalarMappable(Normalize(low, high), colors), ax=axes, label="MHz", pad=0.01)
+    _save(figure, path)
+
+
+def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True) -> None:
+    """The rows of a timeline on axes of one's own, with its bubble in the title."""
+    schedule = timeline.schedule
+    for rank, spans in enumerate(timeline.spans):
+        stages = schedule.stages_of(rank)
+        for span in spans:
+            if span.end > span.start:
+                dark = stages.index(span.action.stage) / max(1, len(stages) - 1) > 0.5
+                _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark])
+    said = f"{schedule.name}, {schedule.microbatches} micro-batches: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
+    _frame(axes, timeline, title or said)
+    if legend:
+        _legend(axes, timeline)
+
+
+def _frame(axes: Axes, timeline: Timeline, title: str) -> None:
+    schedule = timeline.schedule
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(schedule.num_ranks - 0.45, -0.55)
+    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, colors=_SOFT)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(title, fontsize=10, loc="left", color=_INK)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+
+
+def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any) -> None:
+    op, length = span.action.op, span.end - span.start
+    if op is Op.S:
+        axes.barh(rank + 0.44, length, left=span.start, height=0.07, color=color)
+        return
+    axes.barh(rank, length, left=span.start, height=0.78, color=color, edgecolor=_INK, linewidth=0.5)
+    name = label(timeline.schedule, span.action)
+    size = min(8.5, 12 * 72 * 0.9 * length / timeline.makespan / (0.8 * len(name)))  # points: what fits the bar's width
+    if size >= 5:
+        axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
+
+
+def _legend(axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    present = {span.action.op for spans in timeline.spans for span in spans if span.end > span.start}
+    handles = [Patch(facecolor=_COLORS[op][0], edgecolor=_INK, linewidth=0.5, label=_NAMES[op]) for op in _COLORS if op in present]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles), fontsize=8, frameon=False)

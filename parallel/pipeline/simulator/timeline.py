@@ -1,0 +1,89 @@
+"""A Timeline as text and as a trace for chrome://tracing or ui.perfetto.dev; draw.py makes the picture.
+
+rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
+rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.simulator.simulate import Span, Timeline
+
+
+def label(schedule: Schedule, action: Action) -> str:
+    """F3, or 5F3 with the stage where a rank has several."""
+    several = any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.num_ranks))
+    return str(action._replace(version=0)) if several else str(action._replace(version=0))[len(str(action.stage)) :]
+
+
+def text(timeline: Timeline, *, width: int | None = None) -> str:
+    """A row a rank, a column a unit: the shortest action, or the largest unit that measures all of them where there is one.
+
+    width: longer rows are cut, and say so. Actions without a duration are not shown.
+    """
+    spans = [span for spans in timeline.spans for span in spans if span.end > span.start and span.action.op is not Op.S]
+    unit = _unit([span.end - span.start for span in spans])
+    size = 1 + max(len(label(timeline.schedule, span.action)) for span in spans)
+    columns = max(round(span.end / unit) for span in spans)
+    head = len(f"rank {timeline.schedule.num_ranks - 1}") + 3
+    shown = columns if width is None else min(columns, max(1, (width - head - 4) // size))
+    rows = []
+    for rank, mine in enumerate(timeline.spans):
+        cells = ["." * (size - 1)] * columns
+        for span in mine:
+            if span.action.op is not Op.S:
+                for column in range(round(span.start / unit), round(span.end / unit)):
+                    cells[column] = label(timeline.schedule, span.action)
+        row = " ".join(cell.ljust(size - 1) for cell in cells[:shown])
+        rows.append(f"{f'rank {rank}':<{head - 3}} | {row}{' ...' if shown < columns else ''}".rstrip())
+    return "\n".join(rows)
+
+
+def _unit(durations: list[float]) -> float:
+    """The largest unit that divides all durations; where they have none above a twelfth of the shortest, the shortest."""
+    shortest = min(durations)
+    unit = shortest
+    for duration in durations:
+        a, b = unit, duration
+        while b > 1e-6 * shortest:
+            a, b = b, a % b
+            b = 0.0 if a - b < 1e-6 * shortest else b
+        unit = a
+    return unit if unit > shortest / 12 else shortest
+
+
+def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
+    """Chrome's trace format: a track a rank for compute, one for what it sends and sums; a unit of time is `microseconds`."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(timeline.spans):
+        for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": name}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": track, "args": {"sort_index": track}})
+        for span in spans:
+            track = 2 * rank + (span.action.op is Op.S)
+            args = {"stage": span.action.stage, "microbatch": span.action.microbatch, "version": span.action.version}
+            events.append(_event(str(span.action), span.action.op.value, track, span, microseconds) | {"args": args})
+    for transfer in timeline.transfers:
+        message = transfer.message
+        name = f"{message.stage}{message.op}{message.microbatch} to rank {message.target}"
+        span = Span(Action(message.op, message.stage, message.microbatch), transfer.start, transfer.end)
+        events.append(_event(name, "send", 2 * message.source + 1, span, microseconds) | {"args": {"bytes": transfer.num_bytes}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(name: str, category: str, track: int, span: Span, microseconds: float) -> dict[str, Any]:
+    times = {"ts": span.start * microseconds, "dur": (span.end - span.start) * microseconds}
+    return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": track, **times}
+
+
+def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
+    """Raises BadInput where the file cannot be written."""
+    try:
+        Path(path).write_text(json.dumps(trace(timeline, microseconds=microseconds)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None

@@ -1,0 +1,1 @@
+"""Plans without tensors: model states in bytes, layers cut into stages."""

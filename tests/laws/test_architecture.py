@@ -1,0 +1,239 @@
+"""Laws of the source tree, read from the syntax trees without importing anything.
+
+    recipes -> moe -> parallel -> torch      imports go to the right only, without circles
+
+A rule that has exceptions lists them here, each with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("moe", "parallel")
+LAYERS = {"moe": {"moe", "parallel"}, "parallel": {"parallel"}}  # what of this project each may import; recipes hold no code at all
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".json", ".sh", ".cfg", ""}
+
+READS_THE_ENVIRONMENT = {
+    "parallel/process.py": "which rank this process is",
+    "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
+    "moe/cli/main.py": "whether this process is already a rank of somebody's launcher",
+    "moe/cli/doctor.py": "reports what the launchers and torch would see",
+    "moe/launch/environment.py": "what ranks inherit: cores, devices, port, cache folder",
+    "moe/launch/launch.py": "which rank reports",
+    "moe/launch/processes.py": "the marks by which a launch finds its processes",
+    "moe/launch/start.py": "what the launcher inherits",
+    "moe/data/tokens.py": "the user's cache folder",
+}
+IMPORTS_DEEPSPEED = {
+    "parallel/data/deepspeed.py": "its start",
+    "parallel/data/zero.py": "its engine",
+    "moe/cli/doctor.py": "its version",
+    "moe/bench/step.py": "a peer to measure",
+}
+QUICK = (
+    "moe.cli.main",
+    "moe.recipe.sections",
+    "moe.recipe.load",
+    "moe.launch.start",
+)  # what runs before a bad recipe is refused, and at `moe --help`
+SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """`line` of a file imports `target` (dotted, as far as it names a module here); `early`: when the module itself is imported."""
+
+    target: str
+    line: int
+    early: bool
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Modules of the packages by dotted name."""
+    files = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_imports(tree(path), early=True))
+
+
+def _imports(node: ast.AST, *, early: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(_module(alias.name), child.lineno, early) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.module and not child.level, "imports here are absolute: a reader sees where a name comes from"
+            yield from (Import(_module(f"{child.module}.{alias.name}"), child.lineno, early) for alias in child.names)
+        elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            yield from _imports(ast.Module(child.body, []), early=False)
+            yield from _imports(ast.Module(child.orelse, []), early=early)
+        else:
+            yield from _imports(child, early=early and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def _module(dotted: str) -> str:
+    """`moe.router.router.Routing` is the module moe.router.router; names from elsewhere stay as they are."""
+    parts = dotted.split(".")
+    if parts[0] not in PACKAGES:
+        return dotted
+    return next((name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in sources()), dotted)
+
+
+def check(wrong: list[str], rule: str) -> None:
+    """Fail with the rule and every place that breaks it."""
+    if wrong:
+        pytest.fail("\n".join([rule, *wrong]), pytrace=False)
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT).as_posix()}:{line}"
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def text_files() -> list[Path]:
+    """What the repository holds as text, without asking git: a copy of the tree must pass as well."""
+    folders = [*PACKAGES, "recipes", "tests", "docs", ".ci"]
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*"))] + sorted(ROOT.iterdir())
+    return [path for path in files if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_go_one_way(layer: str) -> None:
+    ours = {"recipes", "tests", *PACKAGES}
+    wrong = [
+        f"{where(path, i.line)} imports {i.target}"
+        for path in python_files(layer)
+        for i in imports(path)
+        if (top := i.target.split(".")[0]) in ours and top not in LAYERS[layer]
+    ]
+    check(wrong, f"{layer} may import of this project {sorted(LAYERS[layer])} only")
+
+
+def test_recipes_hold_no_code() -> None:
+    files = [path for path in sorted((ROOT / "recipes").rglob("*")) if path.is_file()]
+    check([where(path, 1) for path in files if path.suffix not in (".yaml", ".md")], "a shared recipe is data: anybody may load it")
+
+
+def test_no_import_circles() -> None:
+    graph = {name: [i.target for i in imports(path) if i.early and i.target in sources()] for name, path in sources().items()}
+    check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["a"]}) == [["b", "c"]]
+    assert circles({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
+def circles(graph: dict[str, list[str]]) -> list[list[str]]:
+    """Modules that reach each other."""
+    reach = {name: reachable(graph, name) for name in graph}
+    together = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph if name in reach[name]}
+    return sorted(map(list, together))
+
+
+def reachable(graph: dict[str, list[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    ahead = list(graph[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += graph.get(name, [])
+    return found
+
+
+def test_deepspeed_is_imported_in_one_file() -> None:
+    wrong = [
+        f"{where(path, i.line)} imports {i.target}"
+        for path in python_files(*PACKAGES)
+        for i in imports(path)
+        if i.target.split(".")[0] == "deepspeed" and (i.early or path.relative_to(ROOT).as_posix() not in IMPORTS_DEEPSPEED)
+    ]
+    check(wrong, f"deepspeed is imported inside functions of {sorted(IMPORTS_DEEPSPEED)} only: it takes seconds, and may be missing")
+
+
+@pytest.mark.parametrize("start", QUICK)
+def test_nothing_slow_is_imported_before_it_is_needed(start: str) -> None:
+    """The command line answers, and refuses a bad recipe, before torch loads (2 seconds)."""
+    wrong: list[str] = []
+    done: set[str] = set()
+    ahead = [start]
+    while ahead:
+        name = ahead.pop()
+        if name in done or name not in sources():
+            continue
+        done.add(name)
+        early = [i for i in imports(sources()[name]) if i.early]
+        wrong += [f"{where(sources()[name], i.line)} imports {i.target}" for i in early if i.target.split(".")[0] in SLOW]
+        ahead += [i.target for i in early] + [name.rpartition(".")[0]]  # a package's __init__ runs before its modules
+    check(wrong, f"reached from {start}")
+
+
+def test_the_environment_is_read_where_it_is_listed() -> None:
+    wrong = [
+        where(path, node.lineno)
+        for path in python_files(*PACKAGES)
+        if path.relative_to(ROOT).as_posix() not in READS_THE_ENVIRONMENT
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.environb"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"})
+    ]
+    check(wrong, "pass the value in, or add the file to READS_THE_ENVIRONMENT with its reason")
+
+
+def test_no_path_of_one_machine() -> None:
+    homes = re.compile(r"(?<![\w.])/(home|Users)/[\w.-]+|(?<![\w.])/root/[\w.-]+|\b[A-Z]:\\\\?Users\b")
+    here = [str(folder) for folder in (ROOT, Path.home()) if len(folder.parts) > 2]
+    wrong = [
+        where(path, number)
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if homes.search(line) or any(folder in line for folder in here)
+    ]
+    check(wrong, "a path that exists on one machine only")
+
+
+def test_every_module_says_what_it_is() -> None:
+    wrong = [where(path, 1) for path in python_files(*PACKAGES, "tests") if not ast.get_docstring(tree(path))]
+    check(wrong, "a file begins with its idea")
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    pages = [page for page in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))] if page.is_file()]
+    link = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:src|href)=\"([^\"]+)\"")
+    broken = []
+    for page in pages:
+        text = re.sub(r"```.*?```|`[^`\n]*`", lambda code: "\n" * code.group().count("\n"), page.read_text(encoding="utf-8"), flags=re.S)
+        for found in link.finditer(text):
+            target, _, anchor = (found.group(1) or found.group(2)).partition("#")
+            if re.match(r"[a-z][a-z0-9+.-]*:", target):
+                continue
+            file = (page.parent / target) if target else page
+            if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+                broken.append(f"{where(page, text[: found.start()].count(chr(10)) + 1)} -> {found.group(1) or found.group(2)}")
+    check(broken, "links to nothing")
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,433 @@
+"""Bad input is one line that names what is wrong and how to mend it, exit code 2, in under a second, before torch loads.
+
+All cases run in one process without torch, each timed; a few again as a user would, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.recipe.load import known_keys, load, recipe_names
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FILES = {
+    "not_yaml.yaml": "model: {d_ff: 512\ntrain: [",
+    "a_list.yaml": "- model\n- train\n",
+    "no_section.yaml": "model: 3\n",
+    "section_list.yaml": "model: [1, 2]\n",
+    "unknown_section.yaml": "modle: {d_ff: 512}\n",
+    "unknown_key.yaml": "model: {d_fff: 512}\n",
+    "top_level_key.yaml": "d_ff: 512\n",
+    "twice.yaml": "model: {d_ff: 512, d_model: 64, d_ff: 256}\n",
+    "date.yaml": "train: {seed: 2024-13-45}\n",
+    "python_tag.yaml": "model: !!python/object/apply:os.system [true]\n",
+    "deep.yaml": "model: " + "[" * 1100,
+    "circle_a.yaml": "extends: circle_b\n",
+    "circle_b.yaml": "extends: circle_a\n",
+    "orphan.yaml": "extends: no_such_parent\n",
+    "two_parents.yaml": "extends: [dense_tiny, switch_tiny]\n",
+    "bool_steps.yaml": "extends: switch_tiny\ntrain: {steps: yes}\n",
+    "null_steps.yaml": "extends: switch_tiny\ntrain: {steps: null}\n",
+    "nested.yaml": "extends: switch_tiny\ntrain: {steps: {a: {b: {c: d}}}}\n",
+    "empty.txt": "",
+    "text.txt": "some text\n",
+    "hosts_bad": "worker-0 slots=two\n",
+    "hosts_twice": "worker-0 slots=2\nworker-0 slots=2\n",
+    "hosts_empty": "# nobody\n",
+}
+
+T = "train switch_tiny "
+K = T + "--optimizer.kind kfac "
+Z = T + "--sharding.kind zero --sharding.stage "
+NVME = "3 --sharding.offload.optimizer nvme"
+# (command line, what the line must name, what it must advise)
+CASES: list[tuple[str, str, str]] = [
+    # verbs, words, flags
+    ("trian switch_tiny", "verb: got trian", "did you mean moe train?"),
+    ("frobnicate", "verb: got frobnicate", "see: moe --help"),
+    ("switch_tiny", "verb: got switch_tiny", "moe train switch_tiny"),
+    ("--nproc 2", "verb: got --nproc", "see: moe --help"),
+    ("train", "moe train: got no RECIPE", "moe train switch_tiny"),
+    ("show", "moe show: got no RECIPE", "moe recipes"),
+    ("generate", "moe generate: got no RUN_DIR", "runs/switch_tiny"),
+    (T + "glam_tiny", "'glam_tiny' as one word too many", "remove it"),
+    (T + "--nprocs 2", "--nprocs: got a flag", "did you mean --nproc?"),
+    (T + "--lr 0.1", "--lr: got a flag", "did you mean --optimizer.lr?"),
+    (T + "--num-experts 4", "--num-experts: got a flag", "did you mean --experts.num_experts?"),
+    (T + "-n 2", "-n: got a flag that moe train does not have, needed one of --nproc", "moe train --help"),
+    (T + "model.d_ff=512", "'model.d_ff=512' as one word too many", "did you mean --model.d_ff=512?"),
+    ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train, moe show, moe convert"),
+    ("recipes --json x", "--json: got a flag", "moe recipes --help"),
+    (T + "--nproc", "--nproc: got no value", "--nproc=2"),
+    (T + "--nproc --fresh", "--nproc: got no value", "--nproc=2"),
+    (T + "--nproc two", "--nproc: got two, needed a whole number", "--nproc 2"),
+    (T + "--nproc 2.5", "--nproc: got 2.5, needed a whole number", "--nproc 2"),
+    (T + "--nproc 0", "--nproc: got 0, needed at least 1", "--nproc 1"),
+    (T + "--nproc 2 --nproc 4", "--nproc: got it twice", "remove one"),
+    (T + "--fresh=yes", "--fresh: got --fresh=yes", "write --fresh"),
+    (T + "--launcher mpirun", "--launcher: got mpirun, needed deepspeed or torchrun", "--launcher deepspeed"),
+    (T + "--out=", "--out: got nothing", "--out PATH"),
+    (T + "--nproc 2 --out text.txt", "--out: got text.txt", "choose another --out"),
+    (T + "--hostfile no_such_file", "--hostfile: got no_such_file", "worker-0 slots=8"),
+    (T + "--hostfile hosts_bad", "hosts_bad, line 1: got worker-0 slots=two", "worker-0 slots=8"),
+    (T + "--hostfile hosts_twice", "hosts_twice, line 2: got worker-0 twice", "worker-0 slots=8"),
+    (T + "--hostfile hosts_empty", "hosts_empty without a host", "worker-0 slots=8"),
+    (T + "--hostfile hosts_bad --launcher torchrun", "--hostfile: got --launcher torchrun", "start torchrun on every host"),
+    ("generate no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
+    ("generate no_such_run --temperature hot", "--temperature: got hot, needed a number", "--temperature 0.8"),
+    ("generate no_such_run --temperature -1", "--temperature: got -1.0, needed at least 0", "--temperature 0"),
+    ("generate no_such_run --tokens 0", "--tokens: got 0, needed at least 1", "--tokens 1"),
+    ("convert", "moe convert: got no FROM_RUN", "moe convert runs/dense_tiny runs/upcycled --to glam_tiny"),
+    ("convert a", "moe convert: got no TO_RUN", "--to glam_tiny"),
+    ("convert a b", "--to: got nothing, needed the recipe of the new model", "--to"),
+    ("convert a b --to glam_tin", "recipe: got glam_tin", "did you mean glam_tiny?"),
+    ("convert no_such_run b --to glam_tiny", "FROM_RUN: got no_such_run", "moe train switch_tiny"),
+    ("convert a b --to glam_tiny --method copi", "--method: got copi", "did you mean --method copy?"),
+    ("report no_such_run", "RUN_DIR: got no_such_run", "moe train switch_tiny"),
+    ("verify --nproc 0", "--nproc: got 0", "--nproc 2"),
+    ("bench no-such-bench", "NAME: got no-such-bench, needed a measurement: ", "moe bench NAME"),
+    ("bench sparse-vs-dence", "NAME: got sparse-vs-dence", "did you mean sparse-vs-dense?"),
+    ("bench dispatch --seeds 2", "--seeds: got it for dispatch", "remove --seeds"),
+    ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
+    ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
+    # the recipe's file
+    ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
+    ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),
+    ("show not_yaml.yaml", "recipe not_yaml.yaml, line 2", "mend that line"),
+    ("show a_list.yaml", "recipe a_list.yaml: got list", "moe show switch_tiny"),
+    ("show no_section.yaml", "model in no_section.yaml: got 3", "write model: {key: value}"),
+    ("show section_list.yaml", "model in section_list.yaml: got [1, 2]", "write model: {key: value}"),
+    ("show unknown_section.yaml", "modle: got a section that does not exist", "did you mean model?"),
+    ("show unknown_key.yaml", "model.d_fff: got a key that does not exist", "did you mean model.d_ff?"),
+    ("show top_level_key.yaml", "d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    ("show twice.yaml", "recipe twice.yaml, line 1: got d_ff twice", "mend that line"),
+    ("show date.yaml", "recipe date.yaml", "mend that line"),
+    ("show python_tag.yaml", "recipe python_tag.yaml, line 1", "mend that line"),
+    ("show deep.yaml", "recipe deep.yaml", "mend that line"),
+    ("show circle_a.yaml", "extends: got circle_a.yaml, which extends itself", "remove one `extends:`"),
+    ("show orphan.yaml", "recipe: got no_such_parent", "moe recipes"),
+    ("show two_parents.yaml", "extends: got ['dense_tiny', 'switch_tiny']", "extends: dense_tiny"),
+    ("show bool_steps.yaml", "train.steps: got true", "like 300"),
+    ("show null_steps.yaml", "train.steps: got null", "like 300"),
+    ("show nested.yaml", "train.steps: got {'a': {'b': {...}}}", "like 300"),
+    # K-FAC
+    (T + "--optimizer.kind sgd", "optimizer.kind: got 'sgd', needed adamw, kfac", "optimizer.kind"),
+    (T + "--optimizer.kfac.damping 0.1", "optimizer.kfac.damping: got 0.1 with optimizer.kind=adamw", "set optimizer.kind to kfac"),
+    (K + "--optimizer.kfac.damping 0", "optimizer.kfac.damping: got 0", "optimizer.kfac.damping"),
+    (K + "--optimizer.kfac.delay 5", "optimizer.kfac.delay: got 5, needed below optimizer.kfac.refresh_every=5", "set it to 4"),
+    (K + "--sharding.kind fsdp", "optimizer.kind: got kfac with sharding.kind=fsdp", "set sharding.kind to ddp"),
+    (K + "--sharding.kind zero --sharding.stage 1", "optimizer.kind: got kfac with sharding.kind=zero and stage 1", "to adamw"),
+    (K + "--sharding.kind dp", "optimizer.kind: got kfac with sharding.kind=dp", "set sharding.kind to ddp"),
+    (K + "--experts.rebalance_every 5", "experts.rebalance_every: got 5 with optimizer.kind=kfac", "optimizer.kfac.experts to false"),
+    (K + "--tiling.ffn 2", "tiling.ffn: got 2 with optimizer.kind=kfac", "set tiling.ffn to 1"),
+    # sharding and offload
+    (Z + "4", "sharding.stage: got 4, needed 0, 1, 2, 3", "sharding.stage"),
+    (T + "--sharding.stage 3", "sharding.stage: got 3 with sharding.kind=ddp", "set sharding.kind to zero"),
+    (
+        T + "--sharding.kind fsdp --sharding.engine deepspeed",
+        "sharding.engine: got deepspeed with sharding.kind=fsdp",
+        "leave sharding.engine",
+    ),
+    (Z + "2 --sharding.engine fsdp", "sharding.engine: got fsdp with sharding.stage=2", "auto"),
+    (Z + "0 --sharding.engine deepspeed", "sharding.engine: got deepspeed with sharding.stage=0", "auto"),
+    (Z + "1 --sharding.reshard false", "sharding.reshard: got false with sharding.kind=zero", "fsdp"),
+    (Z + "1 --precision.master bf16 --precision.compute bf16", "precision.master: got bf16 with sharding.kind=zero", "fp32"),
+    (Z + "0 --sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.stage=0", "set sharding.stage to 1"),
+    (Z + "1 --sharding.offload.optimizer nvme", "sharding.offload.optimizer: got nvme with sharding.stage=1", "set sharding.stage to 3"),
+    (Z + "2 --sharding.offload.parameters cpu", "sharding.offload.parameters: got cpu with sharding.stage=2", "set sharding.stage to 3"),
+    (T + "--sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.kind=ddp", "set sharding.kind to zero"),
+    (
+        Z + "3 --sharding.engine fsdp --sharding.offload.optimizer cpu",
+        "sharding.offload.optimizer: got cpu with sharding.engine=fsdp",
+        "auto",
+    ),
+    (T + "--sharding.offload cpu", "sharding.offload: got a section without a key", "--sharding.offload.optimizer"),
+    (T + "--sharding.ofload.optimizer cpu", "sharding.ofload.optimizer: got a key that does not exist", "did you mean sharding.offload"),
+    (T + "--sharding.offload.optimiser cpu", "sharding.offload.optimiser: got a key", "did you mean sharding.offload.optimizer?"),
+    (T + "--sharding.offload.optimizer disk", "sharding.offload.optimizer: got 'disk', needed none, cpu, nvme", "offload.optimizer"),
+    (Z + "3 --sharding.offload.path empty_folder", "sharding.offload.path: got empty_folder, with nothing on nvme", "leave it out"),
+    (Z + NVME, "sharding.offload.path: got null", "--sharding.offload.path FOLDER"),
+    (Z + NVME + " --sharding.offload.path empty_fodler", "sharding.offload.path: got empty_fodler, which is not there", "empty_folder?"),
+    (Z + NVME + " --sharding.offload.path orphan.yaml", "sharding.offload.path: got orphan.yaml, which is a file", "name a folder"),
+    (Z + NVME + " --sharding.offload.path /proc", "sharding.offload.path: got /proc, where nothing can be written", "name a folder"),
+    # keys and types
+    (T + "--modle.d_ff 512", "modle.d_ff: got a section that does not exist", "did you mean model.d_ff?"),
+    (T + "--model.dff 512", "model.dff: got a key that does not exist", "did you mean model.d_ff?"),
+    (T + "--moe.num-experts=4", "moe.num_experts: got a section that does not exist", "experts.num_experts"),
+    (T + "--model.num_experts 4", "model.num_experts: got a key that does not exist", "did you mean"),
+    (T + "--model 4", "--model: got a flag", "--model.KEY VALUE"),
+    (T + "--model.d_ff.x 4", "model.d_ff.x: got a key inside a value", "set model.d_ff alone"),
+    (T + "--model.d_ff", "--model.d_ff: got no value", "--model.d_ff VALUE"),
+    (T + "--model.d_ff 1 --model.d-ff 2", "--model.d-ff: got it twice", "remove one"),
+    (T + "--model.d_ff many", "model.d_ff: got 'many', needed a valid integer", "model.d_ff"),
+    (T + "--model.d_ff 0", "model.d_ff: got 0, needed greater than 0", "model.d_ff"),
+    (T + "--model.d_model 1e30", "model.d_model: got '1e30'", "model.d_model"),
+    (T + "--model.d_model 9999999999999999", "model.d_model: got 9999999999999999, needed at most", "model.d_model"),
+    (T + "--optimizer.lr fast", "optimizer.lr: got 'fast', needed a valid number", "optimizer.lr"),
+    (T + "--optimizer.lr .nan", "optimizer.lr: got NaN", "optimizer.lr"),
+    (T + "--model.ffn swigloo", "model.ffn: got 'swigloo', needed relu, gelu, geglu, swiglu", "did you mean swiglu?"),
+    (T + "--model.tied_embeddings perhaps", "model.tied_embeddings: got 'perhaps'", "model.tied_embeddings"),
+    (T + "--router.preset top9", "router.preset: got 'top9', needed switch, switch_mtf, gshard, glam", "router.preset"),
+    (T + "--train.seed -1", "train.seed: got -1", "train.seed"),
+    (T + "--train.on_nan ignore", "train.on_nan: got 'ignore', needed skip, stop", "train.on_nan"),
+    # values that do not fit together
+    (T + "--nproc 4 --degrees.ep 3", "experts.num_experts: got 8, needed a multiple of degrees.ep=3", "set degrees.ep to one of [1, 2, 4]"),
+    (T + "--nproc 2 --degrees.ep 4", "degrees.ep: got 4, needed a divisor of dp * sp * tp = 2", "set degrees.ep to one of [1, 2]"),
+    (T + "--nproc 2 --degrees.ep 0", "degrees.ep: got 0", "set degrees.ep to 1"),
+    (T + "--nproc 2 --degrees.dp 4", "dp 4 * pp 1 * tp 1 * sp 1 = 4 ranks on 2 processes", "--nproc 4"),
+    (T + "--degrees.dp 2", "= 2 ranks on 1 processes", "--nproc 2"),
+    (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
+    (T + "--degrees.tp 2", "degrees.tp: got 2, needed 1 (the only choice this version has)", "degrees.tp"),
+    (
+        T + "--nproc 2 --train.global_batch 5",
+        "train.global_batch: got 5, needed a multiple of degrees.dp * pipeline.microbatches = 2 * 1",
+        "set it to 4",
+    ),
+    (T + "--pipeline.microbatches 3", "train.global_batch: got", "set it to"),
+    (T + "--train.eval_sequences 3 --nproc 2", "train.eval_sequences: got 3", "set it to 4"),
+    (T + "--router.group 3 --train.global_batch 4", "router.group: got 3 sequences", "set router.group to one of [1, 2, 4]"),
+    (T + "--router.group 0", "router.group: got 0", "set router.group to sequence"),
+    (T + "--router.group pair", "router.group: got 'pair', needed sequence, rank, preset or a number", "set router.group to sequence"),
+    (T + "--router.capacity_factor 0", "router.capacity_factor: got 0, needed greater than 0", "router.capacity_factor"),
+    (T + "--router.eval_capacity_factor -1", "router.eval_capacity_factor: got -1", "router.eval_capacity_factor"),
+    (
+        T + "--router.preset glam --experts.num_experts 1",
+        "experts.num_experts: got 1, needed at least the 2 choices",
+        "router.preset to switch",
+    ),
+    (T + "--router.preset gshard --router.num_choices 3", "router.second: got random with 3 choices, needed", "router.second to always"),
+    # routers: what would not work, or would be wrong in silence
+    (
+        T + "--router.gates before_drop",
+        "router.gates: got before_drop with one choice, needed as_is: a gate that sums to 1 is always 1",
+        "num_choices",
+    ),
+    (T + "--router.gates after_drop", "router.gates: got after_drop with one choice", "set router.gates to as_is"),
+    (T + "--router.softmax_over chosen", "router.softmax_over: got chosen with one choice", "set router.softmax_over to all"),
+    (T + "--router.preset mixtral --router.score sigmoid", "router.softmax_over: got chosen with score sigmoid", "softmax_over to all"),
+    (T + "--router.preset mixtral --router.gates before_drop", "router.gates: got before_drop with softmax_over chosen", "to as_is"),
+    (T + "--router.second random", "router.second: got random with 1 choices, needed a top-2 preset", "router.preset to gshard"),
+    (T + "--router.num_choices 9", "experts.num_experts: got 8, needed at least the 9 choices", "set it to 9"),
+    (T + "--router.num_choices 0", "router.num_choices: got 0, needed greater than 0", "router.num_choices"),
+    (T + "--router.select topk", "router.select: got 'topk'", "did you mean top_k?"),
+    (
+        T + "--router.select group_limited --router.expert_groups 3",
+        "router.expert_groups: got 3, needed a divisor of experts.num_experts=8",
+        "set it to one of [1, 2, 4, 8]",
+    ),
+    (
+        T + "--router.select group_limited --router.expert_groups 2 --router.top_groups 3",
+        "router.top_groups: got 3, needed at most expert_groups=2",
+        "set it to 2",
+    ),
+    (T + "--router.preset deepseek_v3", "router.top_groups: got 4 groups of 1 experts, needed at least the 8 choices", "set it to 8"),
+    (
+        T + "--router.select hash --router.balance_weight 0 --router.bias_rate 0.1",
+        "router.bias_rate: got 0.1 with select hash, needed null",
+        "null",
+    ),
+    (T + "--router.select hash --router.balance_weight 0 --router.noise gumbel", "router.noise: got gumbel with select hash", "to none"),
+    (
+        T + "--router.select hash --router.balance_weight 0 --router.noise noisy_top_k",
+        "router.noise: got noisy_top_k with select hash, needed none: nothing is chosen by noisy scores",
+        "router.select to top_k",
+    ),
+    (
+        T + "--router.expert_groups 2",
+        "router.expert_groups: got 2 with select top_k, needed 1: only group_limited knows groups of experts",
+        "router.select to group_limited",
+    ),
+    (T + "--router.select group_limited", "router.select: got group_limited with expert_groups 1", "router.expert_groups to 2"),
+    (
+        T + "--router.capacity_factor null --router.drop lowest_gate",
+        "router.drop: got lowest_gate with capacity_factor null, needed position: without a capacity no choice is dropped",
+        "router.capacity_factor to 1.25",
+    ),
+    (
+        T + "--router.preset expert_choice --router.balance_weight 0 --router.queue tokens_first",
+        "router.queue: got tokens_first with select expert_choice, needed choices_first: experts take their best tokens",
+        "router.select to top_k",
+    ),
+    (
+        T + "--router.capacity_factor null --router.balance_scope global_batch --router.group rank",
+        "router.group: got rank with capacity_factor null and balance_scope global_batch, needed sequence: nothing is counted over groups",
+        "router.balance_scope to sequence",
+    ),
+    (T + "--router.select hash", "router.balance_weight: got 0.01 with select hash, needed 0: a hash chooses", "balance_weight to 0"),
+    (
+        T + "--router.select sinkhorn --router.balance_weight 0 --router.importance_weight 0.1",
+        "router.importance_weight: got 0.1 with select sinkhorn, needed 0: the plan already gives every expert its share",
+        "importance_weight to 0",
+    ),
+    (
+        T + "--router.preset expert_choice --router.balance_weight 0 --router.capacity_factor null",
+        "router.capacity_factor: got null with select expert_choice, needed a number",
+        "set router.capacity_factor to 1.0",
+    ),
+    (
+        T + "--router.preset expert_choice --router.balance_weight 0 --router.gates after_drop",
+        "router.select: got expert_choice, needed second always",
+        "preset expert_choice",
+    ),
+    (
+        T + "--router.preset expert_choice --router.balance_weight 0",
+        "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens among those of the whole",
+        "router.select to top_k",
+    ),
+    (T + "--router.drop lowest_gate", "a later token with a higher gate takes an earlier one's slot", "set router.drop to position"),
+    (T + "--router.drop random", "router.allow_noncausal: got false with drop random", "set router.drop to position"),
+    (T + "--router.select sinkhorn --router.balance_weight 0", "got false with select sinkhorn", "router.allow_noncausal to true"),
+    (T + "--router.allow_noncausal maybe", "router.allow_noncausal: got 'maybe'", "router.allow_noncausal"),
+    (T + "--router.bias_rate -1", "router.bias_rate: got -1, needed greater than or equal to 0", "router.bias_rate"),
+    (
+        T + "--router.capacity_rounding up",
+        "router.capacity_rounding: got 'up', needed preset, ceil, floor, round",
+        "router.capacity_rounding",
+    ),
+    ("train dense_tiny --nproc 2 --degrees.ep 2", "degrees.ep: got 2, needed 1 for a dense model", "model.moe_every to 2"),
+    ("train dense_tiny --nproc 2 --degrees.etp 2", "degrees.etp: got 2, needed 1 for a dense model", "model.moe_every to 2"),
+    (T + "--nproc 3 --degrees.etp 3 --train.global_batch 6", "degrees.etp: got 3, needed a divisor of the experts' d_ff=512", "one of [1]"),
+    (T + "--nproc 4 --degrees.etp 2 --degrees.ep 4", "degrees.ep * degrees.etp: got 8, needed a divisor of dp * sp * tp = 4", "[1, 2, 4]"),
+    (T + "--degrees.etp 0", "degrees.etp: got 0", "set degrees.etp to 1"),
+    # how rows travel
+    (T + "--dispatch.kind alltoall", "dispatch.kind: got 'alltoall', needed auto, all_to_all", "did you mean all_to_all?"),
+    (
+        T + "--nproc 2 --dispatch.kind padded --dispatch.overlap_chunks 2",
+        "dispatch.overlap_chunks: got 2 with dispatch.kind=padded, needed 1: only all_to_all can be cut",
+        "set dispatch.kind to all_to_all",
+    ),
+    (T + "--dispatch.kind all_gather --dispatch.overlap_chunks 2", "its one sum needs every expert's part", "dispatch.overlap_chunks to 1"),
+    (
+        T + "--nproc 2 --dispatch.overlap_chunks 3",
+        "dispatch.overlap_chunks: got 3, needed a divisor of the 4 experts that a rank holds",
+        "set it to one of [1, 2, 4]",
+    ),
+    (T + "--nproc 4 --dispatch.kind hierarchical", "dispatch.node_size: got null with dispatch.kind=hierarchical", "one of [1, 2, 4]"),
+    (T + "--nproc 4 --dispatch.kind hierarchical --dispatch.node_size 3", "node_size: got 3, needed a divisor of degrees.ep=4", "[1, 2"),
+    (T + "--dispatch.node_size 2", "dispatch.node_size: got 2 with dispatch.kind=auto", "dispatch.kind to hierarchical"),
+    (T + "--model.moe_every 9", "model.moe_every: got 9, needed at most num_layers=4", "0 for a dense model"),
+    (T + "--model.moe_layers [1,3]", "model.moe_layers: got moe_every=2 as well", "remove moe_every"),
+    (T + "--model.moe_every 0 --model.moe_layers [7]", "model.moe_layers: got [7]", "remove [7]"),
+    (T + "--model.num_heads 3", "model.num_heads: got 3, needed a divisor of d_model=128", "set it to one of [1, 2, 4"),
+    (T + "--model.num_heads 4 --model.num_kv_heads 3", "model.num_kv_heads: got 3", "set it to one of [1, 2, 4]"),
+    (T + "--model.head_size 7", "model.head_size: got 7, needed an even size", "model.positions to t5"),
+    (T + "--model.vocab_size 100", "model.vocab_size: got 100, needed at least the tokenizer's 256", "null"),
+    (T + "--precision.compute fp16 --precision.loss_scale none", "precision.loss_scale: got none with compute fp16", "dynamic"),
+    (T + "--precision.compute bf16 --precision.loss_scale dynamic", "precision.loss_scale: got dynamic with compute bf16", "none"),
+    (T + "--precision.compute fp16 --precision.master bf16 --precision.loss_scale dynamic", "precision.master: got bf16", "fp32"),
+    (T + "--precision.compute fp16 --precision.loss_scale -8", "precision.loss_scale: got -8", "dynamic"),
+    (T + "--precision.compute fp8", "precision.compute: got 'fp8'", "precision.compute"),
+    (T + "--data.source text", "data.path: got null, needed a path for data.source=text", "--data.path"),
+    (T + "--data.source text --data.path no_such.txt", "data.path: got no_such.txt", "spelling"),
+    (T + "--data.source text --data.path texd.txt", "data.path: got texd.txt", "did you mean text.txt?"),
+    (T + "--data.source text --data.path empty.txt", "data.path: got empty.txt, which is empty", "holds text"),
+    (T + "--data.source text --data.path empty_folder", "data.path: got empty_folder, which is empty", "holds text"),
+    (T + "--data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
+    (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
+]
+
+RUN_ALL = """
+import contextlib, io, json, sys, time
+from moe.cli.main import main
+
+results = []
+for words in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    started = time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words.split())
+        except SystemExit as left:
+            code = left.code
+    results.append([code, out.getvalue(), err.getvalue(), time.process_time() - started])
+print(json.dumps([results, sorted({"torch", "deepspeed", "matplotlib", "transformers"} & set(sys.modules))]))
+"""
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    (path / "empty_folder").mkdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, list]:
+    words = json.dumps([case[0] for case in CASES])
+    got = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input=words, capture_output=True, text=True, cwd=folder, env=environment(), timeout=120
+    )
+    assert got.returncode == 0, got.stderr
+    found, heavy = json.loads(got.stdout)
+    assert heavy == [], f"loaded before it was needed: {heavy}"
+    return {case[0]: result for case, result in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize(("words", "what", "fix"), CASES, ids=[case[0].replace(" ", "_") for case in CASES])
+def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: str, what: str, fix: str) -> None:
+    code, out, err, seconds = results[words]
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and err.endswith("\n") and len(err.splitlines()) == 1, err
+    head, mark, advice = err.partition("; fix: ")
+    assert mark and ", needed " in head, err
+    assert what in head, err
+    assert fix in advice, err
+    assert seconds < 1.0
+
+
+@pytest.mark.parametrize(
+    "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
+)
+def test_a_user_waits_less_than_a_second(folder: Path, words: str) -> None:
+    """Processor time, because a busy machine may let anything wait; one second of it includes Python's own start."""
+    before, started = os.times(), time.perf_counter()
+    got = subprocess.run(
+        [sys.executable, "-m", "moe", *words.split()], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60
+    )
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
+    assert min(used, time.perf_counter() - started) < 1.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.sampled_from(known_keys()), text=st.text(max_size=12), recipe=st.sampled_from(recipe_names()), world=st.integers(1, 4))
+def test_any_text_for_any_key_is_a_run_or_a_bad_input(key: str, text: str, recipe: str, world: int) -> None:
+    try:
+        load(recipe, {key: text})[0].check(world)
+    except BadInput as bad:
+        assert len(str(bad).splitlines()) <= 1 and "; fix: " in str(bad)
+
+
+def test_a_disk_without_libaio_is_refused_with_the_line_that_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lists of what is missing that a machine without it has; the machine that tests may have it."""
+    monkeypatch.setattr("moe.checks.sharding.missing_for_nvme", lambda: ["libaio-dev"])
+    disk = {"sharding.kind": "zero", "sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": str(tmp_path)}
+    with pytest.raises(BadInput) as refused:
+        load("switch_tiny", disk)[0].check(2)
+    said = str(refused.value)
+    assert said.startswith("sharding.offload: got nvme without libaio-dev, needed ") and "\n" not in said
+    assert said.endswith("; fix: apt-get install libaio-dev, or set it to cpu")
+
+
+def test_numbers_are_read_as_a_user_writes_them() -> None:
+    run, origins = load("switch_tiny", {"optimizer.lr": "1e-3", "train.steps": "7", "router.capacity_factor": "null", "data.path": "2024"})
+    assert (run.optimizer.lr, run.train.steps, run.router.capacity_factor, run.data.path) == (1e-3, 7, None, "2024")
+    assert origins["optimizer.lr"] == "command line" and origins["model.moe_every"] == "switch_tiny.yaml"

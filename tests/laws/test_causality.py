@@ -1,0 +1,125 @@
+"""Nothing that happens to a token may depend on a later one: shown for every router, and the ones that break it are shown to, and refused.
+
+One token of the first sequence is changed; the first output that changes is looked for, in training and in evaluation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.recipe.load import load
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
+from moe.recipe.sections import Router
+from moe.router.checks import check_causal
+from parallel.errors import BadInput
+from tests.support.routed import B, D, L, context, ids, layer_of, random
+
+TIGHT: dict[str, Any] = {"capacity_factor": 0.5, "eval_capacity_factor": 0.5, "min_capacity": 1}
+SMALL: dict[str, Any] = {"qwen3_moe": {"num_choices": 3}, "deepseek_v3": {"num_choices": 3, "expert_groups": 3, "top_groups": 2}}
+# what a preset does, dropless and tight, and each choice of a spec that has to do with other tokens
+ROUTERS: dict[str, dict[str, Any]] = {
+    **{name: {"preset": name} | SMALL.get(name, {}) for name in PRESETS},
+    **{f"{name}, tight": {"preset": name} | SMALL.get(name, {}) | TIGHT for name in PRESETS if name != "expert_choice"},
+    "top-2 in token order, tight": {"preset": "glam", "queue": "tokens_first"} | TIGHT,
+    "renormalised after dropping in token order": {"preset": "deepspeed", "queue": "tokens_first", "group": "sequence"} | TIGHT,
+    "noisy": {"preset": "mixtral", "noise": "noisy_top_k", "jitter": 0.2},
+    "gumbel, tight": {"noise": "gumbel"} | TIGHT,
+    "group-limited in token order, tight": {"preset": "deepseek_v3", "queue": "tokens_first"} | SMALL["deepseek_v3"] | TIGHT,
+    "hash": {"select": "hash", "balance_weight": 0} | TIGHT,
+    "batch-prioritised": {"drop": "lowest_gate"} | TIGHT,
+    "by lot": {"drop": "random"} | TIGHT,
+    "dropless with a drop policy": {"drop": "lowest_gate", "capacity_factor": None},
+    "sinkhorn": {"select": "sinkhorn", "balance_weight": 0, "capacity_factor": None},
+}
+EVERY = pytest.mark.parametrize("name", ROUTERS)
+
+
+def early_changes(options: dict[str, Any], *, training: bool) -> int:
+    """Outputs of earlier tokens that change with a later one, counted over many changes; other sequences never change (group: sequence)."""
+    layer = layer_of(**{"group": "sequence"} | options).train(training)
+    x, early = 2 * random(B, L, D), 0
+    x[..., 0] = 2.0  # what all tokens share: it makes two experts popular, so that their slots are fought for
+    layer.router.weight.data[:2, 0] += torch.tensor([2.0, 1.5])
+    before_BL = ids()
+    y = layer(x, context(seed=3, tokens=before_BL))[0]
+    for position in (2, 6, L - 1):
+        for seed in range(8):
+            changed, after_BL = x.clone(), before_BL.clone()
+            changed[0, position] = 3 * random(D, seed=seed)
+            after_BL[0, position] = seed
+            differs = ((layer(changed, context(seed=3, tokens=after_BL))[0] - y).abs() > 1e-4).any(-1)
+            early += int(differs[0, :position].sum())
+            assert not differs[1:].any()
+    return early
+
+
+@EVERY
+def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -> None:
+    spec = Router(**ROUTERS[name]).spec
+    early = early_changes(ROUTERS[name], training=True) + early_changes(ROUTERS[name], training=False)
+    assert (early == 0) == spec.causal, (early, spec.looks_ahead)
+
+
+@EVERY
+def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
+    """All but GShard's queue, which looks ahead through second choices alone and which GShard and GLaM were trained with."""
+    spec = Router(**ROUTERS[name]).spec
+    check_causal(spec, allowed=True)
+    if spec.causal or spec.second_choices_only:
+        check_causal(spec, allowed=False)
+        return
+    with pytest.raises(BadInput, match="needed true: .* so the model would train on what it cannot know") as refused:
+        check_causal(spec, allowed=False)
+    assert str(spec.looks_ahead) in str(refused.value)
+
+
+def test_which_presets_look_ahead() -> None:
+    ahead = {name: None if s.causal else s.second_choices_only for name, s in PRESETS.items() if not s.causal}
+    assert ahead == {"gshard": True, "glam": True, "deepspeed": True, "expert_choice": False}
+    assert (
+        not replace(PRESETS["megatron"], capacity_factor=1.0).causal
+        and not replace(PRESETS["megatron"], capacity_factor=1.0).second_choices_only
+    )
+
+
+def test_evaluation_counts_as_well() -> None:
+    dropless = RouterSpec(num_choices=1, drop="lowest_gate")
+    assert dropless.causal and not replace(dropless, eval_capacity_factor=1.0).causal
+    assert RouterSpec(num_choices=1, drop="random", eval_capacity_factor=1.0).causal, "a lot is drawn in training only"
+    assert RouterSpec(num_choices=2, drop="random", eval_capacity_factor=1.0).second_choices_only
+
+
+def test_second_choices_only_means_that_no_first_choice_is_lost_to_a_later_token() -> None:
+    layer = layer_of(preset="glam", **TIGHT)
+    x = 2 * random(B, L, D)
+    route = lambda x_BLD: layer.router(x_BLD.flatten(0, 1), sequence_tokens=L, context=context()).kept_TK.view(B, L, 2)[0]  # noqa: E731
+    before, seconds = route(x), 0
+    for position in range(1, L):
+        for seed in range(5):
+            changed = x.clone()
+            changed[0, position] = 3 * random(D, seed=seed)
+            differs = route(changed)[:position] != before[:position]
+            assert not differs[:, 0].any()
+            seconds += int(differs[:, 1].sum())
+    assert seconds > 0
+
+
+def test_a_run_is_refused_and_allowed_by_its_key() -> None:
+    flags = {"router.preset": "expert_choice", "router.balance_weight": "0", "router.eval_capacity_factor": "1.0"}
+    run, _ = load("switch_tiny", flags)
+    with pytest.raises(BadInput, match="router.allow_noncausal: got false with select expert_choice"):
+        run.check(1)
+    load("switch_tiny", flags | {"router.allow_noncausal": "true"})[0].check(1)
+
+
+def test_causality_does_not_depend_on_torchs_generator() -> None:
+    """The routers above draw keyed noise: a run of the test is the same twice."""
+    torch.manual_seed(0)
+    a = early_changes(ROUTERS["by lot"], training=True)
+    torch.manual_seed(1)
+    assert early_changes(ROUTERS["by lot"], training=True) == a

@@ -1,0 +1,63 @@
+"""Laws of the pages: recipes.md has every key with its default, files that are named exist, the README's Python runs.
+
+Links are checked in test_architecture.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe.recipe.load import flat, known_keys
+from moe.recipe.sections import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def test_recipes_page_has_every_key_with_its_default() -> None:
+    rows = re.findall(r"^\| `([\w.]+\.\w+)` \| `([^`]*)` \|", (ROOT / "docs/use/recipes.md").read_text(encoding="utf-8"), flags=re.M)
+    assert [key for key, _ in rows] == known_keys()
+    assert {key: json.loads(text) for key, text in rows} == flat(Run())
+
+
+def test_recipes_page_names_every_recipe() -> None:
+    page = (ROOT / "docs/use/recipes.md").read_text(encoding="utf-8")
+    assert [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if f"`{path.stem}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:moe|parallel|recipes|tests|docs)/[\w/.-]*)`", page.read_text(encoding="utf-8"))
+    assert sorted({name for name in named if not (ROOT / name).exists()}) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M):
+        compile(block, page.name, "exec")
+
+
+@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
+def test_python_of_the_readme_runs(number: int, tmp_path: Path) -> None:
+    """As a process of its own in an empty folder."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", README_BLOCKS[number]], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
+
+
+def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -> None:
+    drawn = set(re.findall(r"^def (\w+)\(\) -> Axes:", (ROOT / "docs/pictures/draw.py").read_text(encoding="utf-8"), flags=re.M))
+    files = {path.stem for path in (ROOT / "docs/pictures").glob("*.png")}
+    shown = {name for page in PAGES for name in re.findall(r"pictures/(\w+)\.png\)", page.read_text(encoding="utf-8"))}
+    assert files == drawn == shown

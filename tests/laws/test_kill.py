@@ -1,0 +1,269 @@
+"""A run that is killed and started again is the run that was never killed: the same losses, weights and samples, bit by bit.
+
+SIGKILL comes at random moments of random steps, and at every kind of place inside a save: before its first byte, in half a
+shard, between files, before and after the rename, while older checkpoints go, in half a line of the metrics.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from moe.recipe.sections import Run
+from moe.records import metrics
+from moe.train import state, trainer
+from parallel import checkpoint
+from tests.support import trained
+
+STEPS, EVERY = 24, 3
+Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this process: `die` there, once `armed()`
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield trained.home(tmp_path_factory.mktemp("home"), patch)
+
+
+@pytest.fixture(scope="module")
+def unkilled(home: Path) -> Callable[[str], tuple[Run, Path]]:
+    """The recipe of a layout, and its run that nothing disturbs."""
+    made: dict[str, tuple[Run, Path]] = {}
+
+    def get(kind: str) -> tuple[Run, Path]:
+        if kind not in made:
+            if kind == "zero":
+                trained.warm_zero()
+            train = {"steps": STEPS, "save_every": EVERY, "eval_every": 6}
+            run = trained.recipe(home, train=train, degrees={"ep": 2}, sharding={"kind": kind}, router={"preset": "gshard"})
+            assert all(isinstance(summary, dict) for summary in trained.train(run, home / kind, ranks=2))
+            made[kind] = run, home / kind
+        return made[kind]
+
+    return get
+
+
+# --- where it dies ------------------------------------------------------------------------------------------------------
+
+
+def before_the_first_byte(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    _replace(checkpoint, "save_file", lambda real, *a: die() if armed() else real(*a))
+
+
+def in_half_a_shard(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    def half(real: Any, tensors: Any, path: Path) -> None:
+        real(tensors, path)
+        if armed():
+            os.truncate(path, path.stat().st_size // 2)
+            die()
+
+    _replace(checkpoint, "save_file", half)
+
+
+def at_fsync(number: int) -> Place:
+    def place(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+        calls: list[Path] = []
+
+        def counted(real: Any, path: Path) -> None:
+            if armed():
+                calls.append(path)
+                if len(calls) == number:
+                    die()
+            real(path)
+
+        _replace(checkpoint, "_fsync", counted)
+
+    return place
+
+
+def in_half_a_manifest(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    def half(real: Any, path: Path, text: str, *a: Any) -> Any:
+        if armed() and path.name == "manifest.json":
+            real(path, text[: len(text) // 2])
+            die()
+        return real(path, text, *a)
+
+    _replace(Path, "write_text", half)
+
+
+def before_the_rename(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    _replace(Path, "rename", lambda real, path, to: die() if armed() and _commits(to) else real(path, to))
+
+
+def after_the_rename(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    def then(real: Any, path: Path, to: Path) -> Any:
+        renamed = real(path, to)
+        if armed() and _commits(to):
+            die()
+        return renamed
+
+    _replace(Path, "rename", then)
+
+
+def while_older_ones_go(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    def half(real: Any, path: Path, *a: Any, **k: Any) -> None:
+        held = sorted(path.iterdir()) if armed() and path.is_dir() else []
+        if held:
+            held[0].unlink()
+            die()
+        real(path, *a, **k)
+
+    _replace(shutil, "rmtree", half)
+
+
+def in_half_a_line(die: Callable[[], None], armed: Callable[[], bool]) -> None:
+    """The "saved" line that follows a save."""
+
+    def half(real: Any, records: metrics.Records, line: Any) -> None:
+        if armed() and line.get("event") == "saved" and records._file is not None:
+            records._file.write(b'{"kind": "event", "step"')
+            records._file.flush()
+            die()
+        real(records, line)
+
+    _replace(metrics.Records, "write", half)
+
+
+def _commits(to: Any) -> bool:
+    return Path(to).name.startswith("step-") and Path(to).suffix == ""
+
+
+def _replace(owner: Any, name: str, new: Callable[..., Any]) -> None:
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *a, **k: new(real, *a, **k))
+
+
+def in_save(place: Place, *, step: int, rank: int) -> Callable[[int, Callable[[], None]], None]:
+    """Prepare a rank to die at that place of the save of that step."""
+
+    def prepare(this: int, die: Callable[[], None]) -> None:
+        if this != rank:
+            return
+        saving: list[int] = []
+
+        def save(real: Any, *a: Any, **k: Any) -> Path:
+            saving.append(k["counters"].step)
+            saved: Path = real(*a, **k)
+            return saved
+
+        _replace(state, "save", save)
+        place(die, lambda: bool(saving) and saving[-1] == step)
+
+    return prepare
+
+
+def somewhere(seed: int) -> Callable[[int, Callable[[], None]], None]:
+    """Some moment of some step, on one rank or on both: a timer is no part of the program's own order."""
+    draw = random.Random(seed)
+    step, ranks = draw.randrange(1, STEPS - 3), draw.choice(([0], [1], [0, 1]))
+    delays_s = [draw.uniform(0, 0.05) for _ in range(2)]
+
+    def prepare(rank: int, die: Callable[[], None]) -> None:
+        if rank in ranks:
+            trained.on_line(step, lambda: threading.Timer(delays_s[rank], die).start())
+
+    return prepare
+
+
+# --- the law ------------------------------------------------------------------------------------------------------------
+
+
+def live(run: Run, out: Path, life: int, death: Callable[[int, Callable[[], None]], None] | None = None) -> None:
+    """One life of a run on two ranks: to its end, or to the death that is prepared for it."""
+    killed = out.parent / f"killed-{life}"
+
+    def before(rank: int) -> None:
+        def die() -> NoReturn:
+            killed.write_text(str(rank))
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("still alive")
+
+        trained.log_draws(out.parent, rank, life)
+        if death is not None:
+            death(rank, die)
+
+    if death is None:
+        assert all(isinstance(summary, dict) for summary in trained.train(run, out, ranks=2, before=before))
+        return
+    with pytest.raises(AssertionError, match=r"ended with -9"):
+        trained.train(run, out, ranks=2, before=before)
+    assert killed.exists()
+
+
+def assert_same_run(run: Run, out: Path, reference: Path) -> None:
+    assert trained.losses(out) == trained.losses(reference)
+    assert [step for step, _ in trained.losses(out)] == list(range(1, STEPS + 1))  # none missing, none twice
+    assert [(line["step"], line["validation_loss"]) for line in trained.lines(out, "eval")] == [
+        (line["step"], line["validation_loss"]) for line in trained.lines(reference, "eval")
+    ]
+    assert trained.checkpoints(out) == trained.checkpoints(reference) == [STEPS - EVERY, STEPS]
+    for step in (STEPS - EVERY, STEPS):
+        assert trained.tensors(out / f"checkpoints/step-{step}") == trained.tensors(reference / f"checkpoints/step-{step}")
+    consumed: dict[int, list[int]] = {}
+    for life in trained.draws(out.parent, ranks=2):
+        assert list(life) == list(range(min(life), max(life) + 1)) if life else True
+        consumed |= life
+    # the steps that count are those of the last life that took them; together they are the order itself
+    assert [consumed[step] for step in range(STEPS)] == trained.order(run, STEPS)
+
+
+KILLS = {
+    "random 1": ("ddp", somewhere(1)),
+    "random 2": ("ddp", somewhere(2)),
+    "random 3": ("zero", somewhere(3)),
+    "before the first byte": ("ddp", in_save(before_the_first_byte, step=9, rank=1)),
+    "first save": ("ddp", in_save(before_the_rename, step=3, rank=0)),
+    "half a shard": ("ddp", in_save(in_half_a_shard, step=12, rank=1)),
+    "half a manifest": ("ddp", in_save(in_half_a_manifest, step=15, rank=0)),
+    "before the rename": ("zero", in_save(before_the_rename, step=18, rank=0)),
+    "after the rename": ("ddp", in_save(after_the_rename, step=18, rank=0)),
+    "older ones go": ("ddp", in_save(while_older_ones_go, step=12, rank=0)),
+    "half a line": ("ddp", in_save(in_half_a_line, step=STEPS, rank=0)),
+}
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_run_started_again_is_the_unkilled_run(kill: str, unkilled: Callable[[str], tuple[Run, Path]], tmp_path: Path) -> None:
+    kind, death = KILLS[kill]
+    run, reference = unkilled(kind)
+    live(run, tmp_path / "run", 0, death)
+    live(run, tmp_path / "run", 1)
+    assert_same_run(run, tmp_path / "run", reference)
+
+
+def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_path: Path) -> None:
+    """Seven kills of one run, each in the life after the last: between the files of a save, in a resume, after the last save."""
+    run, reference = unkilled("ddp")
+    out = tmp_path / "run"
+
+    def in_the_resume(rank: int, die: Callable[[], None]) -> None:
+        if rank == 0:
+            _replace(checkpoint.Reader, "load", lambda real, *a: die())
+
+    def before_the_summary(rank: int, die: Callable[[], None]) -> None:
+        if rank == 0:
+            _replace(trainer, "write_summary", lambda real, *a: die())
+
+    deaths = [
+        in_save(at_fsync(1), step=3, rank=0),
+        in_save(at_fsync(2), step=9, rank=1),
+        in_the_resume,
+        in_save(at_fsync(3), step=12, rank=0),
+        in_save(at_fsync(4), step=15, rank=0),
+        somewhere(5),
+        before_the_summary,
+    ]
+    for life, death in enumerate(deaths):
+        live(run, out, life, death)
+    assert not (out / "summary.json").exists()
+    live(run, out, len(deaths))
+    assert (out / "summary.json").exists()
+    assert_same_run(run, out, reference)

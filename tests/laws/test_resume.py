@@ -1,0 +1,352 @@
+"""A run goes on where it stopped: on the same layout bit by bit, on another one to rounding, and never with another model.
+
+A signal to any one rank stops all of them at the same step, after they have saved.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.recipe.sections import Run
+from moe.records import metrics
+from moe.train import state, trainer
+from parallel.process import World
+from tests.support import trained
+
+STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
+
+Layout = tuple[int, dict[str, dict[str, Any]]]  # ranks, and what the recipe says about them
+LAYOUTS: dict[str, Layout] = {
+    "dp 1": (1, {"degrees": {"ep": 1}}),
+    "dp 2 ep 1": (2, {"degrees": {"ep": 1}}),
+    "dp 2 ep 2": (2, {"degrees": {"ep": 2}}),
+    "dp 2 ep 2, 2 micro-batches": (2, {"degrees": {"ep": 2}, "pipeline": {"microbatches": 2}}),
+    "dp 2 ep 2 zero": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "zero"}}),
+    "dp 4 ep 2": (4, {"degrees": {"ep": 2}}),
+    "dp 4 ep 2 zero": (4, {"degrees": {"ep": 2}, "sharding": {"kind": "zero"}}),
+    "dp 4 ep 2 zero 3": (4, {"degrees": {"ep": 2}, "sharding": {"kind": "zero", "stage": 3}}),
+    "dp 2 ep 1 zero 2, host": (2, {"degrees": {"ep": 1}, "sharding": {"kind": "zero", "stage": 2, "offload": {"optimizer": "cpu"}}}),
+    "dp 2 ep 2 fsdp": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "fsdp"}}),
+    "pp 2 1f1b": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4}}),
+    "pp 2 chimera": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2, "schedule": "chimera"}}),
+    "pp 2 dp 2 ep 2 zero": (4, {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1"}, "sharding": {"kind": "zero"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    trained.warm_zero()
+    with pytest.MonkeyPatch.context() as patch:
+        yield trained.home(tmp_path_factory.mktemp("home"), patch)
+
+
+def recipe(home: Path, layout: str = "dp 1", changed: dict[str, dict[str, Any]] | None = None) -> Run:
+    sections = LAYOUTS[layout][1] | (changed or {})
+    return trained.recipe(home, **(sections | {"train": {"steps": STEPS} | sections.get("train", {})}))
+
+
+def go(run: Run, out: Path, layout: str = "dp 1", **options: Any) -> list[Any]:
+    return trained.train(run, out, ranks=LAYOUTS[layout][0], **options)
+
+
+@pytest.fixture(scope="module")
+def left(home: Path) -> Callable[[str], tuple[Path, Path]]:
+    """For a layout: a run to the end, and the folder of one that was left at step AT."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def get(layout: str) -> tuple[Path, Path]:
+        if layout not in made:
+            run, whole, part = recipe(home, layout), home / f"{layout} whole", home / f"{layout} part"
+            assert all(isinstance(summary, dict) for summary in go(run, whole, layout))
+            assert go(run, part, layout, before=trained.stop_at(AT - 1)) == [trained.STOPPED] * LAYOUTS[layout][0]
+            made[layout] = whole, part
+        return made[layout]
+
+    return get
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("dp 2 ep 2", "dp 1"),
+        ("dp 2 ep 2", "dp 2 ep 1"),
+        ("dp 2 ep 2", "dp 2 ep 2, 2 micro-batches"),
+        ("dp 2 ep 2", "dp 2 ep 2 zero"),
+        ("dp 2 ep 2", "dp 4 ep 2"),
+        ("dp 2 ep 2 zero", "dp 1"),
+        ("dp 2 ep 2 zero", "dp 2 ep 2"),
+        ("dp 2 ep 2 zero", "dp 4 ep 2 zero"),
+        ("dp 1", "dp 2 ep 2"),
+        ("dp 1", "dp 2 ep 2 zero"),
+        ("dp 4 ep 2 zero 3", "dp 2 ep 2"),
+        ("dp 4 ep 2 zero 3", "dp 2 ep 2 fsdp"),
+        ("dp 2 ep 2 fsdp", "dp 4 ep 2 zero 3"),
+        ("dp 2 ep 2 fsdp", "dp 2 ep 1 zero 2, host"),
+        ("dp 2 ep 2", "dp 4 ep 2 zero 3"),
+        ("dp 2 ep 2", "pp 2 chimera"),
+        ("pp 2 chimera", "dp 2 ep 2 zero"),
+        ("pp 2 chimera", "pp 2 1f1b"),
+        ("pp 2 1f1b", "pp 2 dp 2 ep 2 zero"),
+        ("pp 2 dp 2 ep 2 zero", "dp 1"),
+    ],
+)
+def test_another_layout_goes_on_with_the_same_state_and_losses(
+    source: str, target: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    whole, part = left(source)
+    out, again = copied(part, tmp_path / "run"), tmp_path / "again"
+
+    def save_what_was_loaded(rank: int) -> None:
+        loop = trainer._loop
+
+        def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
+            first, job.out = job.out, again
+            trainer._save(job)
+            job.out = first
+            loop(job, asked)
+
+        trainer._loop = hooked
+
+    assert all(isinstance(summary, dict) for summary in go(recipe(home, target), out, target, before=save_what_was_loaded))
+    assert trained.tensors(again / f"checkpoints/step-{AT}") == trained.tensors(part / f"checkpoints/step-{AT}")
+    assert trained.losses(out)[:AT] == trained.losses(whole)[:AT]
+    trained.close(out, whole, rel=1e-5, after=AT)
+    assert [line["step"] for line in trained.lines(out)] == list(range(1, STEPS + 1))
+
+
+def test_three_resumes_on_three_layouts(home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    whole, _ = left("dp 2 ep 2")
+    out = tmp_path / "run"
+    lives = [("dp 2 ep 2", 2), ("dp 1", 4), ("dp 2 ep 2 zero", 7), ("dp 2 ep 1", None)]
+    for life, (layout, until) in enumerate(lives):
+        stop = trained.stop_at(until - 1) if until else lambda rank: None
+
+        def before(rank: int, life: int = life, stop: Callable[[int], None] = stop) -> None:
+            stop(rank)
+            trained.log_draws(tmp_path, rank, life)
+
+        ends = go(recipe(home, layout), out, layout, before=before)
+        assert (set(map(str, ends)) == {trained.STOPPED}) == (until is not None)
+        assert trained.checkpoints(out)[-1] == (until or STEPS)
+    trained.close(out, whole, rel=1e-5)
+    assert [event for event in trained.events(out) if event[0] == "resumed"] == [("resumed", 2), ("resumed", 4), ("resumed", 7)]
+    # each step's windows once, in the order that the recipe's seed gives, whoever drew them
+    expected = trained.order(recipe(home), STEPS)
+    found: list[int] = []
+    for life, (layout, _) in enumerate(lives):
+        parts = [tmp_path / f"draws-{life}-{rank}.txt" for rank in range(LAYOUTS[layout][0])]
+        found += [int(w) for p in parts for line in p.read_text().splitlines() for w in line.split()[1:]]
+    assert sorted(found) == sorted(w for step in expected for w in step)
+
+
+def test_steps_without_a_drain_stop_and_go_on_where_they_drain(home: Path, tmp_path: Path) -> None:
+    """2BW drains every 2 steps and where it saves (3, 6, 9): a signal in step 5 stops after it, and the rest is the unbroken run's."""
+    changed = {
+        "degrees": {"pp": 2},
+        "pipeline": {"schedule": "two_bw", "microbatches": 2, "drain_every": 2},
+        "model": {"tied_embeddings": False},
+        "optimizer": {"clip_norm": None, "lr": 1e-2, "warmup_steps": 5},
+        "train": {"save_every": 3},
+    }
+    run = recipe(home, changed=changed)
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    assert all(summary["steps"] == STEPS for summary in trained.train(run, whole, ranks=2))
+    assert trained.checkpoints(whole) == [6, 9] and [line["step"] for line in trained.lines(whole)] == list(range(1, STEPS + 1))
+    assert trained.train(run, out, ranks=2, before=trained.stop_at(4)) == [trained.STOPPED] * 2
+    assert trained.checkpoints(out)[-1] == 6  # the segment of steps 5 and 6 was under way
+    assert all(summary["steps"] == STEPS for summary in trained.train(run, out, ranks=2))
+    assert trained.losses(out) == trained.losses(whole)
+    assert trained.tensors(out / f"checkpoints/step-{STEPS}") == trained.tensors(whole / f"checkpoints/step-{STEPS}")
+
+
+# --- signals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 1), (signal.SIGINT, 0), (signal.SIGUSR1, 1)])
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_nothing_is_lost(
+    number: signal.Signals, rank: int, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    whole, _ = left("dp 2 ep 2")
+    run, out = recipe(home, "dp 2 ep 2"), tmp_path / "run"
+    assert go(run, out, "dp 2 ep 2", before=trained.stop_at(AT, rank=rank, number=number)) == [trained.STOPPED] * 2
+    assert trained.checkpoints(out) == [3, AT + 1]
+    assert trained.events(out)[-2:] == [("saved", AT + 1), ("stopped", AT + 1)]
+    assert not (out / "summary.json").exists()
+    assert all(isinstance(summary, dict) for summary in go(run, out, "dp 2 ep 2"))
+    assert trained.losses(out) == trained.losses(whole)
+    assert trained.tensors(out / f"checkpoints/step-{STEPS}") == trained.tensors(whole / f"checkpoints/step-{STEPS}")
+
+
+def test_a_signal_in_the_last_step_lets_the_run_end(home: Path, tmp_path: Path) -> None:
+    (summary,) = go(recipe(home), tmp_path / "run", before=trained.stop_at(STEPS - 1))
+    assert summary["steps"] == STEPS
+
+
+def test_the_callers_own_signal_handlers_come_back(home: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        trainer.train(recipe(home, changed={"train": {"steps": 1}}), out=tmp_path / "run", world=World(), display=False)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# --- starting again -----------------------------------------------------------------------------------------------------
+
+
+def test_fresh_sets_the_old_checkpoints_aside_and_starts_over(home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    whole, part = left("dp 1")
+    out = copied(part, tmp_path / "run")
+    go(recipe(home), out, fresh=True)
+    assert trained.files(out / "checkpoints.before-1") == trained.files(part / "checkpoints")
+    assert trained.losses(out) == trained.losses(whole)
+    assert ("resumed", AT) not in trained.events(out)
+    assert (out / metrics.PREVIOUS).read_bytes() == (part / metrics.METRICS).read_bytes()
+    assert not (out / metrics.PREVIOUS_SUMMARY).exists()
+    summary = (out / metrics.SUMMARY).read_bytes()
+    (stopped,) = go(recipe(home), out, fresh=True, before=trained.stop_at(1))
+    assert stopped == trained.STOPPED
+    assert trained.files(out / "checkpoints.before-1") == trained.files(part / "checkpoints")
+    assert {"step-6", "step-9"} == {path.name for path in (out / "checkpoints.before-2").iterdir()}
+    # nobody may take the old run's summary for the new one's
+    assert not (out / metrics.SUMMARY).exists() and (out / metrics.PREVIOUS_SUMMARY).read_bytes() == summary
+
+
+def test_a_finished_run_started_again_keeps_its_summary(
+    home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = left("dp 1")
+    out = copied(whole, tmp_path / "run")
+    before = trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
+    summary = trainer.train(recipe(home), out=out, world=World(), display=True)
+    assert summary == metrics.read_summary(whole)
+    assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
+    assert trained.losses(out) == trained.losses(whole)
+    assert f"all {STEPS} steps were done before" in capsys.readouterr().out
+    (summary,) = go(recipe(home, changed={"train": {"steps": STEPS + 2}}), out)  # asked for more steps, it goes on
+    assert summary["steps"] == STEPS + 2 and [s for s, _ in trained.losses(out)] == list(range(1, STEPS + 3))
+
+
+def test_the_summary_counts_all_lives(home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    _, part = left("dp 1")
+    out = copied(part, tmp_path / "run")
+    (summary,) = go(recipe(home), out)
+    lines = trained.lines(out)
+    kept, dropped = (sum(layer[what] for line in lines for layer in line["moe"]) for what in ("kept", "dropped"))
+    assert summary["dropped_share"] == dropped / (kept + dropped)
+    assert summary["train_seconds"] == pytest.approx(sum(line["step_seconds"] for line in lines))
+    assert summary["tokens_per_second"] == pytest.approx(sum(line["tokens"] for line in lines) / summary["train_seconds"])
+
+
+# --- another model, other settings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "parameter"),
+    [
+        ({"model": {"d_ff": 32}}, "layers.0.ffn.w1.weight: got shape [24, 16] in step-4, needed shape [32, 16]"),
+        ({"model": {"d_model": 32}}, "embedding: got shape [256, 16] in step-4, needed shape [256, 32]"),
+        ({"model": {"moe_every": 0}}, "layers.1.experts.0.w1: got shape [16, 24] in step-4, needed no such parameter"),
+        ({"model": {"moe_every": 0}, "experts": {"num_experts": 1}}, "layers.1.experts.0.w1"),
+        ({"experts": {"num_experts": 8}}, "layers.1.experts.4.w1: got nothing in step-4, needed shape [16, 24]"),
+        ({"model": {"num_layers": 3}}, "layers.2."),
+        ({"model": {"tied_embeddings": False}}, "head"),
+    ],
+)
+def test_another_model_is_refused_by_the_first_parameter_that_differs(
+    changed: dict[str, dict[str, Any]], parameter: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    _, part = left("dp 2 ep 2")
+    out = copied(part, tmp_path / "run")
+    (refused,) = go(recipe(home, changed=changed), out)
+    assert isinstance(refused, str) and refused.startswith(f"parameter {parameter}") and "\n" not in refused, refused
+    assert "fix: resume with the recipe the run was started with" in refused or "--fresh" in refused
+    assert trained.files(out) == trained.files(part)  # not one byte of the old run is touched, nor one added
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"train": {"global_batch": 4}}, "train.global_batch: 8 -> 4"),
+        ({"train": {"seed": 3}}, "train.seed: 0 -> 3"),
+        ({"model": {"max_length": 16}}, "model.max_length: 12 -> 16"),
+        ({"train": {"seed": 3}, "model": {"max_length": 16}}, "train.seed: 0 -> 3, model.max_length: 12 -> 16"),
+        ({"data": {"validation_share": 0.3}}, "the training text is not the one this run was started with"),
+        ({}, ""),
+    ],
+)
+def test_what_moves_the_order_of_samples_is_said_in_one_line(
+    changed: dict[str, dict[str, Any]],
+    said: str,
+    home: Path,
+    left: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = copied(left("dp 1")[1], tmp_path / "run")
+    trainer.train(recipe(home, changed=changed), out=out, world=World(), display=True)
+    told = [line for line in capsys.readouterr().out.splitlines() if "order of samples" in line or "training text" in line]
+    assert len(told) == bool(said) and all(said in line for line in told)
+
+
+# --- damage -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, part = left("dp 1")
+    out = copied(part, tmp_path / "run")
+    shard = next((out / f"checkpoints/step-{AT}").glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    trainer.train(recipe(home), out=out, world=World(), display=True)
+    assert f"passed over: checkpoint step-{AT}: got a damaged {shard.name}" in capsys.readouterr().out
+    assert ("resumed", 3) in trained.events(out)
+    assert trained.losses(out) == trained.losses(whole)
+
+
+def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(
+    home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    whole, _ = left("dp 2 ep 2")
+    run, out = recipe(home, "dp 2 ep 2"), tmp_path / "run"
+
+    def fill(rank: int) -> None:
+        save = state.save
+
+        def limited(*a: Any, **k: Any) -> Path:
+            if k["counters"].step != 6 or rank == 0:
+                return save(*a, **k)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # a write past it fails as on a full disk
+            try:
+                return save(*a, **k)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        state.save = limited
+
+    first, second = go(run, out, "dp 2 ep 2", before=fill)
+    assert "checkpoint: got a failure on another rank" in first and "File too large" in second and "free disk space" in second
+    assert trained.checkpoints(out) == [3]
+    assert all(isinstance(summary, dict) for summary in go(run, out, "dp 2 ep 2"))
+    assert trained.losses(out) == trained.losses(whole)

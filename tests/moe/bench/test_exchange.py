@@ -1,0 +1,55 @@
+"""The exchange's bytes equal theory for every dispatcher, as `moe bench exchange` counts them; moving experts evens out the ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moe.bench import exchange
+from moe.bench.exchange import Shape, expected, measure, skewed
+from parallel.errors import BadInput
+from tests.support.ranks import run_on_ranks
+
+SMALL = Shape(tokens=24, width=6, hidden=10, experts=16, k=2)
+SIZES = [24, 6, 10, 16, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_dispatcher_sends_what_theory_says(ranks: int) -> None:
+    for rows in run_on_ranks(measure, ranks, ranks, 1, SIZES, timeout_s=60):
+        assert len(rows) == 12 and {r["kind"] for r in rows} >= {"all_to_all", "padded", "all_gather", "hierarchical", "chunked"}
+        for row in rows:
+            assert row["measured_bytes"] == row["expected_bytes"] and row["error"] == 0 and row["passed"], row
+
+
+def test_an_all_to_all_sends_two_rows_for_each_choice_that_leaves() -> None:
+    """2 k T D (P - 1) / P numbers forward, as many backward, and the counts."""
+    for ranks in (2, 4):
+        rows = 4 * 2 * 24 * 6 * 4 * (ranks - 1) // ranks
+        assert expected("all_to_all", SMALL, ranks=ranks, node=1, number_bytes=4) == rows + 16 * 8 * (ranks - 1) // ranks
+    wide = expected("all_to_all", SMALL, ranks=4, node=2, number_bytes=2)
+    assert expected("hierarchical", SMALL, ranks=4, node=2, number_bytes=2) > wide  # more within the node, as much between
+
+
+def test_moving_experts_evens_out_a_skewed_load() -> None:
+    found = run_on_ranks(skewed, 2, 2, 1, [200, 6, 10, 16, 2], timeout_s=60)[0]
+    assert found["largest_rank_before"] > 1.4 and found["largest_rank_after"] < 1.1
+
+
+def test_the_table_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(exchange, "Shape", lambda *sizes: SMALL if not sizes else replace(SMALL))
+    assert exchange.main(nproc=2, rounds=1, json=str(tmp_path / "e.json")) == 0
+    assert "after moving" in capsys.readouterr().out
+    written = json.loads((tmp_path / "e.json").read_text())
+    assert written["failed"] == 0 and written["passed"] == 12
+    assert {"kind", "ranks", "measured_bytes", "expected_bytes", "error", "over_plain"} <= written["rows"][0].keys()
+    assert written["rebalancing"]["largest_rank_after"] < written["rebalancing"]["largest_rank_before"]
+
+
+def test_ranks_must_share_the_experts() -> None:
+    for nproc in (1, 3):
+        with pytest.raises(BadInput, match=f"--nproc: got {nproc}, needed at least 2 ranks"):
+            exchange.main(nproc=nproc)

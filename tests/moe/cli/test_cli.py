@@ -1,0 +1,311 @@
+"""The `moe` command: quick to start, every verb described, recipe values anywhere on the line, exit codes as documented."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe.cli import doctor, verbs
+from moe.cli import main as cli
+from moe.cli.flags import check_words, take_overrides
+from moe.launch import launch, start
+from moe.recipe.load import RECIPES, known_keys, load, recipe_names
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAVY = ("torch", "deepspeed", "matplotlib", "transformers", "tokenizers", "tensorboard")
+
+
+def moe(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run([sys.executable, "-m", "moe", *words], capture_output=True, text=True, cwd=cwd, env=env, timeout=120)
+
+
+# --- starting and helping --------------------------------------------------------------------------------------------
+
+
+def test_help_takes_less_than_half_a_second_and_loads_nothing_heavy() -> None:
+    """Processor time, the best of three: a busy machine may let anything wait."""
+    used = []
+    for _ in range(3):
+        before = os.times()
+        got = moe("--help")
+        after = os.times()
+        used.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert got.returncode == 0 and all(verb in got.stdout for verb in verbs.VERBS)
+    assert min(used) < 0.5
+    loaded = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "moe", "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    modules = {line.rpartition("|")[2].strip() for line in loaded.stderr.splitlines()}
+    assert "moe.cli.main" in modules and not modules & {*HEAVY, "pydantic", "moe.recipe.sections"}
+
+
+@pytest.mark.parametrize("verb", verbs.VERBS)
+def test_help_of_a_verb_lists_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    for name in verbs.VERBS[verb].__dataclass_fields__:
+        assert f"--{name}" in said or name.upper() in said
+    assert ("--section.key VALUE" in said) == (verb in verbs.RECIPE_VERBS)
+
+
+def test_no_word_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "usage: moe" in capsys.readouterr().out
+
+
+def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("no bash here")
+    script = moe("--tyro-print-completion", "bash").stdout
+    (tmp_path / "moe.bash").write_text(script)
+    ask = 'source moe.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tyro_moe; echo "${COMPREPLY[@]}"'
+
+    def complete(*words: str) -> set[str]:
+        env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        return set(subprocess.run([bash, "-c", ask, "bash", *words], capture_output=True, text=True, cwd=tmp_path, env=env).stdout.split())
+
+    assert complete("moe", "rec") == {"recipes"}
+    assert complete("moe", "train", "switch_tiny", "--degrees.e") == {"--degrees.ep", "--degrees.etp"}
+    assert complete("moe", "train", "switch_tiny", "--router.preset", "g") == {"gshard", "glam"}
+
+
+# --- reading the line ------------------------------------------------------------------------------------------------
+
+
+def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
+    words = ["--model.d-ff", "64", "switch_tiny", "--fresh", "--optimizer.lr=1e-3", "--train.seed", "-1", "--nproc", "2"]
+    rest, overrides = take_overrides(words)
+    assert rest == ["switch_tiny", "--fresh", "--nproc", "2"]
+    assert overrides == {"model.d_ff": "64", "optimizer.lr": "1e-3", "train.seed": "-1"}
+
+
+@given(st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5))
+def test_what_the_parent_sends_is_what_a_rank_reads(overrides: dict[str, str]) -> None:
+    words = ["recipe.yaml", *(f"--{key}={value}" for key, value in overrides.items()), "--out", "a folder", "--fresh"]
+    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True)
+
+
+def test_checked_words_mean_the_same_to_tyro() -> None:
+    words = check_words("generate", verbs.Generate, ["runs/x", "--temperature", "0.5", "--prompt=- a --b", "--tokens=7"])
+    got = verbs.parse("generate", words, benches=[])
+    assert got == verbs.Generate("runs/x", prompt="- a --b", tokens=7, temperature=0.5)
+    words = check_words("train", verbs.Train, ["--nproc", "2", "r", "--fresh", "--launcher", "torchrun", "--out", "a=b"])
+    assert verbs.parse("train", words, benches=[]) == verbs.Train("r", nproc=2, fresh=True, launcher="torchrun", out=Path("a=b"))
+
+
+def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "check_words", lambda verb, kind, words: words)
+    assert cli.main(["verify", "--nproc", "two"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: moe verify: got ") and len(said.splitlines()) == 1 and "two" in said
+
+
+# --- verbs -----------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_listed_with_their_first_comment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    for line in lines:
+        name, _, about = line.partition(" ")
+        assert about.strip() == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_show_prints_a_recipe_that_reads_back_the_same(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["show", recipe, "--train.steps", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "steps: 7" in text and "# command line" in text
+    path = tmp_path / "shown.yaml"
+    path.write_text(text)
+    run, origins = load(recipe, {"train.steps": "7"})
+    assert load(str(path))[0] == run
+    for dotted in known_keys():
+        *sections, key = dotted.split(".")
+        part = text
+        for section in sections:
+            part = part.split(f"{section}:\n", 1)[1]
+        line = next(line for line in part.splitlines() if line.strip().startswith(f"{key}:"))
+        assert line.endswith(f"# {origins[dotted]}")
+
+
+def test_show_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "shown.json"
+    assert cli.main(["show", "switch_tiny", "--json", str(path), "--degrees.ep", "2"]) == 0
+    value = json.loads(path.read_text())
+    assert {"verb", "commit", "hardware", "rows", "passed", "failed"} <= value.keys() and value["verb"] == "show"
+    rows = {row["key"]: (row["value"], row["origin"]) for row in value["rows"]}
+    assert set(rows) == set(known_keys())
+    assert rows["degrees.ep"] == (2, "command line") and rows["model.moe_every"] == (2, "switch_tiny.yaml")
+
+
+def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    here: list[list[str]] = []
+    launched: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "main", lambda words: here.append(list(words)) or 75)
+    monkeypatch.setattr(start, "start", lambda recipe, overrides, **flags: launched.append((recipe, overrides, flags)) or 1)
+    for name in ("RANK", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert cli.main(["train", "switch_tiny", "--train.steps", "3", "--out", "o", "--fresh"]) == 75
+    assert here == [["switch_tiny", "--train.steps=3", "--out", "o", "--fresh"]] and not launched
+    assert cli.main(["train", "switch_tiny", "--nproc", "2", "--degrees.ep=2"]) == 1
+    assert cli.main(["train", "switch_tiny", "--launcher", "torchrun"]) == 1
+    assert cli.main(["train", "switch_tiny", "--nproc", "2", "--debug-collectives"]) == 1
+    flags = {"nproc": 2, "launcher": "deepspeed", "out": None, "fresh": False, "hostfile": None, "debug_collectives": False}
+    assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})
+    assert launched == [
+        ("switch_tiny", {"degrees.ep": "2"}, flags),
+        ("switch_tiny", {}, flags | {"nproc": None, "launcher": "torchrun"}),
+    ]
+
+
+def test_a_rank_of_another_launcher_is_checked_against_that_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "main", lambda words: 0)
+    words = ["train", "switch_tiny", "--degrees.dp", "2", "--degrees.ep", "2"]
+    monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(words) == 2
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(words) == 0
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Replaces the modules that the verbs call; what they were called with."""
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def module(name: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(main=lambda *words, **flags: calls.append((name, words, flags)))
+
+    monkeypatch.setattr(cli.importlib, "import_module", module)
+    return calls
+
+
+def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/a/checkpoints").mkdir(parents=True)
+    (tmp_path / "runs/a/metrics.jsonl").touch()
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/how_fast.py").write_text("import torch\ndef main(*, steps: int = 3, json=None):\n    return 0\n")
+    monkeypatch.setattr(cli, "BENCHES", tmp_path / "bench")
+    assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
+    assert cli.main(["report", "runs/a"]) == 0
+    assert cli.main(["verify", "--only", "ep 2", "--json", "f.json"]) == 0
+    assert cli.main(["bench", "how-fast", "--steps", "4"]) == 0
+    assert called == [
+        ("moe.train.generate", ("runs/a",), {"tokens": 5}),
+        ("moe.report", ("runs/a",), {"json": None}),
+        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": "data,expert,pipeline"}),
+        ("moe.bench.how_fast", (), {"steps": 4}),
+    ]
+
+
+def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
+    called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "how_fast.py").write_text("def main(*, steps: int = 3, json=None):\n    return 0\n")
+    monkeypatch.setattr(cli, "BENCHES", tmp_path)
+    assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
+    assert "--seeds: got it for how-fast, needed what how-fast takes: --steps, --json" in capsys.readouterr().err
+
+
+def test_a_run_folder_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/switch_tiny/checkpoints").mkdir(parents=True)
+    assert cli.main(["generate", "switch_tiny"]) == 2
+    assert "did you mean runs/switch_tiny?" in capsys.readouterr().err
+
+
+def test_interrupting_is_not_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.FUNCTIONS, "recipes", interrupted)
+    assert cli.main(["recipes"]) == 130
+
+
+def test_a_closed_pipe_is_not_an_error() -> None:
+    command = f"set -o pipefail; '{sys.executable}' -m moe show switch_tiny | true"
+    got = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert got.stderr == "" and got.returncode == 0
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_doctor_tries_what_training_needs(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    got = moe("doctor", "--json", str(path), cwd=tmp_path)
+    value = json.loads(path.read_text())
+    assert got.returncode == (1 if value["failed"] else 0), got.stdout + got.stderr
+    rows = {row["check"]: row for row in value["rows"]}
+    for check in (
+        "torch",
+        "deepspeed",
+        "gloo all-to-all, 2 ranks",
+        "matrix products",
+        "free port",
+        "runs/",
+        "TORCH_EXTENSIONS_DIR",
+        "offload to nvme",
+    ):
+        assert rows[check]["state"] in ("ok", "note"), rows[check]
+        assert check in got.stdout
+
+
+def test_doctor_fails_where_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for check in ("_deepspeed", "_exchange", "_speed"):  # slow, and tried above
+        monkeypatch.setattr(doctor, check, lambda: [])
+    monkeypatch.setattr(doctor, "PACKAGES", {"torch": ("999", True), "no-such-package": ("1", True), "nor-this": ("1", False)})
+    assert doctor.main() == 1
+    said = capsys.readouterr().out
+    assert "pip install 'torch>=999'" in said and "pip install no-such-package" in said and "2 of" in said
+
+
+def test_doctor_names_what_offload_to_a_disk_lacks_and_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "missing_for_nvme", lambda: ["libaio-dev", "ninja-build"])
+    (row,) = doctor._nvme()
+    assert (row.value, row.state) == ("no libaio-dev or ninja-build found", "note")
+    assert row.fix == "only for sharding.offload to nvme: apt-get install libaio-dev ninja-build"
+    monkeypatch.setattr(doctor, "missing_for_nvme", lambda: [])
+    assert "compiled with the first run, in 4 to 6 minutes" in doctor._nvme()[0].value
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    assert doctor._nvme()[0].value == "ready"
+
+
+def test_a_check_that_breaks_is_a_row_not_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for check in ("_deepspeed", "_exchange", "_speed"):
+        monkeypatch.setattr(doctor, check, lambda: [])
+
+    def _port() -> list[doctor.Row]:
+        raise OSError("no network at all")
+
+    monkeypatch.setattr(doctor, "_port", _port)
+    assert doctor.main() == 1
+    assert "OSError: no network at all" in capsys.readouterr().out
+
+
+def test_bad_input_is_a_value_error_for_library_callers() -> None:
+    with pytest.raises(ValueError, match="recipe: got nope"):
+        load("nope")
+    assert issubclass(BadInput, ValueError)

@@ -1,0 +1,99 @@
+"""`moe simulate --recipe`: times and memory of a recipe's model, computed once more by hand; options of single schedules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.cli import main as cli
+from moe.plan.activations import block_bytes, head_bytes
+from moe.plan.flops import size
+from moe.recipe.load import load
+from parallel.pipeline.schedules.catalog import SCHEDULES
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"]  # type: ignore[no-any-return]
+
+
+def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 1F1B of equal stages takes (m + p - 1) (F + B); states are 16 bytes a parameter, a message B L D of 4 bytes."""
+    words = [
+        "simulate",
+        "1f1b",
+        "--recipe",
+        "dense_tiny",
+        "--stages",
+        "2",
+        "--microbatches",
+        "4",
+        "--tflops",
+        "2",
+        "--precision.compute",
+        "fp32",
+        "--json",
+    ]
+    alike = ["--model.num_layers=6", "--model.vocab_size=1", "--link-gb-s", "1e9"]
+    assert cli.main([*words, str(tmp_path / "a.json"), *alike]) == 0
+    assert "layers 0-2" in capsys.readouterr().out
+    row = rows_of(tmp_path / "a.json")[0]
+    run = load("dense_tiny", {"model.num_layers": "6", "model.vocab_size": "1", "precision.compute": "fp32"})[0]
+    counted = size(run.model, run.experts, run.router, vocab_size=1)
+    tokens = run.train.global_batch // 4 * run.model.max_length
+    assert row["makespan"] == pytest.approx((4 + 1) * 3 * tokens * counted.forward / 2 / 2e12, rel=1e-3)
+    assert row["tokens_per_second"] == pytest.approx(4 * tokens / row["makespan"], rel=1e-9)
+    assert row["layers_by_stage"] == [3, 3] and sum(row["flops_by_stage"]) == pytest.approx(tokens * counted.forward)
+    tied = run.model.d_model if run.model.tied_embeddings else 0  # the table is on both ends
+    assert sum(row["parameters_by_rank"]) == counted.total + tied
+    assert row["state_bytes_by_rank"] == [16 * n for n in row["parameters_by_rank"]]
+    block, head = tokens * block_bytes(run, 0), tokens * head_bytes(run)
+    assert row["activation_bytes_by_rank"] == pytest.approx([2 * 3 * block, 3 * block + head])  # min(m, p - r) in flight
+    assert row["sent_bytes_by_rank"] == [4 * tokens * run.model.d_model * 4] * 2
+
+    assert cli.main([*words, str(tmp_path / "b.json"), *alike[:2], "--link-gb-s", "0.1", "--overlap", "off"]) == 0
+    slow = rows_of(tmp_path / "b.json")[0]
+    assert slow["makespan"] > row["makespan"] + 2 * tokens * run.model.d_model * 4 / 1e8
+
+
+def test_recompute_costs_time_and_saves_memory_and_the_head_moves_the_cut(tmp_path: Path) -> None:
+    words = ["simulate", "1f1b", "--recipe", "dense_tiny", "--model.num_layers", "8", "--stages", "2", "--link-gb-s", "1e9", "--json"]
+    rows = {}
+    for name, more in {"none": [], "full": ["--recompute.kind", "full"], "head": ["--model.vocab_size", "6000"]}.items():
+        assert cli.main([*words, str(tmp_path / f"{name}.json"), *more]) == 0
+        rows[name] = rows_of(tmp_path / f"{name}.json")[0]
+    assert rows["full"]["makespan"] / rows["none"]["makespan"] == pytest.approx(4 / 3, rel=0.02)
+    assert max(rows["full"]["activation_bytes_by_rank"]) < 0.25 * max(rows["none"]["activation_bytes_by_rank"])
+    assert rows["none"]["layers_by_stage"] == [4, 4] and rows["head"]["layers_by_stage"][0] > 4
+    assert cli.main([*words, str(tmp_path / "listed.json"), "--pipeline.layers", "[3, 5]"]) == 0
+    assert rows_of(tmp_path / "listed.json")[0]["layers_by_stage"] == [3, 5]
+
+
+def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--recipe", "switch_tiny", "--model.num_layers=8", "--json", str(tmp_path / "all.json")]
+    assert cli.main(["simulate", *words]) == 0
+    said = capsys.readouterr().out
+    rows = {row["schedule"]: row for row in rows_of(tmp_path / "all.json")}
+    assert list(rows) == list(SCHEDULES) and "GB by rank" in said and "assumed: 140 TFLOP/s and 25 GB/s a rank, 2 sequences" in said
+    states = {name: row["state_bytes_by_rank"] for name, row in rows.items()}
+    assert states["chimera"][0] == states["1f1b"][0] + states["1f1b"][3]  # stages 0 and 3
+    assert states["pipedream"][0] == states["1f1b"][0] / 16 * (16 + 3 * 4) and states["two_bw"][2] == states["1f1b"][2] / 16 * (16 + 4)
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2]]) == 0
+    assert "8 sequences a micro-batch" in capsys.readouterr().out
+    assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2], "--model.num_layers", "1"]) == 2
+    assert "stages: got 2, needed at most one a layer: 1; fix: --model.num_layers 2" in capsys.readouterr().err
+
+
+def test_options_of_one_schedule(tmp_path: Path) -> None:
+    for words in (["pipedream", "--vertical-sync", "on"], ["pipedream", "--vertical-sync", "off"], ["chimera", "--pipelines", "4"]):
+        assert cli.main(["simulate", *words, "--json", str(tmp_path / f"{words[-1]}.json")]) == 0
+    versions = {name: rows_of(tmp_path / f"{name}.json")[0]["weight_versions_by_rank"] for name in ("on", "off")}
+    assert versions == {"on": [4] * 4, "off": [4, 3, 2, 1]}
+    four = rows_of(tmp_path / "4.json")[0]
+    assert four["bubble"] == 0 and four["peak_activations"] == [4] * 4
+    assert cli.main(["simulate", "--vertical-sync", "on", "--pipelines", "4", "--json", str(tmp_path / "all.json")]) == 0
+    rows = {row["schedule"]: row for row in rows_of(tmp_path / "all.json")}
+    assert rows["chimera"] == four and rows["pipedream"]["weight_versions_by_rank"] == [4] * 4

@@ -1,0 +1,675 @@
+"""Laws of the data: no text in both sides, no token lost, every window once an epoch whatever the ranks, token files all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.data import Dataset, TrainSet, corpus, open_data, tokenizer, tokens
+from moe.data.order import ValidationSet, Windows, permutation
+from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load, train_bpe
+from moe.recipe.sections import Data
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[3]
+UNICODE = "Žluťoučký kůň 🐎 naïve\n数据 und Übermut\n"
+CRLF = "one\r\ntwo\r\n\r\nthree\r\n"
+
+
+def user_data(folder: Path, cache: Path, log: Callable[[str], object] = lambda line: None, **settings: object) -> Dataset:
+    length = int(str(settings.pop("max_length", 5)))
+    data = Data.model_validate({"path": str(folder), "validation_share": 0.3, **settings})
+    return open_data(data, max_length=length, vocab_size=4096, seed=3, cache=cache, log=log)
+
+
+def stream(windows: Windows) -> list[int]:
+    return [int(i) for i in windows.tokens]
+
+
+def documents_of(data: Dataset) -> dict[str, list[str]]:
+    """The texts between separators, by side."""
+    sides = {"train": data.train.windows, "validation": data.validation.windows}
+    return {side: data.tokenizer.decode(stream(windows)).strip("\0").split("\0") for side, windows in sides.items()}
+
+
+def windows_of(num_tokens: int, max_length: int) -> Windows:
+    return Windows(np.arange(num_tokens, dtype=np.uint32), max_length, "train")
+
+
+def write_folder(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.txt").write_bytes(text.encode())
+    return folder
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
+    assert sorted(permutation(np.arange(size), size=size, seed=seed, epoch=epoch)) == list(range(size))
+
+
+def plain_permutation(place: int, size: int, seed: int, epoch: int) -> int:
+    """The twin of `permutation` in Python's unbounded whole numbers, one place at a time."""
+    digest = hashlib.sha512(f"order {seed} {epoch}".encode()).digest()
+    keys = [int.from_bytes(digest[8 * n : 8 * n + 8], "little") for n in range(8)]
+    rows = next(n for n in range(1, size + 1) if n * n >= size)
+    columns = (size + rows - 1) // rows
+
+    def mix(x: int) -> int:
+        x %= 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    while True:
+        row, column = divmod(place, columns)
+        for n in range(0, 8, 2):
+            row = (row + mix(column + keys[n])) % rows
+            column = (column + mix(row + keys[n + 1])) % columns
+        place = row * columns + column
+        if place < size:
+            return place
+
+
+@given(size=st.integers(1, 500), seed=st.integers(0, 2**70), epoch=st.integers(0, 99), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_permutation_equals_its_plain_twin(size: int, seed: int, epoch: int, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20))
+    found = permutation(places, size=size, seed=seed, epoch=epoch)
+    assert found.tolist() == [plain_permutation(place, size, seed, epoch) for place in places]
+
+
+@pytest.mark.parametrize("size", [7, 64, 1000])
+def test_every_place_is_reached_about_equally_often(size: int) -> None:
+    """Over many epochs, where one place goes is uniform: chi-squared within 6 standard deviations, for single places and for distances."""
+    epochs = 40 * size if size < 1000 else 5 * size
+    pairs = np.array([permutation([0, size // 2], size=size, seed=1, epoch=epoch) for epoch in range(epochs)])
+    for seen, cells in ((pairs[:, 0], size), (pairs[:, 1], size), ((pairs[:, 1] - pairs[:, 0]) % size - 1, size - 1)):
+        counts = np.bincount(seen, minlength=cells)
+        chi_squared = float(((counts - epochs / cells) ** 2 / (epochs / cells)).sum())
+        assert abs(chi_squared - (cells - 1)) < 6 * (2 * (cells - 1)) ** 0.5
+
+
+def test_order_is_random_access_at_any_size() -> None:
+    """A place far into an order of 10^12 windows costs no more than the first, and is inside."""
+    train = TrainSet(windows_of(11, 5), seed=0)
+    assert 0 <= permutation([10**12 - 1], size=10**12, seed=5, epoch=3)[0] < 10**12
+    assert train.batch(10**15, 4).shape == (4, 6)
+
+
+@given(num_windows=st.integers(1, 40), each=st.integers(1, 6), step=st.integers(0, 50), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_batch_is_the_same_on_any_number_of_ranks(num_windows: int, each: int, step: int, seed: int) -> None:
+    train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
+    whole = train.batch(step, 4 * each)
+    for ranks in (1, 2, 4):
+        parts = [train.batch(step, 4 * each, rank, ranks) for rank in range(ranks)]
+        assert np.array_equal(np.concatenate(parts), whole)
+
+
+@given(num_windows=st.integers(1, 40), batch=st.integers(1, 12), epochs=st.integers(1, 4), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_every_window_comes_once_an_epoch(num_windows: int, batch: int, epochs: int, seed: int) -> None:
+    """Also where an epoch ends inside a batch: the batches in a row are the epochs in a row."""
+    train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
+    steps = -(-num_windows * epochs // batch)
+    seen = np.concatenate([train.batch(step, batch) for step in range(steps)])[:, 0] // 3
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * num_windows : (epoch + 1) * num_windows]) == list(range(num_windows))
+
+
+def test_every_token_but_the_last_few_is_predicted_once_an_epoch() -> None:
+    train = TrainSet(windows_of(103, 5), seed=0)
+    targets = train.sequences(range(train.num_windows))[:, 1:]
+    assert sorted(targets.ravel()) == list(range(1, 101))
+
+
+def test_resume_twice_equals_no_resume() -> None:
+    """Stopped at steps 7 and 12, continued on 2 then 4 ranks: the same sequences as one uninterrupted rank."""
+    unbroken = [TrainSet(windows_of(211, 5), seed=4).batch(step, 8) for step in range(20)]
+    resumed = []
+    for first, last, ranks in ((0, 7, 1), (7, 12, 2), (12, 20, 4)):
+        train = TrainSet(windows_of(211, 5), seed=4)  # nothing is carried over but the step's number
+        resumed += [np.concatenate([train.batch(s, 8, r, ranks) for r in range(ranks)]) for s in range(first, last)]
+    assert all(np.array_equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    orders = [tuple(TrainSet(windows_of(501, 5), seed).order(np.arange(100) + 100 * epoch)) for seed in range(3) for epoch in range(3)]
+    assert len(set(orders)) == 9 and tuple(range(100)) not in orders
+
+
+def test_validation_is_the_same_on_any_number_of_ranks_and_spread_evenly() -> None:
+    held_out = ValidationSet(Windows(np.arange(101, dtype=np.uint16), 5, "validation"), np.ones(256, np.int64))
+    whole = held_out.held(8)
+    assert (whole.sequences[:, 0] // 5).tolist() == [0, 2, 5, 7, 10, 12, 15, 17]
+    for ranks in (2, 4):
+        parts = [held_out.held(8, rank, ranks) for rank in range(ranks)]
+        assert np.array_equal(np.concatenate([p.sequences for p in parts]), whole.sequences)
+        assert {p.bytes_per_token for p in parts} == {whole.bytes_per_token}
+    more_than_there_are = held_out.held(60).sequences[:, 0] // 5
+    assert np.bincount(more_than_there_are).tolist() == [3] * 20
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+TEXT = (Path(corpus.__file__).read_text() + UNICODE + CRLF) * 2
+TOKENIZERS: dict[str, Tokenizer] = {"bytes": Bytes(), "bpe": train_bpe([TEXT], vocab_size=400)}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(text=st.text() | st.sampled_from([UNICODE, CRLF, "a\0b\0", "\ud800 half", "tab\t  \n\n\n x", "\ufeffbom", ""]))
+@settings(max_examples=80, deadline=None)
+def test_decode_undoes_encode(kind: str, text: str) -> None:
+    """All but NUL and half surrogates, which become U+FFFD; so no text holds a separator."""
+    tok = TOKENIZERS[kind]
+    ids = tok.encode(text)
+    assert tok.decode(ids) == "".join("\ufffd" if c == "\0" or "\ud800" <= c <= "\udfff" else c for c in text)
+    assert tok.separator not in ids and ids.dtype == np.int64
+    assert (ids < tok.vocab_size).all()
+    assert tok.bytes_per_id[ids].sum() == len(tok.decode(ids).encode())
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_texts_are_encoded_in_pieces_without_loss(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 37)
+    for text in (TEXT[:2000], "x" * 100, UNICODE * 9):
+        parts = list(tokenizer.pieces(text))
+        assert "".join(parts) == text and max(map(len, parts)) <= 37
+        assert TOKENIZERS[kind].decode(TOKENIZERS[kind].encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(ids=st.lists(st.integers(-3, 600), max_size=30))
+@settings(max_examples=40, deadline=None)
+def test_any_ids_decode(kind: str, ids: list[int]) -> None:
+    """A model that samples half a character, or an id past the vocabulary, still gives text."""
+    assert TOKENIZERS[kind].decode(ids).encode().decode() == TOKENIZERS[kind].decode(ids)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_tokenizer_comes_back_from_its_json(kind: str) -> None:
+    tok = TOKENIZERS[kind]
+    again = load(json.loads(json.dumps(tok.describe())))
+    assert again.describe() == tok.describe() and again.token_bytes == tok.token_bytes
+    assert np.array_equal(again.encode(TEXT), tok.encode(TEXT))
+
+
+def test_bpe_token_bytes_are_those_of_its_library() -> None:
+    tok = TOKENIZERS["bpe"]
+    assert isinstance(tok, Bpe)
+    assert len(tok.encode(TEXT)) < 0.6 * len(TEXT.encode())
+    assert sorted(b for b in tok.token_bytes if len(b) == 1) == sorted([b"\0", *(bytes([i]) for i in range(256))])
+    assert tok._library.decode(tok.encode(UNICODE).tolist()) == UNICODE
+
+
+@pytest.mark.parametrize("description", [None, "bytes!", {}, {"kind": "wordpiece"}, {"kind": "bpe"}, {"kind": "bpe", "model": {}}])
+def test_a_wrong_description_is_bad_input(description: object) -> None:
+    with pytest.raises(BadInput):
+        load(description)
+
+
+def test_bpe_without_separator_is_bad_input() -> None:
+    model = json.loads(json.dumps(TOKENIZERS["bpe"].describe()["model"]).replace('"\\u0000"', '"<s>"'))
+    with pytest.raises(BadInput, match="separator"):
+        load({"kind": "bpe", "model": model})
+
+
+def test_bpe_training_is_the_same_in_every_process() -> None:
+    code = (
+        "import hashlib, json; from moe.data import corpus; from moe.data.tokenizer import train_bpe;"
+        "described = json.dumps(train_bpe([open(corpus.__file__).read()] * 3, vocab_size=700).describe());"
+        "print(hashlib.sha256(described.encode()).hexdigest())"
+    )
+    processes = [python(code) for _ in range(3)]
+    assert len({process.communicate(timeout=60)[0] for process in processes} - {""}) == 1
+
+
+# --- corpus ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_text_files_keep_every_character(tmp_path: Path) -> None:
+    """Unicode, CRLF and a byte order mark: what is trained and held out is together what was there, in order."""
+    folder = write_folder(tmp_path / "text", a=UNICODE * 3, b="\ufeff" + CRLF * 5)
+    data = user_data(folder, tmp_path / "cache")
+    held = documents_of(data)
+    if data.index["split"] == "position":
+        assert [a + b for a, b in zip(held["train"], held["validation"], strict=True)] == [UNICODE * 3, CRLF * 5]
+    else:
+        assert sorted(held["train"] + held["validation"]) == sorted([UNICODE * 3, CRLF * 5])
+    assert data.index["train"]["text_bytes"] + data.index["validation"]["text_bytes"] == len((UNICODE * 3 + CRLF * 5).encode())
+
+
+def test_files_go_to_one_side_by_name_alone(tmp_path: Path) -> None:
+    """A file's side does not change when others come, and its contents are wholly there."""
+    files = {f"f{n}": f"text number {n} " * 5 for n in range(30)}
+    some = documents_of(user_data(write_folder(tmp_path / "text", **dict(list(files.items())[:20])), tmp_path / "cache"))
+    every = documents_of(user_data(write_folder(tmp_path / "text", **files), tmp_path / "cache"))
+    assert sorted(every["train"] + every["validation"]) == sorted(files.values())
+    assert set(some["train"]) < set(every["train"]) and set(some["validation"]) <= set(every["validation"])
+    assert 2 <= len(every["validation"]) <= 18
+
+
+@given(lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n")), min_size=1, max_size=30), share=st.floats(0.02, 0.98))
+@settings(max_examples=80, deadline=None)
+def test_cut_is_at_a_line_boundary_near_the_share(lines: list[str], share: float) -> None:
+    text = "\n".join(lines)
+    at = corpus.cut(text, share)
+    exact = len(text) * (1 - share)
+    reach = len(text) * min(share, 1 - share) / 2
+    assert abs(at - exact) <= reach + 1
+    near = [n for n in range(int(exact - reach) + 2, int(exact + reach) - 1) if 0 < n <= len(text) and text[n - 1] == "\n"]
+    assert not near or text[at - 1] == "\n"
+
+
+def test_a_single_file_is_split_at_a_line(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("".join(f"line {n} é\n" for n in range(200)))
+    data = user_data(tmp_path / "one.txt", tmp_path / "cache")
+    held = documents_of(data)
+    assert held["train"][0] + held["validation"][0] == (tmp_path / "one.txt").read_text()
+    assert held["train"][0].endswith("\n") and data.index["split"] == "position"
+    assert 0.25 < data.index["validation"]["text_bytes"] / (tmp_path / "one.txt").stat().st_size < 0.35
+
+
+def test_jsonl_lines_are_documents_and_equal_lines_share_a_side(tmp_path: Path) -> None:
+    texts = [UNICODE, CRLF, *(f"document {n % 20}" for n in range(60)), "nul \0 here", "line\u2028separator"]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\r\n".join(json.dumps({"body": t, "n": n}).encode() for n, t in enumerate([*texts, ""])) + b"\n\n")
+    data = user_data(path, tmp_path / "cache", text_key="body")
+    held = documents_of(data)
+    assert sorted(held["train"] + held["validation"]) == sorted(t.replace("\0", "\ufffd") for t in texts)
+    assert not set(held["train"]) & set(held["validation"])
+    assert data.index["split"] == "line" and data.index["skipped"] == 1 and data.index["corpus"]["source"] == "jsonl"
+
+
+def test_only_text_is_read_from_a_folder(tmp_path: Path) -> None:
+    """Binary, Latin-1 and empty files are skipped and counted; hidden ones, sockets and the like are not looked at."""
+    folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (folder / "empty.txt").touch()
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "x.txt").write_text("secret")
+    os.mkfifo(folder / "pipe")
+    (folder / "below").mkdir()
+    (folder / "below" / "deep.md").write_text("deep\n" * 9)
+    data = user_data(folder, tmp_path / "cache")
+    held = documents_of(data)
+    assert data.index["skipped"] == 3
+    assert sorted(held["train"] + held["validation"]) == sorted(["deep\n" * 9, *(f"text {n}\n" * 9 for n in range(9))])
+
+
+def test_source_is_inferred_from_a_path_and_an_explicit_one_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": f"words {n}"}) + "\n" for n in range(30))
+    (folder / "a.jsonl").write_text(lines)
+    assert corpus.find_corpus(Data(path=str(folder))).source == "jsonl"
+    assert corpus.find_corpus(Data(path=str(folder / "a.jsonl"))).source == "jsonl"
+    assert corpus.find_corpus(Data(path=str(folder / "a.jsonl"), source="text")).source == "text"
+    (folder / "readme.md").write_text("words")
+    assert corpus.find_corpus(Data(path=str(folder))).names == ("a.jsonl", "readme.md")
+    assert corpus.find_corpus(Data(path=str(folder), source="jsonl")).names == ("a.jsonl",)
+
+
+def test_default_corpus_is_the_standard_library_alone() -> None:
+    found = corpus.find_corpus(Data())
+    assert "dataclasses.py" in found.names and "json/decoder.py" in found.names and list(found.names) == sorted(found.names)
+    assert not [n for n in found.names if {"site-packages", "test", "tests"} & set(n.split("/")) or n.startswith("_sysconfigdata")]
+    sides = {name: corpus.side_of(name, 0.05) for name in found.names}
+    assert 0.02 < list(sides.values()).count("validation") / len(sides) < 0.1
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "missing path": ({"path": "nowhere"}, "data.path.*exists"),
+    "source without path": ({"source": "text", "path": None}, "data.path.*null"),
+    "empty folder": ({"path": "empty"}, "without text files"),
+    "no jsonl in folder": ({"path": "binary", "source": "jsonl"}, r"without \*\.jsonl"),
+    "binary only": ({"path": "binary"}, "1 files, none of them UTF-8"),
+    "empty file": ({"path": "empty.txt"}, "none of them UTF-8"),
+    "blank jsonl": ({"path": "blank.jsonl"}, "0 lines"),
+    "not json": ({"path": "notjson.jsonl"}, r"notjson\.jsonl, line 2.*Expecting value"),
+    "not an object": ({"path": "list.jsonl"}, r"list\.jsonl, line 1.*JSON list"),
+    "other key": ({"path": "key.jsonl"}, r"key\.jsonl, line 1.*set data.text_key to content"),
+    "no string": ({"path": "number.jsonl"}, r"number\.jsonl, line 3, key text.*JSON int"),
+    "not utf-8": ({"path": "latin.jsonl"}, r"latin\.jsonl, line 1.*cannot be decoded"),
+    "deep": ({"path": "deep.jsonl"}, r"deep\.jsonl, line 1"),
+    "short train text": ({"path": "short.txt"}, "train text: got .* tokens, needed at least one sequence"),
+    "short validation text": ({"path": "long.txt", "validation_share": 0.001}, "validation text.*larger data.validation_share"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    for name in ("empty", "binary"):
+        (folder / name).mkdir()
+    (folder / "binary" / "a.bin").write_bytes(b"\0\1\2")
+    contents = {
+        "empty.txt": "",
+        "blank.jsonl": "\n \n",
+        "notjson.jsonl": '{"text": "a"}\nhello\n',
+        "list.jsonl": '["a"]\n',
+        "key.jsonl": '{"id": 1, "content": "words"}\n',
+        "number.jsonl": '{"text": "a"}\n\n{"text": 3}\n',
+        "deep.jsonl": "[" * 200_000,
+        "short.txt": "ab\n",
+        "long.txt": "words\n" * 200,
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+    (folder / "latin.jsonl").write_bytes('{"text": "naïve"}\n'.encode("latin-1"))
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_refused_in_one_line(case: str, bad_files: Path, tmp_path: Path) -> None:
+    values, pattern = BAD[case]
+    values = {k: str(bad_files / str(v)) if k == "path" and v else v for k, v in values.items()}
+    with pytest.raises(BadInput, match=pattern) as refused:
+        open_data(Data.model_validate(values), max_length=16, vocab_size=256, seed=0, cache=tmp_path, log=lambda line: None)
+    assert "\n" not in str(refused.value) and "fix:" in str(refused.value) and len(str(refused.value)) < 400
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "text", a="words " * 99)
+    with pytest.raises(BadInput, match="model.vocab_size: got 255, needed at least the tokenizer's 256"):
+        open_data(Data(path=str(folder)), max_length=4, vocab_size=255, seed=0, cache=tmp_path, log=lambda line: None)
+
+
+def test_batches_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(BadInput, match="a multiple of 4"):
+        TrainSet(windows_of(101, 5), 0).batch(0, 6, 1, 4)
+
+
+# --- token files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "text", **{f"f{n}": f"some words, file {n}\n{UNICODE}{CRLF}" * 4 for n in range(12)})
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_token_files_hold_the_encoded_documents(kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A separator before each document and after the last, whatever is encoded together; counts as they are."""
+    monkeypatch.setattr(tokens, "ENCODE_TOGETHER_CHARACTERS", 300)
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 50)
+    data = user_data(folder, tmp_path / "cache", tokenizer=kind, vocab_size=300)
+    expected: dict[str, list[int]] = {"train": [0], "validation": [0]}
+    counts = dict.fromkeys(expected, 0)
+    for path in sorted(folder.iterdir()):
+        side = corpus.side_of(path.name, 0.3)
+        expected[side] += [*data.tokenizer.encode(path.read_bytes().decode()).tolist(), 0]
+        counts[side] += path.stat().st_size
+    assert stream(data.train.windows) == expected["train"] and stream(data.validation.windows) == expected["validation"]
+    assert {side: data.index[side]["text_bytes"] for side in counts} == counts
+    assert data.index["train"]["tokens"] == len(expected["train"]) and data.index["dtype"] == "<u2"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_bytes_per_token_is_that_of_the_windows_used(kind: str, folder: Path, tmp_path: Path) -> None:
+    data = user_data(folder, tmp_path / "cache", tokenizer=kind, vocab_size=300)
+    held = data.validation.held(6, 1, 2)
+    targets = data.validation.held(6).sequences[:, 1:].ravel()
+    assert held.bytes_per_token == sum(len(data.tokenizer.token_bytes[i]) for i in targets) / targets.size
+    assert held.bytes_per_token == 1.0 if kind == "bytes" else held.bytes_per_token > 1.0
+
+
+def test_wide_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    wide = TOKENIZERS["bytes"]
+    entries = tokens.write_tokens(tmp_path, iter([("train", "ab"), ("validation", "c")]), wide, dtype="<u4")
+    assert (tmp_path / "train.bin").read_bytes() == np.array([0, 97, 98, 0], "<u4").tobytes() and entries["train"]["tokens"] == 4
+
+
+def test_bpe_learns_from_training_documents_alone(folder: Path, tmp_path: Path) -> None:
+    first = user_data(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
+    held_out = next(path for path in sorted(folder.iterdir()) if corpus.side_of(path.name, 0.3) == "validation")
+    held_out.write_text("quite other words " * 50)
+    second = user_data(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
+    assert first.index["key"] != second.index["key"] and first.tokenizer.describe() == second.tokenizer.describe()
+
+
+def test_files_are_built_once_and_again_when_anything_they_depend_on_changes(folder: Path, tmp_path: Path) -> None:
+    def built(**settings: object) -> bool:
+        lines: list[str] = []
+        user_data(folder, tmp_path / "cache", lines.append, **settings)
+        return bool(lines)
+
+    assert built() and not built() and not built(max_length=4) and not built(vocab_size=999)
+    assert built(validation_share=0.4) and built(tokenizer="bpe", vocab_size=300) and built(tokenizer="bpe", vocab_size=301)
+    (folder / "f0.txt").write_text("changed " * 9)
+    assert built() and not built()
+    (folder / "f0.txt").rename(folder / "other.txt")
+    assert built() and not built()
+
+
+def test_token_files_are_readable_without_writing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built already needs no lock and no write, so a read-only cache serves."""
+    user_data(folder, tmp_path / "cache")
+    monkeypatch.setattr(tokens, "_lock", None)
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*"))
+    assert user_data(folder, tmp_path / "cache").train.windows.tokens.flags.writeable is False
+    assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*")) == before
+
+
+def damage_truncate(folder: Path) -> None:
+    os.truncate(folder / "train.bin", 10)
+
+
+def damage_extend(folder: Path) -> None:
+    with (folder / "validation.bin").open("ab") as file:
+        file.write(b"\0\0")
+
+
+def damage_remove(folder: Path) -> None:
+    (folder / "validation.bin").unlink()
+
+
+def damage_index(folder: Path) -> None:
+    (folder / "index.json").write_text('{"format": 1')
+
+
+def damage_foreign_index(folder: Path) -> None:
+    (folder / "index.json").write_text("[]")
+
+
+def damage_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"kind": "bpe"}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [damage_truncate, damage_extend, damage_remove, damage_index, damage_foreign_index, damage_tokenizer],
+    ids=lambda d: d.__name__,
+)
+def test_damaged_files_are_built_again_with_one_line(damage: Callable[[Path], None], folder: Path, tmp_path: Path) -> None:
+    first = user_data(folder, tmp_path / "cache")
+    before, first_index = stream(first.train.windows), first.index
+    damage(tmp_path / "cache" / first.index["key"])
+    lines: list[str] = []
+    again = user_data(folder, tmp_path / "cache", lines.append)
+    assert stream(again.train.windows) == before and again.index == first_index
+    assert len([line for line in lines if "are damaged (" in line]) == 1
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == sorted([again.index["key"], f"{again.index['key']}.lock"])
+
+
+def test_verify_finds_one_flipped_bit(folder: Path, tmp_path: Path) -> None:
+    built = tmp_path / "cache" / user_data(folder, tmp_path / "cache").index["key"]
+    content = bytearray((built / "train.bin").read_bytes())
+    content[100] ^= 1
+    (built / "train.bin").write_bytes(content)
+    tokens.open_files(built)
+    with pytest.raises(tokens.Damaged, match=r"train\.bin has another SHA-256"):
+        tokens.open_files(built, verify=True)
+    data = Data(path=str(folder), validation_share=0.3)
+    assert open_data(data, max_length=5, vocab_size=256, seed=0, cache=tmp_path / "cache", verify=True, log=lambda line: None)
+    tokens.open_files(built, verify=True)
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from moe.recipe.sections import Data
+from moe.data import open_data, tokens
+publish = tokens._publish
+def slow(temporary, folder):
+    print("ready", flush=True)
+    import time; time.sleep(float(sys.argv[3]))
+    publish(temporary, folder)
+tokens._publish = slow
+lines = []
+source, cache = Data(path=sys.argv[1], validation_share=0.3), Path(sys.argv[2])
+data = open_data(source, max_length=5, vocab_size=256, seed=3, cache=cache, log=lines.append)
+print(data.index["train"]["sha256"], any("tokenising" in line for line in lines))
+"""
+
+
+def test_a_killed_build_leaves_nothing_that_counts_and_blocks_nobody(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL with the lock held: the kernel frees it, the next builder clears the rest away."""
+    cache = tmp_path / "cache"
+    process = python(BUILD, folder, cache, 60)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert [p for p in cache.iterdir() if p.name.endswith(".tmp")]
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+    start_s = time.monotonic()
+    data = user_data(folder, cache)
+    assert time.monotonic() - start_s < 5
+    assert sorted(p.name for p in cache.iterdir()) == sorted([data.index["key"], f"{data.index['key']}.lock"])
+
+
+def test_processes_that_start_at_once_build_once(folder: Path, tmp_path: Path) -> None:
+    processes = [python(BUILD, folder, tmp_path / "cache", 0.5) for _ in range(4)]
+    last_lines = [process.communicate(timeout=60)[0].splitlines()[-1].split() for process in processes]
+    assert len({digest for digest, _ in last_lines}) == 1
+    assert [built for _, built in last_lines].count("True") == 1
+
+
+def test_without_locks_the_rename_keeps_builders_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another builder is first, on a file system without locks: its files stay and are used."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    publish, inodes = tokens._publish, list[int]()
+
+    def late(temporary: Path, target: Path) -> None:
+        if not target.exists():
+            monkeypatch.setattr(tokens, "_publish", publish)
+            user_data(folder, tmp_path / "cache")
+            inodes.append((target / "index.json").stat().st_ino)
+        publish(temporary, target)
+
+    monkeypatch.setattr(tokens, "_publish", late)
+    data = user_data(folder, tmp_path / "cache")
+    assert (tmp_path / "cache" / data.index["key"] / "index.json").stat().st_ino == inodes[0]
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix in (".tmp", ".old")]
+
+
+def test_a_full_disk_is_bad_input_and_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BadInput, match="No space left on device.*XDG_CACHE_HOME"):
+        user_data(folder, tmp_path / "cache")
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_an_unusable_cache_is_bad_input(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="token cache"):
+        user_data(folder, tmp_path / "file" / "cache")
+
+
+def test_text_that_changes_while_it_is_read_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = corpus.survey
+
+    def meanwhile(found_corpus: corpus.Corpus, share: float) -> corpus.Survey:
+        found = survey(found_corpus, share)
+        (folder / "f1.txt").write_text("new text " * 40)
+        return found
+
+    monkeypatch.setattr(tokens, "survey", meanwhile)
+    with pytest.raises(BadInput, match="changed while they were read"):
+        user_data(folder, tmp_path / "cache")
+
+
+def test_a_large_corpus_is_not_read_again_until_it_changes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    def counting(found: corpus.Corpus) -> str:
+        reads.append(1)
+        return corpus.content_hash(found)
+
+    monkeypatch.setattr(tokens, "content_hash", counting)
+    monkeypatch.setattr(tokens, "ALWAYS_READ_BYTES", 0)
+    user_data(folder, tmp_path / "cache")
+    user_data(folder, tmp_path / "cache")
+    assert len(reads) == 3, "files changed a moment ago could change again unseen: no stamp is trusted"
+    monkeypatch.setattr(tokens, "SETTLED_NS", -1)
+    first = user_data(folder, tmp_path / "cache")
+    reads.clear()
+    assert user_data(folder, tmp_path / "cache").index == first.index and not reads
+    content = (folder / "f2.txt").read_text()
+    times = (folder / "f2.txt").stat()
+    (folder / "f2.txt").write_text(content.replace("words", "WORDS"))
+    os.utime(folder / "f2.txt", ns=(times.st_atime_ns, times.st_mtime_ns))  # same size, same mtime: ctime tells
+    assert user_data(folder, tmp_path / "cache").index["key"] != first.index["key"] and reads
+
+
+def test_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tokens.cache_folder() == tmp_path / "moe-parallel" / "data"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert tokens.cache_folder() == tmp_path / "home" / ".cache" / "moe-parallel" / "data"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert tokens.cache_folder() == tmp_path / "home" / ".cache" / "moe-parallel" / "data"
+
+
+def test_data_needs_no_torch_and_bytes_no_tokenizers() -> None:
+    code = "import sys, moe.data; print([m for m in ('torch', 'tokenizers', 'transformers') if m in sys.modules])"
+    assert python(code).communicate(timeout=60)[0] == "[]\n"
+
+
+def test_default_data_end_to_end(tmp_path: Path) -> None:
+    """The standard library: two ranks' batches together are one rank's, and decode to source that is there."""
+    data = open_data(Data(), max_length=256, vocab_size=256, seed=0, cache=tmp_path, log=lambda line: None)
+    whole: npt.NDArray[np.int64] = data.train.batch(5, 8)
+    assert np.array_equal(np.concatenate([data.train.batch(5, 8, rank, 2) for rank in (0, 1)]), whole)
+    assert whole.shape == (8, 257) and whole.dtype == np.int64 and whole.max() < 256
+    found = corpus.find_corpus(Data())
+    library = "\0".join(text for _, text in corpus.read_documents(found) if text)
+    middle = data.tokenizer.decode(whole[3][8:-8]).strip("\ufffd").split("\0")[0]
+    assert middle in library
+    assert data.validation.held(64).bytes_per_token == 1.0

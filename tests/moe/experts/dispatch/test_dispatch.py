@@ -1,0 +1,303 @@
+"""Every dispatcher gives what Local gives: output and all gradients, for any number of tokens, of choices, drops and ranks.
+
+Ranks are forked gloo processes. What is compared is made on one process and read by every rank from its copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, build
+from moe.experts.experts import HIDDEN_DIM, Experts
+from moe.nn.context import Context
+from moe.recipe import sections
+from moe.router.router import Routing
+from parallel import collectives, process
+from parallel.collectives import counts, reset_counts
+from parallel.mesh import Degrees, Mesh
+from parallel.process import World
+from tests.support.ranks import run_on_ranks
+
+# T tokens, D model, F hidden, E experts, K choices, R rows
+D, F, E = 6, 20, 8
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all_to_all": {},
+    "padded": {"kind": "padded"},
+    "all_gather": {"kind": "all_gather"},
+    "hierarchical": {"kind": "hierarchical", "node_size": 2},
+    "chunked": {"overlap_chunks": 2},
+}
+PLACEMENT = (5, 0, 7, 2, 6, 1, 3, 4)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def routing_of(kind: str, rank: int, k: int) -> Routing:
+    """A decision for 5 + 3 * rank tokens (none on the first rank, if the kind says so); gates take gradients."""
+    tokens = 0 if kind == "a rank without tokens" and rank == 0 else 5 + 3 * rank
+    k += rank if kind == "another number of choices on each rank" else 0  # as expert choice makes them
+    scores_TE = random(tokens, E, seed=rank)
+    if kind == "all to one expert":
+        scores_TE[:, 2] += 100
+    expert_TK = scores_TE.topk(k).indices
+    kept_TK = torch.rand(tokens, k, generator=torch.Generator().manual_seed(rank)) < (0.6 if kind == "drops" else 2.0)
+    if kind == "nothing is kept":
+        kept_TK[:] = False
+    gate_TK = torch.rand(tokens, k, generator=torch.Generator().manual_seed(rank + 9)).requires_grad_()
+    return Routing(expert_TK, gate_TK, kept_TK, scores_TE.softmax(-1), scores_TE, None, 1)
+
+
+KINDS = ("uneven", "drops", "a rank without tokens", "all to one expert", "nothing is kept", "another number of choices on each rank")
+CASES = [(kind, k) for kind in KINDS for k in (1, 2)]
+
+
+def weights() -> dict[str, Tensor]:
+    return {"w1": random(E, D, F, seed=1) / 3, "w2": random(E, F, D, seed=2) / 4, "w3": random(E, D, F, seed=3) / 3}
+
+
+def close(got: Tensor, want: Tensor, what: str, dtype: torch.dtype) -> None:
+    """Within some roundings of the largest value: bf16 keeps 8 bits, and its sums may be taken in another order."""
+    assert got.shape == want.shape and got.dtype == want.dtype, what
+    limit = (2**-6 if dtype == torch.bfloat16 else 2e-6) * float(want.abs().max()) if want.numel() else 0.0
+    assert not want.numel() or float((got.float() - want.float()).abs().max()) <= limit, what
+
+
+def experts_of(mesh: Mesh, placement: tuple[int, ...] | None) -> Experts:
+    """The part that this rank holds."""
+    ep, etp = mesh.axis("ep"), mesh.axis("etp")
+    experts = Experts(E, d_model=D, d_ff=F, ffn="swiglu")
+    each, units = E // ep.size, F // etp.size
+    experts.hold((placement or range(E))[ep.index * each : (ep.index + 1) * each], hidden=slice(etp.index * units, (etp.index + 1) * units))
+    for name, whole in weights().items():
+        getattr(experts, name).data.copy_(torch.stack([experts.part(name, whole[e]) for e in experts.held]))
+    return experts
+
+
+def dropout_of(rank: int, tokens: int) -> Dropout:
+    def scale(position_R: Tensor) -> Tensor:
+        return Context(0, 0, position_R).dropout_scale("here", F, 0.4)
+
+    return Dropout(torch.arange(tokens) + 100 * rank, scale)
+
+
+def run_once(dispatcher: Dispatcher, experts: Experts, rank: int, kind: str, k: int, dtype: torch.dtype, dropout: bool) -> list[Tensor]:
+    """Output, and the gradients of input, gates and weights for a fixed gradient of the output."""
+    routing = routing_of(kind, rank, k)
+    x_TD = random(len(routing.expert_TK), D, seed=50 + rank).to(dtype).requires_grad_()
+    y_TD = dispatcher.run(x_TD, routing, experts, dropout=dropout_of(rank, len(x_TD)) if dropout else None)
+    leaves = [x_TD, routing.gate_TK, *experts.parameters()]
+    assert y_TD.dtype == dtype and y_TD.shape == x_TD.shape
+    return [y_TD.detach(), *torch.autograd.grad((y_TD.float() * x_TD.detach().float().cos()).sum(), leaves)]
+
+
+@cache
+def wanted(world: int, dtype: torch.dtype, dropout: bool) -> dict[tuple[str, int], tuple[list[list[Tensor]], list[Tensor]]]:
+    """On one process, with every expert: (each rank's output and gradients of input and gates; gradients of weights, summed)."""
+    found = {}
+    mesh = Mesh.of(Degrees())
+    for kind, k in CASES:
+        each = [run_once(Local(), experts_of(mesh, None), rank, kind, k, dtype, dropout) for rank in range(world)]
+        found[kind, k] = [e[:3] for e in each], [sum(grads) for grads in zip(*(e[3:] for e in each), strict=True)]
+    return found
+
+
+def on_rank(rank: int, degrees: dict[str, int], settings: dict[str, Any], placement: list[int] | None, bf16: bool, dropout: bool) -> Any:
+    world = degrees["dp"]
+    mesh = process.connect(Degrees(**degrees), World(rank, world))
+    placed = None if placement is None else tuple(placement)
+    dispatcher = build(sections.Dispatch(**settings), mesh, placement=placed)
+    experts = experts_of(mesh, placed)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return [run_once(dispatcher, experts, rank, kind, k, dtype, dropout) for kind, k in CASES]
+
+
+def compare(
+    name: str, degrees: dict[str, int], *, placement: tuple[int, ...] | None = None, bf16: bool = False, dropout: bool = False
+) -> None:
+    world, ep, etp = degrees["dp"], degrees.get("ep", 1), degrees.get("etp", 1)
+    settings = SETTINGS[name]
+    inner = {"ep_inner": settings["node_size"]} if "node_size" in settings else {}
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    ranks = run_on_ranks(on_rank, world, degrees | inner, settings, placement and list(placement), bf16, dropout, timeout_s=60)
+    mesh = [Mesh.of(Degrees(**degrees), rank) for rank in range(world)]
+    for number, case in enumerate(CASES):
+        each, sums = wanted(world, dtype, dropout)[case]
+        for rank in range(world):
+            for what, got, want in zip(("y", "x", "gates"), ranks[rank][number], each[rank], strict=False):
+                close(got, want, f"{name} {case} rank {rank} {what}", dtype)
+        for i, (matrix, want) in enumerate(zip(("w1", "w2", "w3"), sums, strict=True)):
+            got = torch.zeros_like(want)
+            for rank in range(world):  # copies of a part (edp) each saw the tokens of their own group
+                held = (placement or tuple(range(E)))[mesh[rank].axis("ep").index * E // ep :][: E // ep]
+                units, at = F // etp, mesh[rank].axis("etp").index
+                part = got.narrow(HIDDEN_DIM[matrix], at * units, units)
+                part.index_add_(0, torch.tensor(held), ranks[rank][number][3 + i])
+            close(got, want, f"{name} {case} {matrix}", dtype)
+
+
+LAYOUTS = [
+    *((name, {"dp": 2, "ep": 2}) for name in SETTINGS),
+    *((name, {"dp": 4, "ep": 4}) for name in SETTINGS),
+    ("all_to_all", {"dp": 4, "ep": 2}),
+    ("all_to_all", {"dp": 2, "etp": 2}),
+    *((name, {"dp": 4, "ep": 2, "etp": 2}) for name in SETTINGS),
+]
+
+
+@pytest.mark.parametrize(("name", "degrees"), LAYOUTS, ids=[f"{n}-{'-'.join(f'{a}{s}' for a, s in d.items())}" for n, d in LAYOUTS])
+def test_every_dispatcher_equals_local(name: str, degrees: dict[str, int]) -> None:
+    compare(name, degrees)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_in_bf16_too(name: str) -> None:
+    compare(name, {"dp": 2, "ep": 2}, bf16=True)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_with_experts_placed_anywhere_and_dropout_inside_them(name: str) -> None:
+    """Masks are the token's and the hidden unit's own, wherever its row goes and however the unit's matrix is cut."""
+    compare(name, {"dp": 2, "ep": 2}, placement=PLACEMENT, dropout=True)
+
+
+@pytest.mark.parametrize("name", ["all_to_all", "padded", "all_gather", "hierarchical", "chunked"])
+def test_parts_of_experts_have_parts_of_the_masks(name: str) -> None:
+    compare(name, {"dp": 4, "ep": 2, "etp": 2}, placement=PLACEMENT, dropout=True)
+
+
+def _bits_on_rank(rank: int) -> list[list[Tensor]]:
+    mesh = process.connect(Degrees(dp=4, ep=4, ep_inner=2), World(rank, 4))
+    ways: list[Dispatcher] = [
+        AllToAll(mesh.axis("ep")),
+        Padded(mesh.axis("ep")),
+        Hierarchical(mesh.axis("ep_inner"), mesh.axis("ep_outer")),
+    ]
+    return [run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False) for way in ways]
+
+
+def test_rows_reach_an_expert_in_the_same_order_by_every_way() -> None:
+    """By source rank, then token: so the experts' numbers and gradients are the same to the bit.
+
+    Chunks bring rows in that order too, but their experts are multiplied in other blocks (kernels/grouped.py), which round otherwise.
+    """
+    for first, *others in run_on_ranks(_bits_on_rank, 4, timeout_s=60):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+# --- padded ---------------------------------------------------------------------------------------------------------------
+
+
+def _padded_on_rank(rank: int) -> list[Any]:
+    mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
+    routing = routing_of("all to one expert", 0, 1)
+    routing = Routing(routing.expert_TK, routing.gate_TK, routing.kept_TK, routing.probs_TE, routing.logits_TE, 7, 2)
+    seen: list[int] = []
+    experts = experts_of(mesh, None)
+    real = experts.forward
+
+    def forward(rows_RD: Tensor, **rest: Any) -> Tensor:
+        seen.append(len(rows_RD))
+        return real(rows_RD, **rest)
+
+    experts.forward = forward  # type: ignore[method-assign]
+    reset_counts()
+    Padded(mesh.axis("ep")).run(random(5, D), routing, experts)
+    found = {name: c.bytes for (_, name), c in counts().items()}
+    return [seen, found]
+
+
+def test_blocks_are_the_capacity_and_empty_slots_are_no_rows_of_a_product() -> None:
+    """Capacity 7 in 2 groups: 14 slots for each expert, whoever fills them; nothing is agreed. Expert 2's rank computes 10 rows."""
+    for rank, (seen, found) in enumerate(run_on_ranks(_padded_on_rank, 2, timeout_s=60)):
+        assert seen == [10 if rank == 0 else 0]
+        assert found == {"counts": E * 8, "all_to_all": 2 * E * 14 * D * 4}
+
+
+# --- chunked --------------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """What happens, in order: who starts an exchange, waits for one, or computes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        leave, land = collectives.Flight.leave, collectives.Flight.land
+
+        def told_leave(*args: Any) -> Tensor:
+            self.events.append("start")
+            return leave(*args)
+
+        def told_land(flight: Any) -> None:
+            self.events.append("wait")
+            land(flight)
+
+        patch.setattr(collectives.Flight, "leave", told_leave)
+        patch.setattr(collectives.Flight, "land", told_land)
+
+    def network(self, rows_RD: Tensor, experts: Experts, *, weights: Any, counts: list[int], **rest: Any) -> Tensor:
+        self.events.append("compute")
+        out_RD: Tensor = experts(rows_RD, counts=counts, weights=weights)
+        out_RD.register_hook(lambda grad: self.events.append("compute backward"))
+        return out_RD
+
+
+def in_flight(events: list[str], what: str) -> Iterator[int]:
+    """How many exchanges are on their way at each computation."""
+    flying = 0
+    for event in events:
+        flying += (event == "start") - (event == "wait")
+        if event == what:
+            yield flying
+
+
+def _overlap_on_rank(rank: int) -> list[Any]:
+    mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        told = Told(patch)
+        way = Chunked(mesh.axis("ep"), 4, network=told.network)
+        run_once(way, experts_of(mesh, None), rank, "uneven", 2, torch.float32, False)
+    return [list(in_flight(told.events, "compute")), list(in_flight(told.events, "compute backward")), told.events.count("start")]
+
+
+def test_while_a_run_computes_others_travel_in_both_passes() -> None:
+    for forward, backward, exchanges in run_on_ranks(_overlap_on_rank, 2, timeout_s=60):
+        assert forward == [1, 2, 3, 3]  # the next run's rows, and the results of those before
+        assert len(backward) == 4 and min(backward) >= 1 and backward[0] == 3
+        assert exchanges == 16
+
+
+def _gradients_on_rank(rank: int) -> list[Any]:
+    mesh = process.connect(Degrees(dp=2, ep=2), World(rank, 2))
+    experts = experts_of(mesh, None)
+    parts = experts.runs(4)
+    sum((w.w1.square().sum() + w.w2.sum()) * (i + 1) for i, w in enumerate(parts)).backward()  # type: ignore[union-attr]
+    assert experts.w1.grad is not None
+    nodes = {w.w1.grad_fn for w in parts}
+    return [len(nodes), torch.equal(experts.w1.grad, 2 * experts.w1.detach() * torch.arange(1, 5).view(4, 1, 1))]
+
+
+def test_the_gradients_of_all_runs_meet_in_one_tensor() -> None:
+    """One node of the graph hands out all runs, and takes all their gradients: no run makes a whole one."""
+    assert run_on_ranks(_gradients_on_rank, 2, timeout_s=60) == [[1, True]] * 2
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
+    one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
+    kinds = {"all_to_all": AllToAll, "padded": Padded, "all_gather": AllGather, "hierarchical": Hierarchical, "chunked": Chunked}
+    for name, settings in SETTINGS.items():
+        assert type(build(sections.Dispatch(**settings), one)) is Local
+        assert type(build(sections.Dispatch(**settings), four)) is kinds[name]
+    assert type(build(sections.Dispatch(), Mesh.of(Degrees(dp=2, etp=2)))) is AllToAll

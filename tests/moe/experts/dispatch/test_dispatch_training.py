@@ -1,0 +1,135 @@
+"""Training with experts spread in every way equals training on one process: losses, norms, weights, and what is saved.
+
+The model, batches and step are those of `moe verify`; the engines are real ones on forked gloo ranks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.train import state
+from moe.verify.verify import Case
+from parallel.checkpoint import pieces
+from parallel.data.deepspeed import load_deepspeed
+from parallel.fork import run_on_ranks
+from parallel.process import World
+from tests.support.tiny import CPU, Tiny, start
+
+STEPS = 3
+Trained = tuple[list[float], list[float], dict[str, Tensor]]
+
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"dispatch": {"kind": "padded"}},
+    "all_gather": {"dispatch": {"kind": "all_gather"}},
+    "hierarchical": {"dispatch": {"kind": "hierarchical", "node_size": 2}},
+    "chunked": {"dispatch": {"overlap_chunks": 2}, "degrees": {"ep": 2}},
+    "etp": {"degrees": {"ep": 2, "etp": 2}},
+    "etp alone": {"degrees": {"ep": 1, "etp": 4}},
+    "etp, all_gather": {"degrees": {"ep": 2, "etp": 2}, "dispatch": {"kind": "all_gather"}},
+    "etp, chunked": {"degrees": {"ep": 2, "etp": 2}, "dispatch": {"overlap_chunks": 2}},
+    "recomputed": {"degrees": {"ep": 2, "etp": 2}, "dispatch": {"overlap_chunks": 2}, "recompute": {"kind": "full"}},
+}
+
+
+def case_of(model: str, kind: str, world: int) -> Case:
+    return Case(model, kind, world, world, 1, "fp32")
+
+
+def trained(tiny: Tiny, first: int = 0) -> Trained:
+    """Losses, norms, and weights by the names of checkpoints, as far as they are held here."""
+    losses, norms = [], []
+    for step in range(first, first + STEPS):
+        losses.append(tiny.accumulate(step).loss)
+        norms.append(tiny.finish().total)
+    return losses, norms, held(tiny)
+
+
+def held(tiny: Tiny) -> dict[str, Tensor]:
+    found = {}
+    for name, layout in tiny.engine.layouts.items():
+        parts = tiny.engine.state(name)
+        if layout.is_owner(tiny.mesh):
+            for kind, tensor in parts.items():
+                for piece in pieces(name, layout, tiny.mesh, tensor):
+                    found[f"{piece.name}/{kind}@{','.join(map(str, piece.start))}"] = piece.tensor.detach().clone()
+    return found
+
+
+@cache
+def alone(model: str) -> Trained:
+    return trained(start(case_of(model, "ddp", 1), 0))
+
+
+def check(got: list[Any], want: Trained) -> None:
+    """Every rank's numbers, and every piece of every parameter and moment, each somewhere and once."""
+    whole = {name.split("@")[0]: tensor for name, tensor in want[2].items()}
+    seen = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    for losses, norms, parts in got:
+        assert losses == pytest.approx(want[0], rel=1e-5) and norms == pytest.approx(want[1], rel=1e-5)
+        for key, part in parts.items():
+            name, _, at = key.partition("@")
+            region = tuple(slice(a, a + n) for a, n in zip(map(int, at.split(",")), part.shape, strict=True)) if at else ()
+            limit = 2e-5 * float(whole[name].abs().max())
+            assert float((part - whole[name][region]).abs().max()) <= limit, key
+            seen[name][region] += 1
+    assert all(bool((tensor == 1).all()) for tensor in seen.values())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1"])
+@pytest.mark.parametrize("model", ["switch", "gshard"])
+def test_every_way_trains_as_one_process_does(kind: str, model: str) -> None:
+    """gshard has a random second expert, dropout in the experts and a shared one; switch drops, jitters and has a z loss."""
+    if kind == "zero1":
+        load_deepspeed()
+
+    def work(rank: int) -> dict[str, Any]:
+        chosen = WAYS if (kind, model) in (("ddp", "gshard"), ("zero1", "switch")) else {n: WAYS[n] for n in ("etp", "chunked")}
+        return {name: list(trained(start(case_of(model, kind, 4), rank, **sections))) for name, sections in chosen.items()}
+
+    ranks = run_on_ranks(work, 4, timeout_s=120)
+    for name in ranks[0]:
+        check([r[name] for r in ranks], alone(model))
+
+
+@pytest.mark.parametrize(("before", "after"), [("etp", "padded"), ("padded", "etp alone")])
+def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str, after: str) -> None:
+    """Saved after three steps and resumed: the next three are those of one process that never stopped."""
+
+    def work(rank: int) -> Any:
+        counters, options = state.Counters(), {"scale": state.LossScale.of("none")}
+        one = start(case_of("switch", "ddp", 4), rank, **WAYS[before])
+        trained(one)
+        counters.step = counters.updates = STEPS
+        recipe = one.run.model_dump(mode="json")
+        state.save(tmp_path, one.engine, one.mesh, counters=counters, recipe=recipe, tokenizer={}, data="text", keep=1, **options)
+        other = start(case_of("switch", "ddp", 4), rank, train={"seed": 8}, **WAYS[after])
+        other.run = one.run
+        again = state.Counters()
+        found = state.resume(tmp_path, other.engine, other.mesh, counters=again, data="text", recipe=recipe, log=lambda _: None, **options)
+        assert found and again == counters
+        return list(trained(other, first=STEPS))
+
+    unbroken = start(case_of("switch", "ddp", 1), 0)
+    trained(unbroken)
+    check(run_on_ranks(work, 4, timeout_s=90), trained(unbroken, first=STEPS))
+
+
+def test_parts_of_an_expert_start_from_the_bits_of_the_whole() -> None:
+    """Initialisation draws each expert's whole matrix by its global name; a rank keeps its part."""
+    from moe.parallelize.build import build
+    from parallel.mesh import Degrees, Mesh
+
+    run = case_of("gshard", "ddp", 1).run().check(1)
+    whole = dict(build(run, Mesh.of(Degrees()), device=CPU)[0].named_parameters())
+    for rank in range(4):
+        mesh = Mesh.of(Degrees(dp=4, ep=2, etp=2), World(rank, 4).rank)
+        model, layouts = build(run, mesh, device=CPU)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole[name][layouts[name].region(mesh)]), name
+            assert layouts[name].local_shape(mesh) == tuple(parameter.shape)

@@ -1,0 +1,387 @@
+"""The Triton kernels equal the reference: values and every gradient; on a GPU compiled, elsewhere in Triton's interpreter (conftest.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moe.experts.layer import MoELayer
+from moe.kernels import Plan, auto, choose, cpu, reference
+from moe.nn.context import Context
+from moe.recipe import sections
+from parallel.errors import BadInput
+
+pytest.importorskip("triton", reason="Triton's package is not installed; it has none for this system", exc_type=ImportError)
+
+from moe.kernels import triton  # noqa: E402
+from moe.kernels.triton import network  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# T tokens, K choices, R rows, E experts, D model, F hidden; more than one tile of each, none of them whole
+T, E, D, F = 37, 5, 36, 44
+FFNS = ["relu", "gelu", "geglu", "swiglu"]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def planned(kind: str, k: int, *, tokens: int = T, num_experts: int = E) -> Plan:
+    scores_TE = random(tokens, num_experts, seed=len(kind))
+    if kind == "one takes all":
+        scores_TE[:, 3] += 100
+    if kind == "empty experts":
+        scores_TE[:, [0, num_experts - 1]] -= 100
+    share = {"drops": 0.4, "nothing kept": 2.0}.get(kind, -1.0)
+    kept_TK = (torch.rand(tokens, k, generator=torch.Generator().manual_seed(9)) > share).to(DEVICE)
+    return cpu.plan(scores_TE.topk(k).indices, kept_TK, num_experts=num_experts)
+
+
+PLANS = pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(planned(kind, k), id=f"{kind}, k={k}")
+        for kind, k in [("even", 1), ("drops", 2), ("one takes all", 1), ("empty experts", 3), ("nothing kept", 2), ("even", E)]
+    ],
+)
+
+
+def weights(ffn: str, *, num_experts: int = E, d: int = D, f: int = F, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(num_experts, d, f), (num_experts, f, d), (num_experts, d, f)][: 3 if "glu" in ffn else 2]
+    return [random(*shape, seed=i, dtype=dtype) * shape[1] ** -0.5 for i, shape in enumerate(shapes, 1)]
+
+
+Function = Callable[[ModuleType, list[Tensor]], Tensor]
+
+
+def results(kernels: ModuleType, function: Function, inputs: list[Tensor]) -> list[Tensor]:
+    """The value and the gradient of every input."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    out = function(kernels, leaves)
+    out.backward(random(*out.shape, seed=77, dtype=out.dtype))
+    assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+def both(function: Function, *inputs: Tensor, tolerance: float = 1e-6) -> None:
+    for want, got in zip(*(results(kernels, function, list(inputs)) for kernels in (reference, triton)), strict=True):
+        assert got.dtype == want.dtype
+        largest = want.abs().max().item() if want.numel() else 0.0
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * max(1.0, largest))
+
+
+def errors(function: Function, *inputs: Tensor) -> list[float]:
+    """Of the triton kernels in their inputs' dtypes, against the reference with all inputs in fp32: relative, in the 2-norm."""
+    found = [results(reference, function, [t.float() for t in inputs]), results(triton, function, list(inputs))]
+    return [((got.float() - want).norm() / want.norm()).item() for want, got in zip(*found, strict=True)]
+
+
+def layer_of(ffn: str, *, plan: Plan, dropped_RF: Tensor | None = None) -> Function:
+    """routed_ffn of [x, gates, w1, w2, w3]."""
+
+    def run(kernels: ModuleType, t: list[Tensor]) -> Tensor:
+        dropped = None if dropped_RF is None else dropped_RF.to(t[0].dtype)
+        return kernels.routed_ffn(t[0], t[1], plan, *t[2:4], t[4] if len(t) > 4 else None, ffn=ffn, dropped_RF=dropped)  # type: ignore[no-any-return]
+
+    return run
+
+
+# --- integers: exactly --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 70), st.integers(1, 70), st.integers(1, 4), st.floats(0, 1))
+@settings(max_examples=25)
+def test_routing_is_the_references(seed: int, groups: int, each: int, num_experts: int, k: int, active: float) -> None:
+    generator, k = torch.Generator().manual_seed(seed), min(k, num_experts)
+    scores_TE = torch.rand(groups * each, num_experts, generator=generator)
+    scores_TE = torch.where(scores_TE < 0.3, -torch.inf, (4 * scores_TE).round()).to(DEVICE)  # many equal ones, and some that are masked
+    expert_TK = triton.top_k(scores_TE, k)
+    assert torch.equal(expert_TK, reference.top_k(scores_TE, k)) and expert_TK.dtype == torch.int64
+    active_TK = (torch.rand(expert_TK.shape, generator=generator) <= active).to(DEVICE)
+    slot_TK = triton.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts)
+    assert torch.equal(slot_TK, reference.slots(expert_TK, active_TK, num_groups=groups, num_experts=num_experts))
+    kept_TK = active_TK & (slot_TK < 3)
+    got, want = (m.plan(expert_TK, kept_TK, num_experts=num_experts) for m in (triton, reference))
+    assert torch.equal(got.choice_R, want.choice_R) and torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
+    assert got.choice_R.dtype == got.row_TK.dtype == got.counts_E.dtype == torch.int64
+
+
+def test_scores_that_are_not_numbers_still_choose_experts_that_exist_each_once() -> None:
+    scores_TE = random(6, E)
+    scores_TE[1], scores_TE[2, 3], scores_TE[3], scores_TE[4] = torch.nan, torch.nan, -torch.inf, torch.inf
+    expert_TK = triton.top_k(scores_TE, E)
+    assert torch.equal(expert_TK.sort(-1).values, torch.arange(E, device=DEVICE).expand(6, E)) and expert_TK[2, 0] == 3
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=9))
+@settings(max_examples=15)
+def test_tiles_cover_every_row_once_each_with_one_expert(counts: list[int]) -> None:
+    rows = network.arrange(torch.tensor(counts, device=DEVICE), rows=sum(counts), dtype=torch.float32, plan=None)
+    used = [tile for tile in rows.tiles.tolist() if tile[0] >= 0]
+    starts = torch.tensor(counts).cumsum(0) - torch.tensor(counts)
+    want = [
+        [expert, first, int(starts[expert]) + count]
+        for expert, count in enumerate(counts)
+        for first in range(int(starts[expert]), int(starts[expert]) + count, rows.tile_rows)
+    ]
+    assert used == want == rows.tiles.tolist()[: len(want)]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------------
+
+
+@PLANS
+def test_permute_and_combine_equal_the_reference(plan: Plan) -> None:
+    rows = len(plan.choice_R)
+    both(lambda kernels, t: kernels.permute(t[0], plan), random(T, D))
+    both(lambda kernels, t: kernels.combine(t[0], t[1], plan), random(rows, D), random(*plan.row_TK.shape, seed=1))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_reorder_equals_the_reference(rows: int) -> None:
+    order_R = torch.randperm(rows, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    both(lambda kernels, t: kernels.reorder(t[0], order_R), random(rows, D))
+
+
+def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
+    """256 (1 + 2^-9) + 1 is 257.5, in bf16 258; with the gate, the products or the sum in bf16 it would be 256."""
+    plan = triton.plan(torch.tensor([[0, 1]], device=DEVICE), torch.ones(1, 2, dtype=torch.bool, device=DEVICE), num_experts=2)
+    rows = torch.tensor([[256.0], [1.0]], dtype=torch.bfloat16, device=DEVICE)
+    assert triton.combine(rows, torch.tensor([[1.0 + 2.0**-9, 1.0]], device=DEVICE), plan).item() == 258.0
+
+
+# --- the experts' network -----------------------------------------------------------------------------------------------
+
+
+@PLANS
+def test_routed_ffn_equals_the_reference(plan: Plan) -> None:
+    both(layer_of("swiglu", plan=plan), random(T, D), random(*plan.row_TK.shape, seed=6), *weights("swiglu"), tolerance=3e-6)
+
+
+@pytest.mark.parametrize("ffn", FFNS)
+def test_every_activation_equals_the_reference_with_dropout_inside(ffn: str) -> None:
+    plan = planned("drops", 2)
+    rows = len(plan.choice_R)
+    dropped_RF = (random(rows, F, seed=5) > 0).float() * 2
+    if ffn == "swiglu":
+        both(layer_of(ffn, plan=plan, dropped_RF=dropped_RF), random(T, D), random(T, 2, seed=6), *weights(ffn), tolerance=3e-6)
+
+    def grouped(kernels: ModuleType, t: list[Tensor]) -> Tensor:
+        named = {"counts": plan.counts_E.tolist(), "ffn": ffn, "dropped_RF": dropped_RF}
+        return kernels.grouped_ffn(t[0], t[1], t[2], t[3] if len(t) > 3 else None, **named)  # type: ignore[no-any-return]
+
+    both(grouped, random(rows, D), *weights(ffn), tolerance=3e-6)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50), st.integers(1, 50))
+@settings(max_examples=8)
+def test_grouped_ffn_of_any_shape_equals_the_reference(counts: list[int], d: int, f: int) -> None:
+    inputs = random(sum(counts), d), *weights("geglu", num_experts=len(counts), d=d, f=f)
+    both(lambda kernels, t: kernels.grouped_ffn(*t, counts=counts, ffn="geglu"), *inputs, tolerance=3e-6)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("master", ["own", "fp32"])
+def test_half_precision_rounds_a_few_times_and_sums_in_fp32(dtype: torch.dtype, bound: float, master: str) -> None:
+    """Measured: at most 0.6 of the bound, which is 4 roundings to nearest; sums in 16 bits would be above it. Weights may be fp32."""
+    plan = planned("drops", 2)
+    matrices = [w if master == "fp32" else w.to(dtype) for w in weights("swiglu", dtype=dtype)]
+    if master == "fp32":
+        matrices = [w.float() for w in matrices]
+    found = errors(layer_of("swiglu", plan=plan), random(T, D, dtype=dtype), random(T, 2, seed=6), *matrices)
+    assert max(found) < bound, found
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+def test_an_infinite_gradient_stays_with_its_expert() -> None:
+    """Zeros stand beyond an expert's last row on both sides of a weight's gradient: 0 times infinity would be NaN elsewhere."""
+    counts, x = [20, 13, 7], random(40, D)
+    x[19], x[33] = torch.inf, torch.nan
+    w1, w2 = (w.requires_grad_() for w in weights("relu", num_experts=3))
+    triton.grouped_ffn(x, w1, w2, None, counts=counts, ffn="relu").sum().backward()
+    assert [bool(w1.grad[e].isfinite().all()) for e in range(3)] == [False, True, False]  # type: ignore[index]
+
+
+def test_frozen_weights_and_tokens_without_gradient_are_left_out() -> None:
+    plan, inputs = planned("drops", 2), [random(T, D), random(T, 2, seed=6), *weights("swiglu")]
+    whole = results(triton, layer_of("swiglu", plan=plan), inputs)
+    for wanted in (0, 3, 4):  # w1 and w3 share a kernel
+        leaves = [t.clone().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+        out = layer_of("swiglu", plan=plan)(triton, leaves)
+        out.backward(random(*out.shape, seed=77))
+        assert [leaf.grad is not None for leaf in leaves] == [i == wanted for i in range(len(inputs))]
+        assert torch.equal(leaves[wanted].grad, whole[1 + wanted])  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert torch.equal(layer_of("swiglu", plan=plan)(triton, inputs), whole[0])
+
+
+@pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
+def test_only_tokens_and_pre_activations_are_saved(ffn: str) -> None:
+    """No permuted copy, no expert's output: for k = 3, [T, D] once and [R, F] once or twice."""
+    plan, saved = planned("even", 3), []
+    x, gate, matrices = random(T, D), random(T, 3, seed=6), [w.requires_grad_() for w in weights(ffn)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda _: None):
+        layer_of(ffn, plan=plan)(triton, [x.requires_grad_(), gate, *matrices])
+    activations = [shape for shape in saved if len(shape) == 2]
+    assert activations == [(T, D), (T, 3), *[(3 * T, F)] * (len(matrices) - 1)]
+
+
+def test_torchs_grouped_product_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is the faster one for the plain products (Hopper, bf16), the rest around it is the same."""
+    plan, d, f = planned("empty experts", 2), 48, 64
+    inputs = random(T, d, dtype=torch.bfloat16), random(T, 2, seed=6), *weights("gelu", d=d, f=f)
+    seen: list[bool] = []
+    monkeypatch.setattr(network, "torch_multiplies", lambda rows, w: seen.append(True) or True)
+    assert max(errors(layer_of("gelu", plan=plan), *inputs)) < 2.0**-7
+    assert len(seen) == 2  # forward down, and back to the tokens
+
+
+# --- the layer ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["switch", "gshard"])
+def test_a_layer_is_the_same_with_both_kernels(preset: str) -> None:
+    found = []
+    for kernels in ("reference", "triton"):
+        settings = sections.Router(preset=preset, capacity_factor=1.0, jitter=0.1)
+        layer = MoELayer(sections.Experts(num_experts=E, kernels=kernels, dropout=0.3), settings, d_model=D, d_ff=F, ffn="geglu", layer=1)
+        layer.to(DEVICE)
+        for i, p in enumerate(layer.parameters()):
+            p.data.copy_(random(*p.shape, seed=i) * 0.2)
+        x = random(2, 20, D).requires_grad_()
+        y, report = layer(x, Context.of(x[..., 0], seed=3))
+        y.square().sum().backward()
+        found.append([y.detach(), x.grad, report.kept, *(p.grad for p in layer.parameters())])
+    assert 0 < int(found[0][2]) < 2 * 20 * (1 if preset == "switch" else 2)
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * max(1.0, want.abs().max().item()))
+
+
+# --- names and devices --------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_chosen_by_name_and_by_the_device_of_the_tensors() -> None:
+    assert choose("triton") is triton and choose() is choose("auto") is auto
+    assert auto.kernels_of(torch.zeros(1)) is cpu
+    both(lambda kernels, t: (auto if kernels is triton else kernels).permute(t[0], planned("drops", 2)), random(T, D))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("choose('auto'); import moe.experts.layer; assert 'triton' not in sys.modules", ""),
+        ("choose('triton')", "experts.kernels: got triton where torch sees no GPU, needed a GPU; fix: set it to auto"),
+        ("sys.modules['triton'] = None; sys.meta_path.clear(); choose('triton')", "got triton, which is not installed"),
+    ],
+    ids=["auto leaves it alone", "no gpu", "not installed"],
+)
+def test_triton_is_imported_only_when_asked_for_and_only_where_it_runs(code: str, said: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    code = f"import sys; from moe.kernels import choose; {code}"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode == 0) == (said == "") and said in ran.stderr, ran.stderr
+
+
+def test_dtypes_without_a_kernel_are_refused() -> None:
+    with pytest.raises(BadInput, match="float64.*float32, bfloat16 or float16"):
+        triton.grouped_ffn(random(3, D, dtype=torch.float64), *weights("relu"), None, counts=[3, 0, 0, 0, 0], ffn="relu")
+
+
+# --- at real sizes ------------------------------------------------------------------------------------------------------
+
+REAL = pytest.mark.parametrize(
+    ("tokens", "d", "f", "num_experts", "k"),
+    [(4096, 1024, 3584, 8, 2), (4096, 2048, 768, 128, 8), (8192, 768, 3072, 128, 1), (1000, 200, 328, 16, 2)],
+    ids=["few wide experts", "many narrow experts", "top-1", "nothing a multiple of a tile"],
+)
+
+
+@pytest.mark.gpu
+@REAL
+@pytest.mark.parametrize("kind", ["drops", "one takes all"])
+def test_real_sizes_equal_the_reference(tokens: int, d: int, f: int, num_experts: int, k: int, kind: str) -> None:
+    plan = planned(kind, k, tokens=tokens, num_experts=num_experts)
+    inputs = random(tokens, d), random(tokens, k, seed=6), *weights("swiglu", num_experts=num_experts, d=d, f=f)
+    both(layer_of("swiglu", plan=plan), *inputs, tolerance=1e-5)
+    half = [t if i == 1 else t.bfloat16() for i, t in enumerate(inputs)]
+    assert max(errors(layer_of("swiglu", plan=plan), *half)) < 2.0**-7
+
+
+@pytest.mark.gpu
+@REAL
+def test_two_runs_give_the_same_bits(tokens: int, d: int, f: int, num_experts: int, k: int) -> None:
+    plan = planned("drops", k, tokens=tokens, num_experts=num_experts)
+    matrices = weights("geglu", num_experts=num_experts, d=d, f=f, dtype=torch.bfloat16)
+    inputs = [random(tokens, d, dtype=torch.bfloat16), random(tokens, k, seed=6), *matrices]
+    first, second = (results(triton, layer_of("geglu", plan=plan), inputs) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@REAL
+def test_routing_of_real_sizes_is_the_cpu_kernels(tokens: int, d: int, f: int, num_experts: int, k: int) -> None:
+    scores_TE = random(tokens, num_experts)
+    expert_TK = triton.top_k(scores_TE, k)
+    assert torch.equal(expert_TK, cpu.top_k(scores_TE, k))
+    active_TK = random(tokens, k, seed=1) > -1
+    slot_TK = triton.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts)
+    assert torch.equal(slot_TK, cpu.slots(expert_TK, active_TK, num_groups=4, num_experts=num_experts))
+    got, want = (m.plan(expert_TK, active_TK, num_experts=num_experts) for m in (triton, cpu))
+    assert torch.equal(got.choice_R, want.choice_R) and torch.equal(got.row_TK, want.row_TK) and torch.equal(got.counts_E, want.counts_E)
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits() -> None:
+    """More than 2^31 elements in the rows that move, and in the hidden rows."""
+    tokens, wide = 2**19 + 5, 4100
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 2**35:
+        pytest.skip("needs a GPU of 32 GiB")
+    expert_TK = torch.arange(tokens, device=DEVICE).unsqueeze(1) % 2
+    plan = triton.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=2)
+    x = torch.randn(tokens, wide, device=DEVICE, dtype=torch.bfloat16)
+    assert torch.equal(triton.combine(triton.permute(x, plan), torch.ones(tokens, 1, device=DEVICE), plan), x)
+    del x
+    counts, x = [5, tokens - 5], random(tokens, 64, dtype=torch.bfloat16)
+    w1, w2 = weights("relu", num_experts=2, d=64, f=wide, dtype=torch.bfloat16)
+    y = triton.grouped_ffn(x, w1, w2, None, counts=counts, ffn="relu")
+    want = reference.grouped_ffn(x[-99:].float(), w1[1:].float(), w2[1:].float(), None, counts=[99], ffn="relu")
+    assert (y[-99:].float() - want).norm() < 2.0**-7 * want.norm()
+
+
+@pytest.mark.gpu
+def test_auto_takes_triton_on_a_gpu() -> None:
+    assert auto.kernels_of(torch.zeros(1, device=DEVICE)) is triton
+    assert auto.kernels_of(torch.zeros(1, device=DEVICE, dtype=torch.float64)) is cpu
+    with pytest.raises(BadInput, match="triton for a tensor on cpu"):
+        triton.top_k(torch.zeros(2, 3), 1)
+
+
+# --- for a GPU that is not here -----------------------------------------------------------------------------------------
+
+
+def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
+    """Down to machine code, in tiles as a GPU gets them: into shared memory and registers, bf16 on tensor cores, fp32 not as TF32."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.compiled", "90"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    moves = {"top_k", "count", "rank", "tile_map", "gather", "total", "combine_backward"}
+    assert {f["kernel"].split()[0] for f in found} == moves | {"up", "product", "back", "weights"}
+    for f in found:
+        name, dtype = f["kernel"].split()
+        assert f["shared"] <= 227 * 1024 and not f["tf32"], f
+        assert f["spilled"] <= 64, f  # bytes a thread, of some 1,000 that its registers hold
+        assert f["tensor_cores"] == (name not in moves and dtype == "torch.bfloat16"), f

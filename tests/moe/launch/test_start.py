@@ -1,0 +1,348 @@
+"""The launching parent: whatever happens to the ranks or to itself, the exit code tells it and no process is left.
+
+The ranks here are a few lines without torch. Most cases use a launcher with the faults of the real ones (it passes no signal
+on and exits with 0 whatever its ranks did), which starts in no time; torchrun and DeepSpeed follow with the decisive cases.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moe.launch import environment, start
+from moe.launch.processes import Rank
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "MOE_TEST_MARK"
+
+RANK_PROGRAM = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from moe.launch.processes import die_with_parent
+
+die_with_parent()
+mode, rank = sys.argv[1], int(os.environ["RANK"])
+out = Path(sys.argv[sys.argv.index("--out") + 1])
+(out / f"args-{rank}.json").write_text(json.dumps([sys.argv[1:], dict(os.environ)]))
+
+def leave(code, error=None):
+    (out / ".status" / f"{rank}.json").write_text(json.dumps({"exit": code, "pid": os.getpid(), "error": error}))
+    os._exit(code)
+
+def saved(number, frame):
+    (out / f"signal-{rank}").write_text(signal.Signals(number).name)
+    time.sleep(0.2)  # a save
+    leave(75)
+
+if mode == "fine":
+    leave(0)
+if mode == "wordless":
+    os._exit(0) if rank == 1 else leave(0)
+if mode == "teardown":
+    (out / ".status" / f"{rank}.json").write_text(json.dumps({"exit": 0}))
+    os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else os._exit(0)
+if mode == "exit3" and rank == 1:
+    time.sleep(1.0)  # long enough to be found
+    leave(3, "ValueError: three")
+if mode == "badinput":
+    leave(2, "data.path: got a short text")
+if mode == "sigkill" and rank == 1:
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "waits":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, saved)
+if mode == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen(["sleep", "300"], start_new_session=True)
+(out / f"ready-{rank}").touch()
+time.sleep(60)
+leave(1, "nobody stopped it")
+"""
+
+FAULTY_LAUNCHER = """
+import os, subprocess, sys, time
+ranks = [subprocess.Popen([sys.executable, "-m", *sys.argv[2:]], env=os.environ | {"RANK": str(r)}) for r in range(int(sys.argv[1]))]
+while any(rank.poll() is None for rank in ranks):
+    if any(rank.poll() not in (None, 0, 75) for rank in ranks):
+        for rank in ranks:
+            rank.kill()
+    time.sleep(0.3)
+"""
+
+DRIVER = """
+import signal, sys
+from pathlib import Path
+from moe.launch import start
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and that is inherited
+if sys.argv[2] == "faulty":
+    start._command = lambda *_, module, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", module]
+mode, launcher, out = sys.argv[1:]
+sys.exit(start.start(mode, {"train.seed": "-1"}, nproc=2, launcher=launcher, out=Path(out), module="rank_program", grace_s=2.0))
+"""
+
+
+class Launch:
+    """`start` in a process of its own, with everything it starts recognisable by a mark in the environment."""
+
+    def __init__(self, out: Path, mode: str, launcher: str) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "rank_program.py").write_text(RANK_PROGRAM)
+        (out / "faulty.py").write_text(FAULTY_LAUNCHER)
+        self.out, self.mark = out, uuid.uuid4().hex
+        env = os.environ | {MARK: self.mark, "PYTHONPATH": f"{out}{os.pathsep}{ROOT}"}
+        env.pop("OMP_NUM_THREADS", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, mode, launcher, str(out)], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
+        """The exit code and stderr, once it has ended and nothing else of it is alive."""
+        _, error = self.process.communicate(timeout=timeout_s)
+        assert self.family() == []
+        return self.process.returncode, error
+
+    def ready(self, timeout_s: float = 40.0) -> None:
+        until = time.monotonic() + timeout_s
+        while not all((self.out / f"ready-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < until and self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+
+    def family(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[type]:
+    started: list[Launch] = []
+
+    def make(mode: str, launcher: str = "faulty") -> Launch:
+        started.append(Launch(tmp_path / "run", mode, launcher))
+        return started[-1]
+
+    yield make
+    for one in started:
+        for pid in one.family():
+            os.kill(pid, signal.SIGKILL)
+        one.process.communicate()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [
+        ("fine", 0, r"^$"),
+        ("wordless", 1, r"rank 1 "),
+        ("teardown", 0, r"^$"),  # this launcher hides it; the work was done and said to be
+        ("exit3", 1, r"^rank 1 ended with exit code 3: ValueError: three$"),
+        ("badinput", 2, r"^$"),
+        ("sigkill", 1, r"^rank 1 ended with signal SIGKILL"),
+    ],
+)
+def test_exit_code_is_what_the_ranks_did(launch, mode: str, code: int, said: str) -> None:
+    got, error = launch(mode).end()
+    assert (got, bool(re.search(said, error.splitlines()[0] if error else ""))) == (code, True), error
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("number", "received"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGHUP, "SIGTERM")])
+def test_every_rank_receives_the_signal_at_once_and_saves(launch, number: signal.Signals, received: str) -> None:
+    run = launch("waits")
+    run.ready()
+    run.process.send_signal(number)
+    code, error = run.end()
+    assert code == 75 and "exit code 75: every rank saved" in error
+    at = [(run.out / f"signal-{rank}").stat().st_mtime for rank in range(2)]
+    assert [(run.out / f"signal-{rank}").read_text() for rank in range(2)] == [received] * 2
+    assert abs(at[0] - at[1]) < 0.5
+
+
+@pytest.mark.timeout(60)
+def test_deaf_ranks_and_their_children_are_killed_after_the_grace(launch) -> None:
+    run = launch("deaf")
+    run.ready()
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGTERM)
+    code, error = run.end()
+    assert code == 1 and "rank 0 was killed: it had not stopped" in error
+    assert 2.0 <= time.monotonic() - sent < 8.0
+
+
+@pytest.mark.timeout(60)
+def test_a_second_signal_ends_at_once_but_an_echo_of_the_first_does_not(launch) -> None:
+    run = launch("waits")
+    run.ready()
+    run.process.send_signal(signal.SIGTERM)
+    run.process.send_signal(signal.SIGINT)  # `timeout` signals a process and then its group
+    assert run.end()[0] == 75
+
+    deaf = launch("deaf")
+    (deaf.out / "ready-0").unlink(), (deaf.out / "ready-1").unlink()
+    deaf.ready()
+    deaf.process.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    sent = time.monotonic()
+    deaf.process.send_signal(signal.SIGTERM)
+    assert deaf.end()[0] == 1 and time.monotonic() - sent < 1.5
+
+
+@pytest.mark.timeout(60)
+def test_ranks_die_with_the_parent_that_was_killed(launch) -> None:
+    run = launch("deaf")
+    run.ready()
+    ranks = {pid for pid in run.family() if psutil.Process(pid).cmdline()[1:3] == ["-m", "rank_program"]}
+    assert len(ranks) == 2
+    run.process.kill()
+    until = time.monotonic() + 10
+    while ranks & set(run.family()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not ranks & set(run.family())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str) -> None:
+    run = launch("waits", launcher)
+    run.ready(80)
+    run.process.send_signal(signal.SIGTERM)
+    code, error = run.end(80)
+    assert code == 75, error
+    lines = error.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("stopping: SIGTERM passed to 2 ranks"), error
+    for rank in range(2):
+        words, env = json.loads((run.out / f"args-{rank}.json").read_text())
+        assert words == ["waits", "--train.seed=-1", "--out", str(run.out)]
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert env["OMP_NUM_THREADS"] == str(max(1, environment.usable_cores() // 2))
+        assert Path(env["TORCH_EXTENSIONS_DIR"]) == environment.extensions_dir()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_real_launchers_never_hide_a_rank_that_was_killed(launch, launcher: str) -> None:
+    run = launch("sigkill", launcher)
+    code, error = run.end(80)
+    assert code == 1
+    assert re.match(r"rank 1 ended with signal SIGKILL", error), error
+    assert "Traceback" not in error and len(error.splitlines()) <= 2, error
+
+
+@pytest.mark.timeout(120)
+def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
+    """DeepSpeed's runner exits with 0 after its launch.py was killed, and the ranks live on."""
+    run = launch("waits", "deepspeed")
+    run.ready(80)
+    inner = [pid for pid in run.family() if "deepspeed.launcher.launch" in psutil.Process(pid).cmdline()]
+    assert len(inner) == 1
+    os.kill(inner[0], signal.SIGKILL)
+    assert run.end()[0] == 1
+
+
+# --- without processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "launcher_code", "code", "said"),
+    [
+        ({0: {"exit": 0}, 1: {"exit": 0}}, 0, 0, ""),
+        ({0: {"exit": 75}, 1: {"exit": 75}}, 75, 75, "every rank saved"),
+        ({0: {"exit": 0}, 1: {"exit": 0}}, 247, 1, "the launcher ended with signal SIGKILL"),
+        ({0: {"exit": 0}, 1: {"exit": 75}}, 0, 1, "[0, 75]"),
+        ({0: {"exit": 0}}, 0, 1, "rank 1 ended with no word"),
+        ({0: {"exit": 0}}, 247, 1, "rank 1 ended with signal SIGKILL"),
+        ({0: {"exit": 75}}, 139, 1, "rank 1 ended with signal SIGSEGV"),
+        ({}, 1, 1, "no rank started: the launcher ended with exit code 1"),
+        ({0: {"exit": 1, "error": "x"}, 1: {"exit": 2, "error": "data.path: y"}}, 1, 2, "error: data.path: y"),
+    ],
+)
+def test_verdict_is_zero_only_if_every_rank_said_so(status, launcher_code: int, code: int, said: str) -> None:
+    got, lines = start.verdict(status, [], 2, launcher_code)
+    assert got == code and said in "\n".join(lines)
+
+
+def test_a_signal_before_there_was_anything_to_save_is_not_called_a_stop() -> None:
+    code, lines = start.verdict({0: {"exit": -15}}, [Rank(1, 5, ended_at=1.0, code=-15)], 2, 1, asked=signal.SIGTERM)
+    assert code == 1 and all(line.endswith("it had not come as far as to save") for line in lines)
+
+
+def test_the_first_rank_to_die_is_named_first() -> None:
+    ranks = [Rank(0, 1, ended_at=9.0, code=-15), Rank(1, 2, ended_at=8.0, code=-11), Rank(2, 3, ended_at=9.5, code=-15)]
+    _, lines = start.verdict({}, ranks, 3, 1)
+    assert [line.split()[1] for line in lines] == ["1", "0", "2"] and "SIGSEGV" in lines[0]
+
+
+def test_a_busy_master_port_is_replaced_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        asked = busy.getsockname()[1]
+        port = environment.port_from({"MASTER_PORT": str(asked)})
+        assert port != asked and f"MASTER_PORT {asked} cannot be used" in capsys.readouterr().err
+    assert environment.port_from({"MASTER_PORT": str(port)}) == port and capsys.readouterr().err == ""
+    with pytest.raises(BadInput, match="MASTER_PORT: got 70000"):
+        environment.port_from({"MASTER_PORT": "70000"})
+
+
+def test_extensions_are_kept_apart_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = environment.extensions_dir({"XDG_CACHE_HOME": "/c"})
+    monkeypatch.setattr(environment, "_version", lambda package: "9.9")
+    other = environment.extensions_dir({"XDG_CACHE_HOME": "/c"})
+    assert one != other and one.parent == other.parent == Path("/c/moe-parallel/extensions")
+
+
+def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+    held, stale = tmp_path / "held" / "lock", tmp_path / "stale" / "lock"
+    for path in (held, stale):
+        path.parent.mkdir()
+    stale.touch()
+    with held.open("w"):
+        assert environment.remove_stale_locks(tmp_path) == [stale]
+    assert held.exists() and not stale.exists()
+
+
+def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() -> None:
+    outer = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
+    env = environment.child_environment(outer, nproc=10**6)
+    assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == "p"
+    assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & env.keys()
+    assert environment.child_environment({"OMP_NUM_THREADS": "7"}, nproc=2)["OMP_NUM_THREADS"] == "7"
+
+
+def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_gpu", lambda _: True)
+    assert environment.devices({"CUDA_VISIBLE_DEVICES": "2,3,5"}, 2) == "2,3"
+    assert environment.devices({}, 2) is None
+    with pytest.raises(BadInput, match="at most the 1 GPUs"):
+        environment.devices({"CUDA_VISIBLE_DEVICES": "2"}, 2)
+    with pytest.raises(BadInput, match="--launcher torchrun"):
+        environment.devices({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, 2)
+
+
+def test_hostfile_counts_the_world(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\nworker-0 slots=4\n\nworker-1 slots=2  # smaller\n")
+    assert start.read_hostfile(path) == {"worker-0": 4, "worker-1": 2}
+    assert start.world_size(None, hostfile=path) == 6 and start.world_size(2, hostfile=path) == 4
+    command = start._command("deepspeed", None, path, None, port=5, module="m", status=tmp_path)
+    assert command[command.index("--hostfile") + 1] == str(path) and "--num_accelerators" not in command

@@ -1,0 +1,160 @@
+"""Stages of a model: every layer is somewhere, every element has one owner, and what cannot be cut is refused with what can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.model.transformer import Transformer
+from moe.parallelize import stages
+from moe.parallelize.build import lay_out, whole_layouts
+from moe.plan.pipeline import check_pipeline, described, layers_of, schedule_of
+from moe.recipe.load import build
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.mesh import Mesh
+from parallel.pipeline.order_file import write_order
+from parallel.pipeline.schedules.catalog import SCHEDULES
+
+SIZES = {"num_layers": 8, "d_model": 16, "num_heads": 2, "d_ff": 20, "max_length": 8, "moe_every": 2}
+
+
+def recipe(**sections: dict[str, Any]) -> Run:
+    values: dict[str, dict[str, Any]] = {"model": SIZES, "experts": {"num_experts": 4}, "train": {"global_batch": 48}}
+    return build({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections})
+
+
+def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: Any) -> Run:
+    """A run of a schedule with micro-batches enough for it."""
+    delayed = SCHEDULES[name].continuous
+    return recipe(
+        model={"tied_embeddings": tied and not delayed},
+        degrees={"pp": pp, "dp": dp, "ep": dp},
+        pipeline={"schedule": name, "microbatches": 1 if name == "pipedream" else 12} | pipeline,
+        optimizer={"clip_norm": None if delayed else 1.0},
+    )
+
+
+def held(run: Run) -> list[dict[str, Any]]:
+    """By rank: the layouts of what it holds, and whether it is the owner."""
+    found = []
+    for rank in range(run.degrees.pp * int(run.degrees.dp)):
+        with torch.device("meta"):
+            model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        mesh = Mesh.of(run.mesh_degrees(), rank)
+        layouts = stages.hold(run, model, lay_out(model), mesh)
+        assert set(layouts) == {name for name, _ in model.named_parameters()}
+        found.append({name: (layout.is_owner(mesh), layout.region(mesh)) for name, layout in layouts.items()})
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_element_has_one_owner(name: str, pp: int, dp: int, tied: bool) -> None:
+    """Also where stages have replicas, an embedding lies on two of them, and experts are spread within a stage."""
+    run = staged(name, pp=pp, dp=dp, tied=tied)
+    owners: Counter[tuple[str, str]] = Counter()
+    for layouts in held(run):
+        owners.update((parameter, str(region)) for parameter, (owner, region) in layouts.items() if owner)
+    assert set(owners.values()) == {1}
+    assert {parameter for parameter, _ in owners} == set(whole_layouts(run))
+
+
+@given(pp=st.integers(1, 8), name=st.sampled_from(["1f1b", "interleaved", "zb_v"]), layers=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_stages_are_runs_of_all_layers_or_refused_with_what_fits(pp: int, name: str, layers: int) -> None:
+    run = recipe(model={"num_layers": layers, "moe_every": 0}, degrees={"pp": pp}, pipeline={"schedule": name, "microbatches": 8 * pp})
+    schedule = schedule_of(run)
+    try:
+        cut = layers_of(run, schedule)
+    except BadInput as refused:
+        assert schedule.num_stages > layers and refused.what == "degrees.pp"
+        fewer = int(refused.fix.split("degrees.pp to ")[1].split(",")[0])
+        again = run.model_copy(update={"degrees": run.degrees.model_copy(update={"pp": fewer})})
+        assert layers < 2 or layers_of(again, schedule_of(again))
+        return
+    assert [layer for part in cut for layer in part] == list(range(layers)) and len(cut) == schedule.num_stages and all(cut)
+
+
+def test_the_head_counts_where_layers_are_cut() -> None:
+    """Its product costs as much as several of these small layers."""
+    run = recipe(model={"vocab_size": 4096, "tied_embeddings": False}, degrees={"pp": 2})
+    first, last = (len(part) for part in layers_of(run, schedule_of(run)))
+    assert first > last and described(run).startswith(f"1f1b: stages of {first}, {last} layers, 1 micro-batch, ranks idle")
+    listed = staged("1f1b", pp=2, layers=[2, 6])
+    assert [len(part) for part in layers_of(listed, schedule_of(listed))] == [2, 6]
+
+
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
+    "stages than layers": ({"degrees": {"pp": 16}}, "degrees.pp", "set degrees.pp to 8"),
+    "chunks": (
+        {"degrees": {"pp": 4}, "pipeline": {"schedule": "interleaved", "chunks": 3, "microbatches": 4}},
+        "degrees.pp",
+        "set pipeline.chunks to 2",
+    ),
+    "a list too short": ({"degrees": {"pp": 4}, "pipeline": {"layers": [4, 4]}}, "pipeline.layers", "set it to [2, 2, 3, 1]"),
+    "a list of too many": ({"degrees": {"pp": 2}, "pipeline": {"layers": [4, 5]}}, "pipeline.layers", "for a cut by FLOPs"),
+    "chimera odd": (
+        {"degrees": {"pp": 3}, "pipeline": {"schedule": "chimera", "microbatches": 6}},
+        "degrees.pp",
+        "set degrees.pp to 2 or 4",
+    ),
+    "chimera m": (
+        {"degrees": {"pp": 4}, "pipeline": {"schedule": "chimera", "microbatches": 6}},
+        "pipeline.microbatches",
+        "set pipeline.microbatches to 4 or 8",
+    ),
+    "interleaved m": (
+        {"degrees": {"pp": 4}, "pipeline": {"schedule": "interleaved", "microbatches": 6}},
+        "pipeline.microbatches",
+        "set pipeline.microbatches to 4 or 8",
+    ),
+    "zb_v chunks": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_v", "chunks": 3}}, "pipeline.chunks", "set pipeline.chunks to 2"),
+    "two_bw m": ({"degrees": {"pp": 4}, "pipeline": {"schedule": "two_bw"}}, "pipeline.microbatches", "set pipeline.microbatches to 4"),
+    "no such": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "chimaera"}}, "pipeline.schedule", "did you mean chimera?"),
+    "vertical sync": ({"degrees": {"pp": 2}, "pipeline": {"vertical_sync": True}}, "pipeline.vertical_sync", "take pipedream"),
+    "pipelines": ({"degrees": {"pp": 2}, "pipeline": {"pipelines": 2}}, "pipeline.pipelines", "take chimera"),
+    "dp": ({"degrees": {"pp": 2}, "sharding": {"kind": "dp"}}, "sharding.kind", "set sharding.kind to ddp"),
+    "fsdp": ({"degrees": {"pp": 2}, "sharding": {"kind": "fsdp"}}, "sharding.kind", "sharding.allow_slow to true"),
+    "zero 2": ({"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 2}}, "sharding.kind", "stage to 1"),
+    "zero 3 split": (
+        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True}, "pipeline": {"schedule": "zb_h1"}},
+        "pipeline.schedule",
+        "set pipeline.schedule to 1f1b",
+    ),
+    "offload": (
+        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "offload": {"optimizer": "cpu"}}},
+        "sharding.offload",
+        "set it to none, or degrees.pp to 1",
+    ),
+    "no file": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "nowhere.csv"}}, "schedule", "moe simulate"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_pipeline_cannot_do_is_one_line(case: str) -> None:
+    sections, what, fix = REFUSED[case]
+    with pytest.raises(BadInput) as refused:
+        check_pipeline(recipe(**sections))
+    assert refused.value.what == what and fix in refused.value.fix and "\n" not in str(refused.value)
+
+
+def test_without_stages_nothing_of_a_pipeline_is_asked() -> None:
+    check_pipeline(recipe(pipeline={"schedule": "chimera", "microbatches": 3}, sharding={"kind": "fsdp"}))
+
+
+def test_an_order_from_a_file_is_a_schedule_like_any_other(tmp_path: Any) -> None:
+    path = tmp_path / "mine.csv"
+    write_order(schedule_of(staged("zb_h1", pp=2)), path)
+    run = staged("1f1b", pp=2, schedule=str(path))
+    check_pipeline(run)
+    assert schedule_of(run).orders == schedule_of(staged("zb_h1", pp=2)).orders
+    for pipeline, degrees, what in (({"microbatches": 6}, {}, "pipeline.microbatches"), ({}, {"pp": 4}, "degrees.pp")):
+        with pytest.raises(BadInput, match=f"^{what}: got"):
+            check_pipeline(recipe(degrees={"pp": 2} | degrees, pipeline={"schedule": str(path), "microbatches": 12} | pipeline))

@@ -1,0 +1,126 @@
+"""Presets: the page's table is the code's, each is a router that works, and those of systems that do not run here follow their formulas."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.recipe import sections
+from moe.recipe.load import load, resolved_yaml
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
+from moe.router.capacity import slots_of
+from moe.router.checks import check_spec
+from tests.support.routed import from_logits, random, route
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/moe/routing.md"
+
+
+def cell(value: Any) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def table() -> list[str]:
+    """The presets as the page shows them."""
+    ahead = ["no" if s.causal else "second choices" if s.second_choices_only else "yes" for s in PRESETS.values()]
+    rows = {f"`{f.name}`": [cell(getattr(s, f.name)) for s in PRESETS.values()] for f in fields(RouterSpec)} | {"looks ahead": ahead}
+    head = ["| key | " + " | ".join(f"`{name}`" for name in PRESETS) + " |", "|" + "---|" * (len(PRESETS) + 1)]
+    return head + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]
+
+
+def test_the_pages_table_is_the_codes() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Presets")[1].split("\n## ")[0]
+    shown = [line for line in section.splitlines() if line.startswith("|")]
+    assert shown == table(), "docs/moe/routing.md should have:\n" + "\n".join(table())
+
+
+def test_a_recipe_may_name_every_preset_and_every_key_of_a_spec() -> None:
+    assert list(get_args(sections.Router.model_fields["preset"].annotation)) == list(PRESETS)
+    assert [f.name for f in fields(RouterSpec)] == [k for k in sections.Router.model_fields if k not in ("preset", "allow_noncausal")]
+    for f in fields(RouterSpec):  # the same names to choose from
+        named = re.findall(r"'(\w+)'", str(sections.Router.model_fields[f.name].annotation))
+        assert sorted({*named} - {"preset"}) == sorted(re.findall(r"'(\w+)'", str(f.type).replace('"', "'"))), f.name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_works_with_the_experts_of_its_paper(name: str) -> None:
+    check_spec(PRESETS[name], {"deepseek_v3": 256, "qwen3_moe": 128}.get(name, 8))
+    assert sections.Router(preset=name).spec == PRESETS[name]  # type: ignore[arg-type]
+
+
+def test_a_recipes_value_replaces_the_presets_and_null_is_a_value() -> None:
+    router = sections.Router(preset="glam", capacity_factor=None, balance_weight=0.5, bias_rate=None)
+    assert (router.spec.capacity_factor, router.spec.balance_weight, router.spec.num_choices) == (None, 0.5, 2)
+    assert sections.Router(preset="glam").spec.capacity_factor == 1.25
+    assert (
+        sections.Router(preset="deepseek_v3").spec.bias_rate == 0.001
+        and sections.Router(preset="deepseek_v3", bias_rate=None).spec.bias_rate is None
+    )
+
+
+def test_a_shown_recipe_says_what_its_preset_chose() -> None:
+    run, origins = load("glam_tiny", {"router.preset": "deepspeed"})
+    shown = resolved_yaml(run, origins)
+    assert re.search(r'gates: "preset" +# deepspeed: "after_drop"', shown)
+    assert re.search(r"capacity_factor: 1.5 +# glam_tiny.yaml", shown)
+    assert re.search(r'bias_rate: "preset" +# deepspeed: null', shown)
+
+
+# --- capacity as the systems count it -----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 4000), st.integers(1, 256), st.integers(50, 300), st.sampled_from([1, 2]))
+@settings(max_examples=200, deadline=None)
+def test_slots_are_those_of_the_systems(tokens: int, num_experts: int, hundredths: int, k: int) -> None:
+    """Their formulas, with the factor as a whole number of hundredths; none gives more slots than there are tokens."""
+    over = 100 * num_experts
+    wanted = {
+        "switch_mtf": max(4, tokens * hundredths // over),
+        "deepspeed": max(4, math.ceil(tokens * k * hundredths / over)),
+        "megatron": math.ceil(tokens * k * hundredths / over),
+    }
+    for name, slots in wanted.items():
+        spec = sections.Router(preset=name, num_choices=k, capacity_factor=hundredths / 100).spec  # type: ignore[arg-type]
+        got = slots_of(spec, tokens, num_experts=num_experts, training=True)
+        assert got == min(tokens, slots), name
+
+
+@pytest.mark.parametrize(("factor", "slots"), [(1.0, 12), (1.25, 16), (2.0, 28)])
+def test_glam_with_the_released_codes_rounding(factor: float, slots: int) -> None:
+    """int(T f / E) up to a multiple of 4, k not counted: 100 tokens, 8 experts."""
+    google = {"capacity_counts": "tokens", "capacity_rounding": "floor", "capacity_multiple": 4, "min_capacity": 0}
+    assert slots_of(sections.Router(preset="glam", capacity_factor=factor, **google).spec, 100, num_experts=8, training=True) == slots  # type: ignore[arg-type]
+
+
+def test_t5xs_rounding() -> None:
+    """max(4, int(round(f T / E)))"""
+    spec = sections.Router(preset="switch", capacity_counts="tokens", capacity_rounding="round").spec
+    assert [slots_of(spec, t, num_experts=8, training=True) for t in (10, 100, 105)] == [4, 16, 16]
+
+
+# --- Megatron -----------------------------------------------------------------------------------------------------------
+
+
+def test_megatrons_router_is_softmax_of_the_chosen_and_drops_the_least_probable() -> None:
+    """Top-k of the logits, softmax over them; each expert keeps its ceil(T k f / E) most probable in the micro-batch."""
+    logits = random(60, 4) + torch.tensor([1.5, 0.5, 0.0, 0.0])
+    routing = route(from_logits(logits, preset="megatron", capacity_factor=0.8), logits, length=20)
+    top = logits.topk(2)
+    assert torch.equal(routing.expert_TK, top.indices)
+    torch.testing.assert_close(routing.gate_TK, top.values.softmax(-1))
+    assert routing.capacity == 24 and routing.num_groups == 1
+    probs = torch.zeros(60, 4).scatter(1, top.indices, top.values.softmax(-1))
+    want = torch.zeros(60, 4, dtype=torch.bool)
+    for e in range(4):
+        best = probs[:, e].argsort(descending=True)[:24]
+        want[best, e] = probs[best, e] > 0
+    assert torch.equal(torch.zeros_like(want).scatter(1, routing.expert_TK, routing.kept_TK), want)
+    assert 0 < routing.kept_TK.sum() < 120

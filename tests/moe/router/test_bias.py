@@ -1,0 +1,200 @@
+"""The selection bias: the paper's rule, once a finished step from the global batch's load, on every layout and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.model.transformer import extra_state
+from moe.parallelize.build import build
+from moe.router.bias import updated_bias
+from moe.train import state
+from moe.train.state import Counters
+from moe.train.step import update_biases, validation_loss
+from moe.verify.verify import Case, batch
+from parallel.checkpoint import Reader
+from parallel.data.deepspeed import load_deepspeed
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import LossScale
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import Tiny, start
+
+RATE = 0.05
+BIAS = "layers.1.router.bias"
+RECIPE = {"train": {"global_batch": 12, "seed": 7}, "model": {"max_length": 10}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    load_deepspeed()  # once, not in every forked rank
+
+
+def tiny_of(
+    rank: int, *, kind: str = "ddp", world: int = 1, ep: int = 1, m: int = 1, recompute: str = "none", rate: float | None = RATE
+) -> Tiny:
+    case = Case("switch", kind, world, ep, m, "fp32")
+    return start(case, rank, recompute={"kind": recompute}, router={"bias_rate": rate})
+
+
+def bias_of(tiny: Tiny) -> Tensor:
+    return extra_state(tiny.model)[BIAS].clone()
+
+
+# --- the rule -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_overloaded_lose_and_the_others_gain_one_rate() -> None:
+    """Sign of mean - load, as the paper has it: not centred, and an expert exactly at the mean stays."""
+    before = torch.tensor([0.5, 0.0, -0.25, 0.0])
+    after = updated_bias(before, torch.tensor([10, 3, 7, 8]), 0.125)
+    assert after.tolist() == [0.375, 0.125, -0.25, -0.125]
+    assert torch.equal(updated_bias(before, torch.tensor([9, 9, 9, 9]), 0.125), before)
+    third = torch.tensor([10**9 // 3 + 1, 10**9 // 3 + 1, 10**9 // 3 + 1])  # a mean that no float has
+    assert torch.equal(updated_bias(torch.zeros(3), third, 0.1), torch.zeros(3))
+
+
+def test_the_rule_evens_out_what_scores_alone_would_not() -> None:
+    """Tokens whose scores favour two of six experts: after some hundred steps every expert has its share of the choices."""
+    generator = torch.Generator().manual_seed(2)
+    lean, bias = torch.tensor([0.4, 0.3, 0.0, 0.0, 0.0, -0.2]), torch.zeros(6)
+    largest = []
+    for _ in range(300):
+        score_TE = (torch.randn(600, 6, generator=generator) / 3 + lean).sigmoid()
+        load_E = torch.bincount((score_TE + bias).topk(2).indices.flatten(), minlength=6)
+        largest.append(load_E.max().item() / 200)
+        bias = updated_bias(bias, load_E, 0.003)
+    assert largest[0] > 1.9 and sum(largest[-50:]) / 50 < 1.15
+
+
+# --- once a step --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bias_is_the_same_on_every_layout() -> None:
+    """Five steps with drops and jitter: one process says what every other layout must have, to the bit."""
+
+    def work(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[list[int]]]:
+        tiny = tiny_of(rank, **options)
+        choices = []
+        for step in range(5):
+            tiny.step(step)
+            assert tiny.numbers is not None and tiny.numbers.layers[0].dropped > 0
+            choices.append(tiny.numbers.layers[0].choices)
+        return bias_of(tiny), choices
+
+    ((want, choices),) = run_on_ranks(work, 1, {}, timeout_s=60)
+    expected = torch.zeros(4)
+    for counts in choices:  # before dropping: the sum is every choice
+        assert sum(counts) == 12 * 10
+        expected = updated_bias(expected, torch.tensor(counts), RATE)
+    assert torch.equal(want, expected) and want.any()
+    for options in (
+        {"m": 3},
+        {"recompute": "full"},
+        {"world": 2, "ep": 2, "m": 3, "recompute": "selective"},
+        {"world": 2, "ep": 1},
+        {"world": 2, "ep": 2, "kind": "zero1"},
+    ):
+        for bias, counted in run_on_ranks(work, int(options.get("world", 1)), options, timeout_s=60):
+            assert torch.equal(bias, want) and counted == choices, options
+
+
+def test_the_counting_pass_of_a_global_balance_loss_moves_nothing() -> None:
+    def work(rank: int) -> tuple[Tensor, list[int]]:
+        tiny = start(Case("switch", "ddp", 1, 1, 3, "fp32"), rank, router={"bias_rate": RATE, "balance_scope": "global_batch"})
+        tiny.step(0)
+        assert tiny.numbers is not None
+        return bias_of(tiny), tiny.numbers.layers[0].choices
+
+    ((bias, choices),) = run_on_ranks(work, 1, timeout_s=60)
+    assert sum(choices) == 12 * 10 and torch.equal(bias, updated_bias(torch.zeros(4), torch.tensor(choices), RATE))
+
+
+def test_a_skipped_step_and_an_evaluation_leave_the_bias() -> None:
+    def work(rank: int) -> list[Tensor]:
+        tiny = tiny_of(rank, world=2, ep=2)
+        tiny.step(0)
+        found = [bias_of(tiny)]
+        with tiny.spoiled("layers.0.ffn.w1.weight", rank=1):
+            assert not tiny.step(1).finite
+        found.append(bias_of(tiny))
+        validation_loss(tiny.engine, batch(2).chunk(2)[rank], mesh=tiny.mesh, at_once=3)
+        tiny.accumulate(3)
+        return [*found, bias_of(tiny)]
+
+    for first, *others in run_on_ranks(work, 2, timeout_s=60):
+        assert first.any() and all(torch.equal(other, first) for other in others)
+
+
+def test_a_router_without_a_bias_has_nothing_to_update() -> None:
+    def work(rank: int) -> bool:
+        tiny = tiny_of(rank, rate=None)
+        update_biases(tiny.model, tiny.accumulate(0))
+        return extra_state(tiny.model) == {}
+
+    assert run_on_ranks(work, 1) == [True]
+
+
+def test_a_bias_is_fp32_whatever_the_weights_are() -> None:
+    run = Case("switch", "ddp", 1, 1, 1, "bf16").run()
+    router, precision = run.router.model_copy(update={"bias_rate": RATE}), run.precision.model_copy(update={"master": "bf16"})
+    model, _ = build(
+        run.model_copy(update={"router": router, "precision": precision}).check(1), Mesh.of(Degrees()), device=torch.device("cpu")
+    )
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert [(t.dtype, t.device.type, t.tolist()) for t in extra_state(model).values()] == [(torch.float32, "cpu", [0.0] * 4)]
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def commit(tiny: Tiny, folder: Path, steps: int) -> Path:
+    counters = Counters(step=steps, updates=steps)
+    return state.save(folder, tiny.engine, tiny.mesh, counters=counters, scale=LossScale(), recipe=RECIPE, tokenizer={}, data="", keep=2)
+
+
+def reopen(tiny: Tiny, folder: Path) -> list[str]:
+    told: list[str] = []
+    assert state.resume(folder, tiny.engine, tiny.mesh, counters=Counters(), scale=LossScale(), data="", recipe=RECIPE, log=told.append)
+    return told
+
+
+def test_a_bias_goes_through_a_checkpoint_to_any_layout(tmp_path: Path) -> None:
+    """Saved once, by its global name; read by all. On the layout that wrote it the next steps are bitwise the same."""
+
+    def before(rank: int) -> tuple[Tensor, list[float]]:
+        tiny = tiny_of(rank, world=2, ep=2)
+        for step in range(3):
+            tiny.step(step)
+        path, bias = commit(tiny, tmp_path, 3), bias_of(tiny)
+        reader = Reader(path)
+        assert reader.names("buffer") == {BIAS: (4,)} and BIAS not in reader.names()
+        return bias, [tiny.accumulate(3).loss, tiny.finish().total, tiny.accumulate(4).loss]
+
+    def after(rank: int, options: dict[str, Any]) -> tuple[Tensor, list[float]]:
+        tiny = tiny_of(rank, **options)
+        assert reopen(tiny, tmp_path) == []
+        return bias_of(tiny), [tiny.accumulate(3).loss, tiny.finish().total, tiny.accumulate(4).loss]
+
+    (bias, numbers), _ = run_on_ranks(before, 2, timeout_s=60)
+    assert bias.any()
+    for options in ({"world": 2, "ep": 2}, {}, {"world": 2, "ep": 1, "kind": "zero1"}, {"m": 3, "recompute": "full"}):
+        for found, going_on in run_on_ranks(after, int(options.get("world", 1)), options, timeout_s=60):
+            assert torch.equal(found, bias)
+            assert going_on == numbers if options == {"world": 2, "ep": 2} else going_on == pytest.approx(numbers, rel=1e-5)
+
+
+def test_a_bias_gained_or_lost_is_said(tmp_path: Path) -> None:
+    def work(rank: int) -> list[list[str]]:
+        told = []
+        for i, (had, has) in enumerate([(None, RATE), (RATE, None)]):
+            commit(tiny_of(rank, rate=had), tmp_path / str(i), 1)
+            told.append(reopen(tiny_of(rank, rate=has), tmp_path / str(i)))
+        return told
+
+    assert run_on_ranks(work, 1, timeout_s=60) == [
+        [[f"the checkpoint has no {BIAS}: it starts at zero"], [f"this recipe has no {BIAS}: the checkpoint's is left out"]]
+    ]

@@ -1,0 +1,145 @@
+"""Which fields of a router each kind of selection reads: the table, what a layer computes, and what a recipe is refused, agree.
+
+A layer is computed twice, with a field's plain value and with another one. Either something changes (it is read), or nothing does
+(then a recipe that sets it is refused, and a preset that has it is not), or the router is refused whoever sets it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.recipe.load import load
+from moe.recipe.presets import PRESETS
+from moe.recipe.router_spec import RouterSpec
+from moe.recipe.sections import Router
+from moe.router.checks import check_read, check_spec, unread
+from parallel.errors import BadInput
+from tests.support.routed import B, D, E, L, context, layer_of, random
+
+# another value of each field than PLAIN has
+OTHER: dict[str, Any] = {
+    "num_choices": 3,
+    "score": "sigmoid",
+    "softmax_over": "chosen",
+    "jitter": 0.3,
+    "noise": "noisy_top_k",
+    "expert_groups": 2,
+    "top_groups": 3,
+    "second": "random",
+    "bias_rate": 0.1,
+    "gates": "before_drop",
+    "gate_scale": 2.0,
+    "group": 3,
+    "capacity_factor": 0.6,
+    "eval_capacity_factor": 0.6,
+    "min_capacity": 9,
+    "capacity_counts": "tokens",
+    "capacity_rounding": "floor",
+    "capacity_multiple": 3,
+    "drop": "lowest_gate",
+    "queue": "tokens_first",
+    "balance_weight": 0.5,
+    "balance_counts": "first",
+    "balance_scope": "micro_batch",
+    "importance_weight": 0.5,
+    "z_weight": 0.5,
+}
+PLAIN: dict[str, Any] = {"preset": "switch", "num_choices": 2, "capacity_factor": 0.8, "eval_capacity_factor": 0.8, "min_capacity": 0}
+DROPLESS: dict[str, Any] = {"capacity_factor": None, "eval_capacity_factor": None}
+GROUPS = {"expert_groups", "top_groups"}
+CAPACITY = {"min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"}
+LOSSES = {"balance_weight", "importance_weight"}
+EVEN: dict[str, Any] = {"balance_weight": 0.0}  # no loss may pull at these
+
+# selection: (what else it is set to, fields that nothing reads, fields that are refused whoever sets them)
+READ: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+    "top_k": ({}, GROUPS, set()),
+    "group_limited": ({"expert_groups": 3, "top_groups": 2}, set(), set()),
+    "hash": (EVEN, GROUPS, {"noise", "bias_rate"} | LOSSES),
+    "sinkhorn": (EVEN, GROUPS, {"bias_rate"} | LOSSES),
+    "expert_choice": (EVEN, GROUPS | {"drop", "queue"}, {"softmax_over", "second", "bias_rate"} | LOSSES),
+    "top_k, dropless": (DROPLESS, GROUPS | CAPACITY, set()),
+    "hash, dropless": (EVEN | DROPLESS, GROUPS | CAPACITY, {"noise", "bias_rate"} | LOSSES),
+    "top_k, dropless, over a micro-batch": (DROPLESS | {"balance_scope": "micro_batch"}, GROUPS | CAPACITY | {"group"}, set()),
+    "expert_choice, k no factor": (
+        EVEN | {"capacity_counts": "tokens", "capacity_factor": 1.6, "eval_capacity_factor": 1.6},
+        GROUPS | {"drop", "queue", "num_choices"},
+        {"softmax_over", "second", "bias_rate"} | LOSSES,
+    ),
+}
+
+
+def computed(options: dict[str, Any]) -> list[Tensor]:
+    """All that a layer gives: outputs, gradients and reported losses in training, outputs in evaluation."""
+    layer = layer_of(**options)
+    if layer.router.bias_E is not None:
+        layer.router.bias_E.copy_(random(E, seed=8))
+    found: list[Tensor] = []
+    for training in (True, False):
+        y_BLD, report = layer.train(training)(random(B, L, D, seed=5), context(seed=3))
+        found += [y_BLD.detach(), report.balance_loss, report.importance_loss, report.z_loss, report.load_E, report.kept]
+        if training:
+            y_BLD.square().sum().backward()
+            found += [p.grad for p in (*layer.experts.parameters(), layer.router.weight) if p.grad is not None]
+    return found
+
+
+def cases() -> list[tuple[str, str]]:
+    return [(name, field) for name, (options, *_) in READ.items() for field in OTHER if options.get(field, "") != OTHER[field]]
+
+
+def test_the_table_has_every_field() -> None:
+    assert set(OTHER) == {f.name for f in fields(RouterSpec)} - {"select"}
+    assert {name.split(",")[0] for name in READ} == set(Router.model_fields["select"].annotation.__args__) - {"preset"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("name", "field"), cases())
+def test_a_value_that_nothing_reads_is_refused_where_a_recipe_sets_it(name: str, field: str) -> None:
+    options, idle, refused = READ[name]
+    plain = PLAIN | {"select": name.split(",")[0]} | options
+    other = plain | {field: OTHER[field]}
+    spec = Router(**other).spec
+    if field in refused:
+        with pytest.raises(BadInput):
+            check_spec(spec, E)
+        return
+    check_spec(Router(**plain).spec, E)
+    check_spec(spec, E)
+    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(computed(plain), computed(other), strict=True))
+    assert same == (field in idle) == (field in unread(spec)), f"{field} of {name} changes {'nothing' if same else 'something'}"
+    check_read(spec, own={})  # a preset's value stays silent
+    if field in idle:
+        with pytest.raises(BadInput, match=f"router.{field}: got {OTHER[field]} with "):
+            check_read(spec, own={field: OTHER[field]})
+    else:
+        check_read(spec, own={field: OTHER[field]})
+
+
+def test_a_group_of_all_experts_limits_nothing() -> None:
+    plain = PLAIN | {"select": "top_k"}
+    limited = PLAIN | {"select": "group_limited"}
+    assert all(torch.equal(a, b) for a, b in zip(computed(plain), computed(limited), strict=True))
+    with pytest.raises(BadInput, match="router.select: got group_limited with expert_groups 1, needed top_k: one group of all experts"):
+        check_read(Router(**limited).spec, own={"select": "group_limited"})
+
+
+def test_a_lot_that_only_evaluation_would_draw_is_refused() -> None:
+    spec = Router(**PLAIN | {"capacity_factor": None, "drop": "random"}).spec
+    with pytest.raises(BadInput, match="router.drop: got random with capacity_factor null, needed position: evaluation drops by position"):
+        check_read(spec, own={"drop": "random"})
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_and_what_asks_for_nothing_are_silent(preset: str) -> None:
+    """One choice of a preset can be replaced, and a plain value may be written down."""
+    check_read(PRESETS[preset], own={})
+    given = {f.name: f.default for f in fields(RouterSpec) if f.name in GROUPS | CAPACITY | {"second", "group"}}
+    check_read(Router(preset=preset, **given).spec, own=given)
+    overrides = {"router.preset": preset, "router.num_choices": "1", "router.second": "always", "router.allow_noncausal": "true"}
+    overrides |= {"router.gates": "as_is", "router.softmax_over": "all", "router.select": "top_k", "router.capacity_factor": "null"}
+    assert load("switch_tiny", overrides)[0].check(1).router.spec.second == "always"

@@ -1,0 +1,47 @@
+"""Every kind of router decides and learns the same on one process and on two, with micro-batches, recompute, padding and each dispatcher.
+
+The model and step are those of `moe verify`; experts live on both ranks. Noise, drops, hashes and plans are per group and keyed by place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.moe.train.test_batch_counts import PLAIN, Layout, assert_same, computed, lengthened
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "switch_mtf": {"preset": "switch_mtf", "group": "sequence"},
+    "mixtral, noisy": {
+        "preset": "mixtral",
+        "balance_scope": "global_batch",
+        "noise": "noisy_top_k",
+        "jitter": 0.2,
+        "importance_weight": 0.1,
+    },
+    "gumbel": {"preset": "glam", "noise": "gumbel", "gates": "after_drop", "capacity_factor": 0.8},
+    "megatron": {"preset": "megatron", "balance_scope": "sequence", "group": 1, "capacity_factor": 0.8, "min_capacity": 1},
+    "by lot": {"preset": "glam", "drop": "random", "queue": "tokens_first", "capacity_factor": 0.8},
+    "sqrt softplus, batch-prioritised": {
+        "preset": "glam",
+        "score": "sqrt_softplus",
+        "drop": "lowest_gate",
+        "group": 2,
+        "capacity_factor": 0.8,
+    },
+    "expert choice": {"preset": "expert_choice", "balance_weight": 0.0, "capacity_factor": 1.0},
+    "hash": {"preset": "switch", "select": "hash", "num_choices": 2, "balance_weight": 0.0, "capacity_factor": 0.8},
+    "sinkhorn": {"preset": "switch", "select": "sinkhorn", "score": "sigmoid", "balance_weight": 0.0, "capacity_factor": 0.8},
+}
+LENGTHS = [10, 4, 11, 7, 11, 9, 2, 11, 6, 11, 10, 11]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_is_the_same_on_every_layout(name: str) -> None:
+    """Loss, choices, drops, losses of the router and every gradient; twelve sequences, most of them padded."""
+    padded = lengthened(LENGTHS)
+    want = computed(PLAIN, tokens=padded, router=ROUTERS[name])
+    assert sum(want[1][0].choices) == want[1][0].kept + want[1][0].dropped > 0
+    for layout, kind in ((Layout(2, 3, "selective"), "all_to_all"), (Layout(2, 1, "full"), "padded"), (Layout(2, 3), "all_gather")):
+        assert_same(computed(layout, tokens=padded, router=ROUTERS[name], dispatch={"kind": kind}), want)

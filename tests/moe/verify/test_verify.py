@@ -1,0 +1,358 @@
+"""The oracle judges every legal layout, passes all of them, and catches the faults that such systems have had."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe.experts.layer
+import moe.parallelize.build
+import moe.train.step
+from moe.experts.dispatch import AllToAll
+from moe.experts.experts import Experts
+from moe.nn.context import Context
+from moe.router.router import Router
+from moe.verify import verify
+from moe.verify.cases import MODELS, ROUTERS, cases, data_cases, expert_cases, tiled_cases
+from moe.verify.verify import NUMBERS, Case, Result, compare
+from parallel.clip import GradientNorm
+from parallel.collectives import sum_over
+from parallel.data import ddp
+from parallel.data.ddp import DDP
+from parallel.data.zero import Zero
+from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+
+
+def legal(case: Case) -> bool:
+    try:
+        case.run().check(case.world)
+    except BadInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4, 6])
+def test_every_legal_layout_is_listed_once(nproc: int) -> None:
+    found = data_cases(nproc)
+    assert len(set(found)) == len(found)
+    everything = {
+        Case(model, kind, world, ep, microbatches, precision, recompute)
+        for model in MODELS
+        for kind in ("ddp", "zero1")
+        for world in range(1, nproc + 1)
+        for ep in range(1, world + 1)
+        for microbatches in (1, 3)
+        for precision in ("fp32", "bf16", "fp16")
+        for recompute in ("none", "full", "selective")
+        if recompute == "none" or (kind, precision, recompute) == ("ddp", "fp32", "full" if microbatches == 1 else "selective")
+    }
+    assert set(found) == {case for case in everything if legal(case)}
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_expert_layouts_are_legal_and_cover_every_pair(nproc: int) -> None:
+    found = expert_cases(nproc)
+    assert len(set(found)) == len(found) and all(legal(case) for case in found)
+    for world in {case.world for case in found}:
+        here = [case for case in found if case.world == world]
+        ways = {(case.ep, case.etp, case.rows) for case in here}
+        assert {(case.model, case.ep, case.etp, case.rows) for case in here} == {
+            (model, *way) for model in (MODELS | ROUTERS) for way in ways if model != "dense"
+        }
+        assert {case.ep * case.etp for case in here} == {n for n in range(1, world + 1) if world % n == 0}
+        pairs = {(recompute, m) for recompute in ("none", "full", "selective") for m in (1, 3)}
+        assert {(*way, *pair) for way in ways for pair in pairs} == {(c.ep, c.etp, c.rows, c.recompute, c.microbatches) for c in here}
+    assert nproc < 4 or {case.rows for case in found} == {"all_to_all", "padded", "all_gather", "hierarchical", "overlapped"}
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> None:
+    found = tiled_cases(nproc)
+    assert len(set(found)) == len(found) and all(legal(case) for case in found)
+    for world in {case.world for case in found}:
+        here = [case for case in found if case.world == world]
+        assert {(c.kind, c.precision) for c in here} >= {("ddp", "fp32"), ("ddp", "bf16"), ("zero1", "fp32"), ("fsdp", "fp32")}
+        assert any(c.chunks > 1 for c in here) and {c.head_tiles for c in here} == {3}
+    assert any(c.recompute == "selective" and c.microbatches == 3 for c in found)
+    assert nproc < 2 or {(c.ep, c.etp) for c in found if c.world == 2 and c.tiles > 1} == {(1, 1), (2, 1), (1, 2)}
+
+
+def test_kinds_there_are_not_are_refused() -> None:
+    with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert"):
+        cases(2, kinds=("data", "pipelines"))
+
+
+def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") -> tuple[int, list[dict[str, Any]], list[str]]:
+    """Exit code, rows and printed lines."""
+    said: list[str] = []
+    code = verify.main(nproc=nproc, kinds=kinds, only=only, json=str(tmp_path / "verify.json"), say=said.append)
+    return code, json.loads((tmp_path / "verify.json").read_text())["rows"], said
+
+
+@pytest.mark.parametrize("layout", ["dense dp2 ep1 m3", "deepseek dp2 ep2 m1"])
+def test_two_processes_give_the_numbers_of_one(tmp_path: Path, layout: str) -> None:
+    """With every kind, in every precision: rows of `moe verify --nproc 2`, which has the other layouts."""
+    code, rows, said = judged(tmp_path, layout)
+    expected = [case for case in cases(2, kinds=("data",)) if case.layout.startswith(layout)]
+    assert code == 0 and len(rows) == len(expected) and all(row["passed"] for row in rows)
+    assert {(r["layout"], r["kind"], r["precision"]) for r in rows} == {(c.layout, c.kind, c.precision) for c in expected}
+    assert {r["kind"] for r in rows} >= {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
+    assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS if row["precision"] == "fp32")
+    assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
+def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
+    """Every second router with each kind of recompute."""
+    code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
+    assert code == 0 and 2 * len(rows) == len(MODELS) - 1 + len(ROUTERS) and all(row["passed"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        "switch dp2 ep2 m3 ddp bf16",
+        "gshard dp2 ep2 m1 ddp bf16",
+        "gshard dp2 ep1 m1 zero1 fp16",
+    ],
+)
+def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str) -> None:
+    code, rows, said = judged(tmp_path, only)
+    assert code == 0 and [row["passed"] for row in rows] == [True]
+    assert any("twice the spread" in line for line in said)
+    tolerances = json.loads((tmp_path / "verify.json").read_text())["tolerances"]
+    assert all(1e-5 <= value < 0.2 for numbers in tolerances.values() for value in numbers.values())
+
+
+def test_nothing_chosen_is_not_a_pass(tmp_path: Path) -> None:
+    code, rows, _ = judged(tmp_path, "no such layout")
+    assert code == 1 and rows == []
+
+
+# --- comparing ------------------------------------------------------------------------------------------------------------------
+
+
+def result() -> Result:
+    gradients = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([[4.0], [8.0]])}
+    return Result([2.0, 1.5, 1.0], 0.5, 10.0, gradients, {name: g * 3 for name, g in gradients.items()})
+
+
+def test_equal_results_differ_by_nothing() -> None:
+    assert compare(result(), result()) == dict.fromkeys(NUMBERS, 0.0)
+
+
+@pytest.mark.parametrize(
+    "number, change",
+    [
+        ("loss", lambda r: replace(r, balance=0.6)),
+        ("gradient", lambda r: replace(r, gradients=r.gradients | {"a": torch.tensor([1.0, -1.6])})),
+        ("norm", lambda r: replace(r, norm=8.0)),
+        ("update", lambda r: replace(r, weights=r.weights | {"b": torch.tensor([[12.0], [19.2]])})),
+        ("ten_step", lambda r: replace(r, losses=[2.0, 1.5, 0.8])),
+    ],
+)
+def test_each_number_sees_its_own_and_is_relative(number: str, change: Callable[[Result], Result]) -> None:
+    found = compare(change(result()), result())
+    assert found == pytest.approx(dict.fromkeys(NUMBERS, 0.0) | {number: 0.2})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_infinitely_wrong_wherever_it_stands(bad: float) -> None:
+    """Python's max passes over NaN: a loss that turned NaN half way must not be hidden by those before it."""
+    for losses in ([bad, 1.5, 1.0], [2.0, bad, 1.0], [2.0, 1.5, bad]):
+        assert compare(replace(result(), losses=losses), result())["ten_step"] == math.inf
+    assert compare(replace(result(), balance=bad), result())["loss"] == math.inf
+    assert compare(replace(result(), norm=bad), result())["norm"] == math.inf
+    for name in ("a", "b"):
+        spoiled = result().gradients | {name: torch.full_like(result().gradients[name], bad)}
+        assert compare(replace(result(), gradients=spoiled), result())["gradient"] == math.inf
+        assert compare(replace(result(), weights=spoiled), result())["update"] == math.inf
+
+
+def test_a_gradient_that_is_missing_or_of_another_shape_is_infinitely_wrong() -> None:
+    missing = replace(result(), gradients={"a": result().gradients["a"]})
+    assert compare(missing, result()) == dict.fromkeys(NUMBERS, math.inf)
+    other = replace(result(), gradients=result().gradients | {"b": torch.tensor([4.0, 8.0])})
+    assert compare(other, result())["gradient"] == math.inf
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------------------
+
+
+def on_ranks() -> bool:
+    """In a forked rank, and not in the plain reference."""
+    return dist.is_initialized()
+
+
+def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
+    """What averaging over edp instead of dividing by dp does (DeepSpeed issue 5259)."""
+    real = ddp.sum_over_copies
+
+    def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
+        real(grads, layouts, mesh)
+        for name, grad in grads.items():
+            if "ep" in layouts[name].split.values():
+                grad.mul_(mesh.axis("ep").size)
+
+    patch.setattr(ddp, "sum_over_copies", wrong)
+
+
+def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ddp, "sum_over_copies", lambda grads, layouts, mesh: None)
+
+
+def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
+    real = ddp._sum_bucket
+
+    def wrong(axis: Any, bucket: Any) -> Any:
+        bucket.buffer().div_(axis.size)
+        return real(axis, bucket)
+
+    patch.setattr(ddp, "_sum_bucket", wrong)
+
+
+def norms_of_ranks_averaged(patch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed issue 8475."""
+
+    def wrong(owned: Any, *, families: tuple[str, ...], world: Any, device: torch.device) -> GradientNorm:
+        mine = torch.stack([grad.norm() for _, grad in owned]).norm().double()
+        return GradientNorm(float(sum_over(mine, world)) / world.size, {})
+
+    patch.setattr(moe.train.step, "gradient_norm", wrong)
+
+
+def balance_loss_lost_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    real = moe.experts.layer.join
+
+    def wrong(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
+        return x if on_ranks() and dist.get_rank() == 1 else real(x, loss, scale=scale)
+
+    patch.setattr(moe.experts.layer, "join", wrong)
+
+
+def jitter_drawn_by_each_rank_for_itself(patch: pytest.MonkeyPatch) -> None:
+    real = Context.of
+
+    def wrong(tokens_BL: Tensor, **rest: Any) -> Context:
+        return real(tokens_BL, **rest | {"first_sequence": 0})
+
+    patch.setattr(Context, "of", staticmethod(wrong))
+
+
+def capacity_over_what_a_rank_holds(patch: pytest.MonkeyPatch) -> None:
+    real = Router._num_groups
+    patch.setattr(Router, "_num_groups", lambda self, t, s: 1 if on_ranks() else real(self, t, s))
+
+
+def experts_born_on_the_wrong_rank(patch: pytest.MonkeyPatch) -> None:
+    real = Experts.hold
+
+    def wrong(self: Experts, held: range, *, hidden: slice | None = None) -> None:
+        first = (held.start + len(held)) % self.num_experts
+        real(self, range(first, first + len(held)), hidden=hidden)
+
+    patch.setattr(Experts, "hold", wrong)
+
+
+def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
+    real = AllToAll.bring_back
+
+    def wrong(self: AllToAll, rows_RD: Tensor, sent: Any) -> Tensor:
+        return real(self, rows_RD, replace(sent, order_R=torch.arange(len(sent.order_R))))
+
+    patch.setattr(AllToAll, "bring_back", wrong)
+
+
+def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(moe.parallelize.build, "decays", lambda name, parameter: True)
+
+
+def experts_left_out_of_clipping(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: DDP, factor: float) -> None:
+        torch._foreach_mul_([p.grad for n, p in self.parameters.items() if n not in self.apart and p.grad is not None], factor)
+
+    patch.setattr(DDP, "scale_gradients", wrong)
+
+
+def gradients_of_the_step_before_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DDP, "drop_gradients", lambda self: None)
+
+
+def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
+    real = Zero.backward
+
+    def wrong(self: Zero, loss: torch.Tensor, *, last: bool) -> None:
+        real(self, loss, last=last)
+        if last:
+            self.scale_gradients(1 / self.mesh.axis("dp").size)
+
+    patch.setattr(Zero, "backward", wrong)
+
+
+def loss_turns_nan_half_way(patch: pytest.MonkeyPatch) -> None:
+    real = verify.accumulate
+
+    def wrong(*args: Any, step: int, **rest: Any) -> Any:
+        numbers = real(*args, step=step, **rest)
+        return replace(numbers, loss=math.nan) if on_ranks() and step >= 5 else numbers
+
+    patch.setattr(verify, "accumulate", wrong)
+
+
+def one_rank_fails(patch: pytest.MonkeyPatch) -> None:
+    real = verify.accumulate
+
+    def wrong(*args: Any, step: int, **rest: Any) -> Any:
+        if on_ranks() and dist.get_rank() == 1 and step == 2:
+            raise ArithmeticError("the second rank gives up")
+        return real(*args, step=step, **rest)
+
+    patch.setattr(verify, "accumulate", wrong)
+
+
+EVERY = set(NUMBERS)
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
+    # what is wrong, the layout that shows it, the numbers that must fail
+    (expert_gradient_times_ep, "switch dp2 ep2 m1 ddp fp32", {"gradient", "norm", "update"}),
+    (copies_of_experts_never_summed, "switch dp2 ep1 m1 ddp fp32", {"gradient", "norm", "update", "ten_step"}),
+    (dense_gradient_averaged, "dense dp2 ep1 m3 ddp fp32", {"gradient", "norm"}),
+    (norms_of_ranks_averaged, "switch dp2 ep2 m1 ddp fp32", {"norm"}),
+    (norms_of_ranks_averaged, "switch dp2 ep2 m1 zero1 fp32", {"norm", "update", "ten_step"}),
+    (balance_loss_lost_on_one_rank, "switch dp2 ep2 m1 ddp fp32", {"gradient", "ten_step"}),
+    (balance_loss_lost_on_one_rank, "gshard dp2 ep1 m3 ddp fp32", {"gradient", "ten_step"}),
+    (jitter_drawn_by_each_rank_for_itself, "switch dp2 ep1 m1 ddp fp32", {"loss", "gradient", "ten_step"}),
+    (capacity_over_what_a_rank_holds, "gshard dp2 ep2 m1 ddp fp32", EVERY),
+    (experts_born_on_the_wrong_rank, "switch dp2 ep2 m1 ddp fp32", EVERY),
+    (rows_brought_back_in_the_order_they_lie, "gshard dp2 ep2 m1 ddp fp32", EVERY),
+    (weight_decay_on_everything, "dense dp2 ep1 m1 ddp fp32", {"update"}),
+    (experts_left_out_of_clipping, "switch dp2 ep2 m3 ddp fp32", {"update"}),
+    (gradients_of_the_step_before_kept, "switch dp1 ep1 m1 ddp fp32", {"ten_step"}),
+    (engine_divides_by_dp, "dense dp2 ep1 m1 zero1 fp32", {"gradient", "norm"}),
+    (loss_turns_nan_half_way, "dense dp2 ep1 m1 ddp fp32", {"ten_step"}),
+    (one_rank_fails, "dense dp2 ep1 m1 ddp fp32", EVERY),
+]
+
+
+@pytest.mark.parametrize("fault, only, numbers", FAULTS, ids=[f"{f.__name__} {only.split(' fp32')[0]}" for f, only, _ in FAULTS])
+def test_a_fault_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], only: str, numbers: set[str]
+) -> None:
+    fault(monkeypatch)
+    code, (row,), said = judged(tmp_path, only)
+    wrong = {number for number in NUMBERS if row[number] is None or row[number] > 1e-5}  # null: infinitely wrong
+    assert code == 1 and not row["passed"] and numbers <= wrong, row
+    assert any(line.rstrip().endswith("FAIL") for line in said)
+    if fault is one_rank_fails:
+        assert "rank 1 failed:" in row["error"] and "the second rank gives up" in row["error"]

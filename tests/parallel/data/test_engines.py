@@ -1,0 +1,331 @@
+"""Laws of every data-parallel engine: what is dropped leaves no trace, what is saved goes on to the bit, every rank takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe.model.transformer import global_name
+from moe.parallelize.build import FAMILIES
+from moe.verify.verify import Case
+from parallel.clip import gradient_norm
+from parallel.collectives import counts, reset_counts
+from parallel.data.ddp import DDP
+from parallel.data.deepspeed import load_deepspeed
+from parallel.data.engine import AdamW
+from parallel.fork import run_on_ranks
+from parallel.layout import dense
+from parallel.mesh import Degrees, Mesh
+from tests.support.tiny import CPU, State, Tiny, same, start
+
+KINDS = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def on_ranks(kind: str, work: Callable[[int, Case], Any], world: int = 2, **case: Any) -> list[Any]:
+    if kind.startswith("zero"):
+        load_deepspeed()  # before forking: it takes seconds to import
+    chosen = replace(Case("switch", kind, world, world, 1, "fp32"), **case)
+    return run_on_ranks(work, world, chosen, timeout_s=90)
+
+
+def gradients(tiny: Tiny) -> dict[str, Tensor]:
+    return {name: tiny.engine.gradient(name).clone() for name in tiny.engine.layouts}
+
+
+@each_kind
+def test_dropped_gradients_leave_no_trace(kind: str) -> None:
+    """Weights and moments stay to the bit, and the next step is that of an engine that never saw them."""
+
+    def work(rank: int, case: Case) -> list[bool]:
+        found = []
+        tiny, other = start(case, rank), start(case, rank)
+        for t in (tiny, other):
+            t.step(0)
+        before = tiny.state()
+        for dropped in (5, 6):
+            tiny.accumulate(dropped)
+            tiny.engine.drop_gradients()
+            found.append(same(tiny.state(), before))
+        found.append(tiny.adam_steps() == {1.0})
+        norms = [t.step(1).total for t in (tiny, other)]
+        found += [norms[0] == norms[1], same(tiny.state(), other.state()), not same(tiny.state(), before)]
+        return found
+
+    assert on_ranks(kind, work, microbatches=3) == [[True] * 6] * 2
+
+
+@each_kind
+def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind: str) -> None:
+    def work(rank: int, case: Case) -> list[bool]:
+        unbroken, resumed = start(case, rank), start(case, rank, train={"seed": 8})
+        for step in range(2):
+            unbroken.step(step)
+        saved = unbroken.state()
+        resumed.step(7)  # what is there before must go
+        found = [not same(resumed.state(), saved)]
+        resumed.engine.load_state(saved, steps=2)
+        found += [same(resumed.state(), saved), resumed.adam_steps() == unbroken.adam_steps() == {2.0}]
+        resumed.run = unbroken.run
+        for step in (2, 3):
+            numbers = [t.accumulate(step).loss for t in (unbroken, resumed)]
+            norms = [t.finish().total for t in (unbroken, resumed)]
+            found += [numbers[0] == numbers[1], norms[0] == norms[1]]
+        return [*found, same(resumed.state(), unbroken.state())]
+
+    assert on_ranks(kind, work) == [[True] * 8] * 2
+
+
+def test_every_kind_goes_on_from_what_any_other_saved() -> None:
+    """All pairs: what one engine saved is in another to the bit, whose next step has its loss and leaves its weights."""
+
+    def work(rank: int, case: Case) -> list[str]:
+        engines = {kind: start(replace(case, kind=kind), rank) for kind in KINDS}
+        saved, after = {}, {}
+        for kind, tiny in engines.items():
+            for step in range(2):
+                tiny.step(step)
+            saved[kind] = named(tiny.state())
+            after[kind] = (tiny.accumulate(2).loss, tiny.finish().total, weights(named(tiny.state())))
+        failed = []
+        for source, target in product(KINDS, KINDS):
+            tiny = engines[target]
+            tiny.engine.load_state({name: saved[source][global_name(name)] for name in tiny.engine.layouts}, steps=2)
+            equal = same(named(tiny.state()), saved[source]) and tiny.adam_steps() == {2.0}
+            loss, norm, left = tiny.accumulate(2).loss, tiny.finish().total, weights(named(tiny.state()))
+            wanted_loss, wanted_norm, wanted = after[source]
+            near = loss == pytest.approx(wanted_loss, rel=1e-6) and norm == pytest.approx(wanted_norm, rel=1e-6)
+            apart = max(float((left[n] - w).abs().max() / w.abs().max()) for n, w in wanted.items())
+            if not (equal and near and apart < 1e-5):
+                failed.append(f"{source} -> {target}: equal {equal}, near {near}, weights {apart:.1e} apart")
+        return failed
+
+    assert on_ranks("zero1", work) == [[], []]
+
+
+def named(state: State) -> State:
+    """By the names that checkpoints use: what an engine gathers together has modules of its own."""
+    return {global_name(name): kinds for name, kinds in state.items()}
+
+
+def weights(state: State) -> dict[str, Tensor]:
+    return {name: kinds["weight"] for name, kinds in state.items()}
+
+
+SPARED = [{"kind": "full", "every": 2, "loss_chunks": 3}, {"kind": "selective"}, {"kind": "full", "loss_chunks": 7}]
+
+
+@each_kind
+def test_recompute_and_chunks_of_the_loss_change_no_number(kind: str) -> None:
+    """Two steps of three micro-batches: losses, every gradient, norms and the weights that are left, against the same kind without."""
+
+    def work(rank: int, case: Case) -> list[float]:
+        def run(**recompute: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+            tiny = start(case, rank, recompute=recompute)
+            numbers, first = [], {}
+            for step in range(2):
+                numbers.append(tiny.accumulate(step).loss)
+                first = first or gradients(tiny)
+                numbers.append(tiny.finish().total)
+            return numbers, first, weights(tiny.state())
+
+        numbers, first, left = run()
+        apart = []
+        for recompute in SPARED:
+            found = run(**recompute)
+            apart.append(max(abs(a / b - 1) for a, b in zip(found[0], numbers, strict=True)))
+            largest = max(float(g.abs().max()) for g in first.values())
+            apart.append(max(float((found[1][n] - g).abs().max() / max(g.abs().max(), 1e-3 * largest)) for n, g in first.items()))
+            apart.append(max(float((found[2][n] - w).abs().max() / w.abs().max()) for n, w in left.items()))
+        return apart
+
+    for apart in on_ranks(kind, work, microbatches=3):
+        assert len(apart) == 3 * len(SPARED) and max(apart) < 1e-5
+
+
+@each_kind
+def test_micro_batches_add_up_and_scaling_multiplies(kind: str) -> None:
+    """Three micro-batches give the gradient of one; scaling by a power of two is exact, in the gradients and in the step's norm."""
+
+    def work(rank: int, case: Case) -> list[Any]:
+        def norm(tiny: Tiny) -> float:
+            return gradient_norm(tiny.engine.owned_gradients(), families=FAMILIES, world=tiny.mesh.axis("world"), device=CPU).total
+
+        three, one = start(replace(case, microbatches=3), rank), start(case, rank)
+        losses = [t.accumulate(0).loss for t in (three, one)]
+        a, b = gradients(three), gradients(one)
+        found: list[Any] = [losses, max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in a)]
+        whole = norm(three)
+        three.engine.scale_gradients(0.25)
+        found.append(all(torch.equal(g, a[n] * 0.25) for n, g in gradients(three).items()) and norm(three) == whole * 0.25)
+        # zero gradients, stepped with no decay and no moments: nothing moves but the step counter
+        before = one.state()
+        one.engine.scale_gradients(0.0)
+        one.engine.step(lr=0.0)
+        return [*found, same(one.state(), before), one.adam_steps() == {1.0}]
+
+    for losses, difference, scaled, still, counted in on_ranks(kind, work):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6) and difference < 2e-6
+        assert scaled and still and counted
+
+
+@each_kind
+def test_gradients_are_gone_after_a_step(kind: str) -> None:
+    """The same batch twice at a rate of zero: the same gradient, not twice it."""
+
+    def work(rank: int, case: Case) -> bool:
+        tiny = start(case, rank)
+        tiny.accumulate(0)
+        first = gradients(tiny)
+        tiny.engine.step(lr=0.0)
+        tiny.accumulate(0)
+        second = gradients(tiny)
+        return all(torch.equal(first[n], second[n]) for n in first)
+
+    assert on_ranks(kind, work) == [True, True]
+
+
+@each_kind
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> None:
+    """All tokens go to expert 0, on rank 0: nobody waits, rank 1's experts have a gradient of zero, and the dense part still moves."""
+
+    def work(rank: int, case: Case) -> list[Any]:
+        tiny = start(
+            case,
+            rank,
+            experts={"kernels": kernels},
+            router={"capacity_factor": None, "jitter": 0.0, "z_weight": 0.0},
+        )
+        # every embedding has a large first element, and the router asks for nothing else
+        states = tiny.state()  # a copy
+        (table,) = (state["weight"] for name, state in states.items() if name.startswith("embedding"))
+        table[:, 0] = 50.0
+        states["layers.1.moe.router.weight"]["weight"].zero_()[0, 0] = 1.0
+        tiny.engine.load_state(states, steps=0)
+        losses, loads, mine = [], [], []
+        for step in range(3):
+            numbers = tiny.accumulate(step)
+            mine.append(float(tiny.engine.gradient("layers.1.moe.experts.w1").abs().max()))
+            losses.append(numbers.loss)
+            loads.append(numbers.layers[0].load)
+            tiny.finish()
+        return [losses, loads, mine]
+
+    (losses, loads, mine), (losses_1, _, mine_1) = on_ranks(kind, work)
+    assert loads == [[1.0, 0.0, 0.0, 0.0]] * 3
+    assert min(mine) > 0 and mine_1 == [0.0] * 3
+    assert losses == losses_1 and len(set(losses)) == 3
+
+
+@each_kind
+def test_one_process_needs_no_group(kind: str) -> None:
+    """World 1, as `python -m moe.launch.launch` starts it: the same two steps as two ranks."""
+
+    def alone(rank: int, case: Case) -> list[float]:
+        dist.destroy_process_group()
+        tiny = start(case, rank)
+        found = [tiny.accumulate(0).loss, tiny.finish().total, tiny.accumulate(1).loss]
+        tiny.finish()
+        if not dist.is_initialized():  # the runner's own last barrier
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return found
+
+    def together(rank: int, case: Case) -> list[float]:
+        tiny = start(case, rank)
+        return [tiny.accumulate(0).loss, tiny.finish().total, tiny.accumulate(1).loss]
+
+    (one,) = on_ranks(kind, alone, world=1)
+    assert on_ranks(kind, together) == [pytest.approx(one, rel=1e-5)] * 2
+
+
+@each_kind
+def test_gradients_are_shares_of_the_global_mean(kind: str) -> None:
+    """Not averaged by the engine, whatever ep is: an expert's gradient is the same with ep 1 and ep 2."""
+
+    def work(rank: int, case: Case) -> list[Tensor]:
+        tiny = start(case, rank)
+        tiny.accumulate(0)
+        found = gradients(tiny)
+        return [found["layers.1.moe.experts.w1"], found["layers.1.moe.router.weight"], found["norm.weight"]]
+
+    first, second = on_ranks(kind, work)
+    (whole, router, norm), (again, _, _) = on_ranks(kind, work, ep=1)
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), whole, rtol=1e-5, atol=1e-7)
+    assert torch.equal(whole, again) and torch.equal(first[1], second[1])
+    torch.testing.assert_close(first[1], router, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(first[2], norm, rtol=1e-5, atol=1e-7)
+
+
+# --- what DDP does on its own ---------------------------------------------------------------------------------------------
+
+
+def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None:
+    """Bytes as theory has them: dense gradients over dp, expert ones over edp alone, nothing in between."""
+
+    def work(rank: int) -> list[Any]:
+        found = []
+        for ep, microbatches in ((2, 1), (2, 3), (4, 3), (1, 1)):
+            tiny = start(Case("switch", "ddp", 4, ep, microbatches, "fp32"), rank)
+            tiny.step(0)  # DDP settles its buckets in the first one
+            reset_counts()
+            tiny.accumulate(1)
+            row = 8 * (2 + 6 + 4) + 8 * 3  # the step's numbers, float64: flag, loss, six and four loads of the one layer; its tokens, int64
+            sizes = {True: 0, False: 0}
+            for name, p in tiny.model.named_parameters():
+                sizes[".experts." in name] += 4 * p.numel()
+            c = {key: n.bytes for key, n in counts().items() if key[1] == "all_reduce"}
+            theory = {("dp", "all_reduce"): sizes[False] + row}
+            if ep < 4:
+                theory["edp", "all_reduce"] = sizes[True]
+            found.append([c, theory])
+        return found
+
+    for found in run_on_ranks(work, 4, timeout_s=60):
+        for measured, theory in found:
+            assert measured == theory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ddp_without_ranks_is_plain_adamw(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, twin = nn.Linear(3, 5), nn.Linear(3, 5)
+    for m in (model, twin):
+        m.to(dtype)
+    twin.load_state_dict(model.state_dict())
+    settings = AdamW((0.8, 0.9), 1e-6, 0.3, lambda name, p: name == "weight")
+    engine = DDP(
+        model, layouts={n: dense(tuple(p.shape)) for n, p in model.named_parameters()}, mesh=Mesh.of(Degrees()), optimizer=settings
+    )
+    plain = torch.optim.AdamW(
+        [{"params": [twin.weight], "weight_decay": 0.3}, {"params": [twin.bias], "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.8, 0.9),
+        eps=1e-6,
+        fused=True,
+    )
+    for step in range(4):
+        x = torch.randn(7, 3, dtype=dtype)
+        engine.backward(engine.forward(x, last=True).float().square().sum(), last=True)
+        plain.zero_grad()
+        twin(x).float().square().sum().backward()
+        for group in plain.param_groups:
+            group["lr"] = 0.1 * (step + 1)
+        engine.step(0.1 * (step + 1))
+        plain.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_parameter_groups_are_by_decay_and_none_is_empty() -> None:
+    settings = AdamW((0.9, 0.95), 1e-8, 0.1, lambda name, p: p.ndim > 1)
+    a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    groups = settings.groups([("a", a), ("b", b)])
+    assert {g["weight_decay"]: [id(p) for p in g["params"]] for g in groups} == {0.1: [id(a)], 0.0: [id(b)]}
+    assert [g["weight_decay"] for g in settings.groups([("b", b)])] == [0.0]

@@ -1,0 +1,332 @@
+"""Laws of FSDP: the numbers of one process, 1/N of every state, whole weights only while they run, as many messages as theory has.
+
+The engine's laws that all kinds share are in test_engines.py, resuming in test_resume.py, all precisions in `moe verify`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # fully_shard asks for it: once here, not in every forked rank
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import moe.parallelize.build
+from moe.model.transformer import global_name, initialise
+from moe.verify.verify import Case, _owned
+from parallel import collectives, process
+from parallel.collectives import counts, reset_counts
+from parallel.data.ddp import DDP
+from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
+from parallel.debug_collectives import Agreement
+from parallel.layout import dense
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import DTYPES
+from parallel.process import World
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import Tiny, start
+
+DENSE = Case("dense", "fsdp", 2, 1, 1, "fp32")
+SPARSE = Case("deepseek", "fsdp", 4, 2, 1, "fp32", experts=8)  # dp 4 = edp 2 x ep 2
+
+
+# --- the numbers of one process -------------------------------------------------------------------------------------------
+
+
+def two_steps(rank: int, case: Case, sharding: dict[str, Any]) -> dict[str, Any]:
+    tiny = start(case, rank, sharding=sharding)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(2):
+        found["losses"].append(tiny.accumulate(step).loss)
+        found["gradients"] = _owned(tiny.engine, tiny.mesh, "gradient", 1.0)
+        found["norms"].append(tiny.finish().total)
+    return found | {"weights": _owned(tiny.engine, tiny.mesh, "weight", 1.0)}
+
+
+def together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Owned pieces of all ranks, added up."""
+    first = parts[0]
+    for part in parts[1:]:
+        for what in ("gradients", "weights"):
+            for name, tensor in part[what].items():
+                first[what][name] = first[what].get(name, 0) + tensor
+    return first
+
+
+@pytest.mark.parametrize(
+    ("case", "sharding"),
+    [
+        (SPARSE, {}),
+        (replace(SPARSE, microbatches=3, recompute="full"), {"prefetch": 2}),
+        (replace(SPARSE, ep=1, recompute="selective", rows="overlapped"), {"reshard": False}),
+        (replace(SPARSE, ep=2, microbatches=3, rows="overlapped"), {"prefetch": 0}),
+        (replace(SPARSE, ep=1, etp=2), {}),
+        (replace(SPARSE, ep=4), {"reshard": False, "prefetch": 2}),  # one copy of each expert: nothing of them to cut
+        (replace(SPARSE, model="gshard", world=3, ep=1, experts=4), {}),  # tied, and dims that do not divide
+        (replace(DENSE, tiles=4, head_tiles=2, chunks=5, recompute="full"), {"prefetch": 2}),
+    ],
+    ids=lambda value: value.layout if isinstance(value, Case) else ",".join(f"{k} {v}" for k, v in value.items()),
+)
+def test_a_step_is_that_of_one_process(case: Case, sharding: dict[str, Any]) -> None:
+    alone = replace(case, kind="ddp", world=1, ep=1, etp=1, microbatches=1, recompute="none", rows="all_to_all", tiles=1, head_tiles=1)
+    (want,) = run_on_ranks(two_steps, 1, alone, {}, timeout_s=60)
+    got = together(run_on_ranks(two_steps, case.world, case, sharding, timeout_s=60))
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-6) and got["norms"] == pytest.approx(want["norms"], rel=1e-6)
+    assert got["gradients"].keys() == want["gradients"].keys()
+    largest = max(float(g.abs().max()) for g in want["gradients"].values())
+    for name, gradient in want["gradients"].items():
+        torch.testing.assert_close(got["gradients"][name], gradient, rtol=1e-5, atol=1e-6 * largest)
+        torch.testing.assert_close(got["weights"][name], want["weights"][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_gradients_are_summed_in_fp32_whatever_they_are_gathered_in(dtype: str) -> None:
+    """2048 and 1, of two uses on a rank or of two ranks, have no sum in 16 bits, and their mean would be another number."""
+
+    def work(rank: int) -> list[float]:
+        engine, _ = linear(rank, 2, torch.ones(4, 3), dtype=DTYPES[dtype])
+        x = torch.tensor([[2048.0 if rank == 0 else 2.0], [1.0]], dtype=DTYPES[dtype]).expand(2, 3)
+        engine.backward(engine.forward(x, last=True).float().sum(), last=True)
+        return [float(value) for value in engine.gradient("one.weight").unique()]
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [[2052.0]] * 2
+
+
+class Linear(nn.Module):
+    """x W^T + b in x's dtype; each row of x uses W once more."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(len(weight), device=weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        return torch.stack([row @ weight.t() for row in x]) + self.bias.to(x.dtype)
+
+
+def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.float32) -> tuple[FSDP, AdamW]:
+    """A model of one unit, a matrix of this value, beside which a bias stays whole."""
+    mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
+    model = nn.Sequential()
+    model.add_module("one", Linear(torch.empty_like(value, device="meta")))
+    layouts = {"one.weight": dense(tuple(value.shape)), "one.bias": dense((len(value),))}
+
+    def fill(names: Collection[str]) -> None:
+        for name in names:
+            module = model.get_submodule("one")
+            setattr(module, name.removeprefix("one."), nn.Parameter(value.clone() if name == "one.weight" else torch.zeros(len(value))))
+
+    unit = Unit("one", ("one.weight",), dtype if dtype != torch.float32 else None)
+    shard(model, [unit], layouts=layouts, mesh=mesh, reshard=True, prefetch=1, fill=fill)
+    settings = AdamW((0.8, 0.9), 1e-6, 0.3, lambda name, p: True)
+    return FSDP(model, layouts=layouts, mesh=mesh, optimizer=settings), settings
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 3), (6, 5), (3, 8), (9, 1)])
+def test_any_shape_is_cut_steps_and_comes_back(shape: tuple[int, int]) -> None:
+    """Dims that divide by no number of ranks, and fewer rows than ranks: AdamW's steps, and states as they were loaded."""
+
+    def work(rank: int, ranks: int) -> list[bool]:
+        torch.manual_seed(0)
+        value = torch.randn(shape)
+        engine, settings = linear(rank, ranks, value)
+        twin = Linear(value.clone())
+        plain = DDP(twin, layouts={"weight": dense(shape), "bias": dense(shape[:1])}, mesh=Mesh.of(Degrees()), optimizer=settings)
+        name, found = "one.weight", []
+        for _ in range(3):
+            x = torch.randn(ranks, 4, shape[1])
+            engine.backward(engine.forward(x[rank], last=True).square().sum(), last=True)
+            plain.backward(plain.forward(x.flatten(0, 1), last=True).square().sum(), last=True)
+            found.append(
+                all(torch.allclose(engine.gradient(f"one.{n}"), plain.gradient(n), rtol=1e-5, atol=1e-5) for n in ("weight", "bias"))
+            )
+            engine.step(0.1)
+            plain.step(0.1)
+            a, b = engine.state(name), plain.state("weight")
+            found.append(all(torch.allclose(a[kind], b[kind], rtol=1e-5, atol=1e-5) for kind in a))
+        saved = {kind: torch.randn(shape) for kind in ("weight", *MOMENTS)}
+        engine.load_state({name: saved}, steps=9)
+        found.append(all(torch.equal(tensor, saved[kind]) for kind, tensor in engine.state(name).items()))
+        dim = dim_to_cut(shape, ranks)
+        most = math.ceil(shape[dim] / ranks) * math.prod(shape) // shape[dim]
+        found.append(engine.held[name].numel() <= most)
+        return found
+
+    for ranks in (2, 4):
+        assert run_on_ranks(work, ranks, ranks, timeout_s=60) == [[True] * 8] * ranks
+
+
+def test_the_first_dim_that_divides_is_cut() -> None:
+    """A stack of experts may have fewer of them than it has copies."""
+    assert [dim_to_cut(shape, 4) for shape in ((8, 3), (2, 24, 20), (2, 5, 20), (5, 7), (3,))] == [0, 1, 2, 0, 0]
+
+
+# --- what is where --------------------------------------------------------------------------------------------------------
+
+
+def cut_numel(tiny: Tiny) -> int:
+    return sum(p.numel() for p in tiny.model.parameters() if isinstance(p, DTensor))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_states_are_one_nth(microbatches: int) -> None:
+    """With gradients, 16 P / N bytes to the byte, where every parameter has a dim that divides; what stays whole is small."""
+
+    def work(rank: int, case: Case) -> list[int]:
+        tiny = start(case, rank)
+        tiny.step(0)
+        tiny.accumulate(1)
+        engine = tiny.engine
+        assert isinstance(engine, FSDP)
+        size = Counter[bool]()
+        for name, held in engine.held.items():
+            grad = dict(engine._gradients())[name]
+            moments = [engine.optimizer.state[held][m] for m in MOMENTS]
+            size[name in engine.cut] += sum(t.untyped_storage().nbytes() for t in (held, *moments))
+            size[name in engine.cut] += grad.numel() * grad.element_size()
+        axes = {name: 2 if ".experts." in name else 4 for name in engine.cut}
+        theory = sum(16 * math.prod(tiny.model.get_parameter(name).shape) // axes[name] for name in engine.cut)
+        return [size[True] - theory, size[False], 16 * sum(p.numel() for p in engine.whole.values()), theory]
+
+    for over, whole, wanted, theory in run_on_ranks(work, 4, replace(SPARSE, microbatches=microbatches), timeout_s=60):
+        assert over == 0 and whole == wanted < 0.1 * theory
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
+    """After the forward pass what was gathered is freed, or kept with `reshard: false`; after the backward pass it is freed."""
+
+    def work(rank: int, case: Case) -> list[Any]:
+        tiny = start(case, rank, sharding={"reshard": reshard})
+        seen: dict[str, Tensor] = {}
+
+        def note(path: str, module: nn.Module, *_: Any) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                assert not isinstance(parameter, DTensor), f"{path} runs on parts"
+                seen[f"{path}.{name}"] = parameter
+
+        for path, module in tiny.model.named_modules():
+            module.register_forward_pre_hook(partial(note, path))
+        tokens = torch.zeros(2, 10, dtype=torch.int64)
+        engine = tiny.engine
+        assert isinstance(engine, FSDP)
+        loss = engine.forward(tokens, None, tokens, last=True).loss
+        cut = [seen[name] for name in engine.cut]
+        found = [sum(t.untyped_storage().nbytes() for t in cut) == (0 if reshard else sum(t.numel() * 4 for t in cut))]
+        engine.backward(loss, last=True)
+        found.append(sum(t.untyped_storage().nbytes() for t in cut) == 0)
+        found.append(all(isinstance(tiny.model.get_parameter(name), DTensor) for name in engine.cut))
+        engine.drop_gradients()
+        return found
+
+    assert run_on_ranks(work, 4, replace(SPARSE, recompute="full"), timeout_s=60) == [[True] * 3] * 4
+
+
+def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
+    """When a unit's first values are drawn, all others are cut or not there; then they are DDP's to the bit."""
+
+    def work(rank: int, case: Case, patch: pytest.MonkeyPatch) -> list[bool]:
+        found = []
+
+        def watched(model: nn.Module, *, only: Collection[str], **options: Any) -> None:
+            whole = [p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
+            found.append(not whole)
+            initialise(model, only=only, **options)  # type: ignore[arg-type]
+
+        patch.setattr(moe.parallelize.build, "initialise", watched)
+        tiny = start(case, rank)
+        patch.undo()
+        other = start(replace(case, kind="ddp"), rank)
+        there = {global_name(name): other.engine.state(name) for name in other.engine.layouts}
+        for name in tiny.engine.layouts:
+            found.append(all(torch.equal(t, there[global_name(name)][kind]) for kind, t in tiny.engine.state(name).items()))
+        return [all(found), len(found) > 8]
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_on_ranks(work, 4, SPARSE, patch, timeout_s=60) == [[True, True]] * 4
+
+
+# --- what is sent ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "sharding", "gathers", "scatters"),
+    [
+        # two blocks and a head: twice and once; the embedding is not read backward. One layer's experts over edp
+        (DENSE, {}, {"dp": 2 * 3 + 1}, {"dp": 4}),
+        (DENSE, {"reshard": False}, {"dp": 4}, {"dp": 4}),
+        (DENSE, {"prefetch": 0}, {"dp": 7}, {"dp": 4}),
+        (DENSE, {"prefetch": 3}, {"dp": 7}, {"dp": 4}),
+        (replace(DENSE, recompute="full", microbatches=3), {"prefetch": 2}, {"dp": 3 * 7}, {"dp": 3 * 4}),
+        # beside the experts stands a shared one, a unit of its own
+        (SPARSE, {}, {"dp": 2 * 4 + 1, "edp": 2}, {"dp": 5, "edp": 1}),
+        (replace(SPARSE, recompute="full"), {}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
+        (replace(SPARSE, recompute="selective"), {"prefetch": 2}, {"dp": 9, "edp": 2}, {"dp": 5, "edp": 1}),
+        (replace(SPARSE, recompute="full"), {"reshard": False}, {"dp": 5, "edp": 1}, {"dp": 5, "edp": 1}),
+        # a tied table runs twice; its gradient is whole once
+        (replace(SPARSE, model="gshard"), {}, {"dp": 2 * 3 + 4, "edp": 2}, {"dp": 3 + 1, "edp": 1}),
+        # four tiles of each feed-forward network, two of embedding and head each
+        (replace(DENSE, tiles=4, head_tiles=2), {"prefetch": 2}, {"dp": 2 * (2 + 2 * 4 + 2) + 2}, {"dp": 2 + 2 * 4 + 4}),
+    ],
+    ids=lambda value: value.layout if isinstance(value, Case) else "",
+)
+def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(
+    case: Case, sharding: dict[str, Any], gathers: dict[str, int], scatters: dict[str, int]
+) -> None:
+    def work(rank: int) -> list[dict[str, int]]:
+        tiny = start(case, rank, sharding=sharding)
+        tiny.step(0)
+        reset_counts()
+        tiny.accumulate(1)
+        found = {name: {a: c.calls for (a, n), c in counts().items() if n == name} for name in ("all_gather", "reduce_scatter")}
+        return [found["all_gather"], found["reduce_scatter"]]
+
+    assert run_on_ranks(work, case.world, timeout_s=60) == [[gathers, scatters]] * case.world
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_sent_are_those_of_zero_3(precision: str, width: int) -> None:
+    """Gathers in the compute dtype, sums in fp32: (N - 1)/N of 2 width P + 4 P, but for the embedding's 4 P + 4 P."""
+
+    def work(rank: int) -> list[int]:
+        tiny = start(replace(DENSE, precision=precision), rank)
+        tiny.step(0)
+        reset_counts()
+        tiny.accumulate(1)
+        sent = counts()
+        table = tiny.model.get_parameter("embedding.weight").numel()
+        rest = cut_numel(tiny) - table
+        theory = [(2 * width * rest + 4 * table) // 2, 4 * (rest + table) // 2]
+        return [sent["dp", "all_gather"].sent - theory[0], sent["dp", "reduce_scatter"].sent - theory[1]]
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [[0, 0]] * 2
+
+
+def test_debug_mode_knows_each_unit_by_name() -> None:
+    def work(rank: int, patch: pytest.MonkeyPatch) -> list[str]:
+        labels: set[str] = set()
+        check = Agreement.check
+
+        def noted(self: Agreement, axis: Any, name: str, *args: Any, **options: Any) -> None:
+            labels.add(f"{name} {axis.label}")
+            check(self, axis, name, *args, **options)
+
+        patch.setattr(Agreement, "check", noted)
+        store = torch.distributed.distributed_c10d._get_default_store()
+        collectives.agree(Agreement(store, rank=rank, timeout_s=20))
+        start(replace(SPARSE, world=2, ep=1), rank).step(0)
+        collectives.agree(None)
+        return sorted(labels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        labels = set(run_on_ranks(work, 2, patch, timeout_s=60)[0])
+    assert {"all_gather layers.1.moe", "all_gather embedding", "reduce_scatter the gradients of layers.0"} <= labels

@@ -1,0 +1,254 @@
+"""Laws of ZeRO: what a rank keeps and sums in, that weights are whole only where they are used, and that the host's memory or a disk
+changes no bit.
+
+The engine's laws that all kinds share are in test_engines.py, resuming in test_resume.py, all layouts in `moe verify`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from moe.launch.environment import extensions_dir, missing_for_nvme
+from moe.nn.linear import Linear
+from moe.recipe import sections
+from moe.recipe.sections import Run
+from moe.verify.verify import Case, batch
+from parallel import process
+from parallel.data import zero3
+from parallel.data.deepspeed import compile_async_io, load_deepspeed
+from parallel.data.engine import AdamW
+from parallel.data.offload import Offload
+from parallel.data.zero import DeepSpeed, Zero, settings
+from parallel.errors import BadInput
+from parallel.layout import dense
+from parallel.mesh import Degrees
+from parallel.process import World
+from tests.support import trained
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import same, start
+
+SPARSE = Case("deepseek", "zero3", 2, 1, 1, "fp32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    load_deepspeed()  # before forking: it takes seconds to import
+
+
+# --- what gradients are summed in ------------------------------------------------------------------------------------------
+
+
+def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | None = None) -> DeepSpeed:
+    """Two ranks' engine around a matrix of ones that is read in `dtype`."""
+    mesh = process.connect(Degrees(dp=2), World(rank, 2))
+    layer = Linear(3, 4)
+    nn.init.ones_(layer.weight)
+    model, layouts = nn.Sequential(layer), {"0.weight": dense((4, 3))}
+    optimizer = AdamW((0.8, 0.9), 1e-6, 0.0, lambda name, p: False)
+    if stage < 3:
+        return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=lambda name: dtype)
+    layer.recast = True
+    birth = zero3.Birth(layouts, mesh, offload)
+    for path, module in model.named_modules():
+        birth(path, module)
+    return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("stage, place", [(1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"), (3, "cpu")])
+def test_gradients_are_summed_in_fp32_whatever_weights_are_read_in(stage: int, place: Any, dtype: torch.dtype) -> None:
+    """2048 and 1 have no sum in 16 bits: neither of two micro-batches nor of two ranks."""
+
+    def work(rank: int) -> list[float]:
+        engine = engine_of(stage, rank, dtype=dtype, offload=Offload(optimizer=place))
+        for number, value in enumerate([2048.0, 1.0] if rank == 0 else [1.0, 1.0]):
+            out = engine.forward(torch.full((1, 3), value, dtype=dtype), last=number == 1)
+            engine.backward(out.float().sum(), last=number == 1)
+        return [float(value) for value in engine.gradient("0.weight").unique()]
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [[2051.0]] * 2
+
+
+# --- stage 3: whole only where it is used ----------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.numel()]
+
+
+@pytest.mark.parametrize(
+    "case", [SPARSE, replace(SPARSE, recompute="full", tiles=4), replace(SPARSE, world=4, ep=2, microbatches=3)], ids=str
+)
+def test_between_passes_no_weight_is_whole(case: Case) -> None:
+    def work(rank: int) -> list[list[str]]:
+        tiny = start(case, rank)
+        found = [whole(tiny.model)]
+        for step in range(2):
+            tiny.accumulate(step)
+            found.append(whole(tiny.model))
+            tiny.finish()
+            found.append(whole(tiny.model))
+        with torch.no_grad():
+            tiny.model(batch(3)[:2, :-1])
+        return [*found, whole(tiny.model)]
+
+    assert run_on_ranks(work, case.world, timeout_s=60) == [[[]] * 6] * case.world
+
+
+def test_the_model_is_cut_as_it_is_born() -> None:
+    """When a module's weights are drawn, all earlier ones are in parts already: never more than one module is whole."""
+
+    def work(rank: int, patch: pytest.MonkeyPatch) -> list[list[str]]:
+        seen: list[list[str]] = []
+        call = zero3.Birth.__call__
+
+        def noted(self: zero3.Birth, path: str, module: nn.Module) -> None:
+            own = [name for name, p in module.named_parameters(recurse=False) if p.numel()]
+            call(self, path, module)
+            seen.append([name for name, p in module.named_parameters(recurse=False) if p.numel()] if own else [])
+
+        patch.setattr(zero3.Birth, "__call__", noted)
+        tiny = start(SPARSE, rank)
+        return [seen[0], [name for names in seen for name in names], whole(tiny.model)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_on_ranks(work, 2, patch, timeout_s=60) == [[[], [], []]] * 2
+
+
+# --- offload changes no number ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
+    """The way that gradients go on a GPU, whose streams a CPU has not: other buckets and another order of events, the same numbers."""
+
+    def with_overlap(*args: Any) -> dict[str, Any]:
+        found = settings(*args)
+        found["zero_optimization"]["overlap_comm"] = True
+        return found
+
+    def work(rank: int) -> list[bool]:
+        case = replace(SPARSE, kind=f"zero{stage}", microbatches=3)
+        plain = start(case, rank)
+        with mock.patch.object(zero3, "settings", with_overlap), mock.patch("parallel.data.zero.settings", with_overlap):
+            beside = start(case, rank)
+        assert beside.engine.zero.overlap_comm if stage < 3 else beside.engine.engine.zero_overlap_comm()
+        numbers = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(3)] for tiny in (plain, beside)]
+        return [numbers[0] == numbers[1], same(plain.state(), beside.state())]
+
+    assert run_on_ranks(work, 2, timeout_s=60) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offload_to_the_host_changes_no_bit(stage: int, precision: str) -> None:
+    """Three steps of three micro-batches: losses, weights, moments. A norm's squares are added in another order, so nothing is clipped."""
+
+    def work(rank: int) -> list[list[Any]]:
+        case = replace(SPARSE, kind=f"zero{stage}", microbatches=3, precision=precision)
+        kinds = [f"zero{stage}", f"zero{stage}+cpu", *(["zero3+cpu-all"] if stage == 3 else [])]
+        here, *moved = (start(replace(case, kind=kind), rank, optimizer={"clip_norm": None}) for kind in kinds)
+        steps = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(3)] for tiny in (here, *moved)]
+        return [[loss_and_norm, same(tiny.state(), here.state())] for loss_and_norm, tiny in zip(steps, (here, *moved), strict=True)]
+
+    for (first, _), *others in run_on_ranks(work, 2, timeout_s=90):
+        assert others
+        for found, equal in others:
+            assert equal and [loss for loss, _ in found] == [loss for loss, _ in first]
+            assert [norm for _, norm in found] == pytest.approx([norm for _, norm in first], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    trained.warm_zero()
+    with pytest.MonkeyPatch.context() as patch:
+        yield trained.home(tmp_path_factory.mktemp("home"), patch)
+
+
+def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler that takes no time: minutes and folder are said before, nothing where it is there, and one line where it fails."""
+    from deepspeed.accelerator import get_accelerator
+
+    said: list[str] = []
+    built = tmp_path / "async_io" / "async_io.so"
+
+    class Builder:
+        def load(self, verbose: bool) -> None:
+            assert said, "said before, not after"
+            built.parent.mkdir(exist_ok=True)
+            built.touch()
+
+    class Broken:
+        def load(self, verbose: bool) -> None:
+            raise RuntimeError(
+                "Error building extension 'async_io': [1/4] c++ -c a.cpp\nc++ b.cpp\na.cpp:3: fatal error: libaio.h: no\nninja: stopped"
+            )
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: {"AsyncIOBuilder": Builder()}[name])
+    compile_async_io(said.append)
+    compile_async_io(said.append)
+    assert len(said) == 1 and "compiling DeepSpeed's async_io" in said[0] and "4 to 6 minutes" in said[0] and str(tmp_path) in said[0]
+    monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: Broken())
+    with pytest.raises(BadInput) as refused:
+        compile_async_io(said.append)
+    line = str(refused.value)
+    assert "async_io does not compile (a.cpp:3: fatal error: libaio.h: no)" in line and "; fix: see: moe doctor" in line
+
+
+@pytest.fixture(scope="module")
+def async_io() -> None:
+    """What reads and writes a disk, in the user's cache: compiled here, for minutes, where it is not yet."""
+    script = "import sys; from parallel.data.deepspeed import compile_async_io; compile_async_io(lambda text: print(text, file=sys.stderr))"
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=1200, env=environment)
+    # once it is there nobody asks for a compiler again
+    again = subprocess.run([sys.executable, "-c", script], timeout=120, env=environment | {"PATH": ""}, capture_output=True, text=True)
+    assert again.returncode == 0 and "compiling" not in again.stderr, again.stderr
+
+
+@pytest.mark.timeout(1300)
+@pytest.mark.skipif(bool(missing_for_nvme()), reason=f"offload to a disk needs {' and '.join(missing_for_nvme())}")
+def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with everything on a disk against nothing offloaded: losses, weights, moments; then the run goes on without the disk."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions_dir({k: v for k, v in os.environ.items() if k != "XDG_CACHE_HOME"})))
+
+    def recipe(place: str, steps: int) -> Run:
+        path = str(swap) if place == "nvme" else None
+        offload = sections.Offload(optimizer=place, parameters=place, path=path)
+        values: dict[str, dict[str, Any]] = {
+            "degrees": {"ep": 2},
+            "sharding": {"kind": "zero", "stage": 3, "offload": offload},
+            "train": {"steps": steps},
+        }
+        values["optimizer"] = {"clip_norm": None}  # clipping is a factor on the way from the disk, which rounds once more
+        return trained.recipe(home, **values)
+
+    trained.train(recipe("none", 6), tmp_path / "plain", ranks=2)
+    trained.train(recipe("nvme", 6), tmp_path / "disk", ranks=2)
+    assert len(list(swap.iterdir())) == 2  # forked ranks end without cleaning up, as killed ones do
+    folder = Offload("nvme", path=str(swap)).folder()
+    assert folder is not None and [str(path) for path in swap.iterdir()] == [folder.name]
+    del folder
+    assert list(swap.iterdir()) == []
+    assert trained.losses(tmp_path / "disk") == trained.losses(tmp_path / "plain") and len(trained.losses(tmp_path / "plain")) == 6
+    for step in (3, 6):
+        a, b = (trained.tensors(tmp_path / name / "checkpoints" / f"step-{step}") for name in ("plain", "disk"))
+        assert a == b and any(re.search("experts.*exp_avg", name) for name in a)
+    for name in ("plain", "disk"):
+        trained.train(recipe("none", 8), tmp_path / name, ranks=2)
+    assert trained.losses(tmp_path / "disk") == trained.losses(tmp_path / "plain") and len(trained.losses(tmp_path / "disk")) == 8

@@ -1,0 +1,571 @@
+"""Laws of K-FAC: its direction is the dense one, its factors do not depend on how a batch is cut, and its state is all there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe.bench import kfac as bench
+from moe.bench.kfac import steps_to
+from moe.experts.experts import Experts
+from moe.kernels.activation import activate
+from moe.nn.linear import Linear as Plain
+from moe.parallelize.build import build, start_engine
+from moe.parallelize.curvature import watched
+from moe.recipe.sections import Run
+from moe.train import state
+from moe.train.step import accumulate, finish
+from parallel import process
+from parallel.errors import BadInput
+from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
+from parallel.kfac.fisher import check_rules, works
+from parallel.kfac.grafted import Curved, grafted
+from parallel.kfac.kfac import Item, Kfac, Settings
+from parallel.layout import Layout, dense
+from parallel.mesh import Degrees, Mesh
+from parallel.pipeline.schedules import catalog
+from parallel.pipeline.simulator.bubbles import Packing, pack
+from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.precision import LossScale
+from parallel.process import World
+from tests.support.ranks import run_on_ranks
+
+CPU = torch.device("cpu")
+SETTINGS = Settings(damping=0.1, ema=0.5, refresh_every=1)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unit(sums: Tensor) -> Tensor:
+    return sums / mean_eigenvalue(sums)
+
+
+# --- the mathematics --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_the_direction_is_that_of_the_dense_damped_kronecker_product(scale: float) -> None:
+    """Martens and Grosse, section 6.3, with lambda = damping times the mean eigenvalue of G (x) A, up to that number."""
+    rows, inputs, outputs, damping = 40, 5, 3, 0.2
+    a_RI, g_RO, gradient_OI = draw(rows, inputs), scale * draw(rows, outputs, seed=1), draw(outputs, inputs, seed=2)
+    A, G = a_RI.T @ a_RI / rows, g_RO.T @ g_RO / rows
+    mean_a, mean_g = A.trace() / inputs, G.trace() / outputs
+    pi, lam = (mean_a / mean_g).sqrt(), damping * mean_a * mean_g
+    dense_matrix = torch.kron(G + lam.sqrt() / pi * torch.eye(outputs), A + pi * lam.sqrt() * torch.eye(inputs))
+    wanted = torch.linalg.solve(dense_matrix.double(), gradient_OI.flatten().double()).view(outputs, inputs) * mean_a * mean_g
+    inverses = [damped_inverse(unit(summed_products(rows)), damping=damping) for rows in (a_RI, g_RO)]
+    torch.testing.assert_close(direction(gradient_OI, *inverses).double(), wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_on_one_linear_with_squared_loss_it_is_the_natural_gradient() -> None:
+    """Residuals that are independent of the inputs make the Fisher information exactly G (x) A: every input comes with every residual."""
+    inputs, outputs = 4, 3
+    a_NI, r_MO = draw(6, inputs), draw(5, outputs, seed=1)
+    a_RI, r_RO = a_NI.repeat_interleave(5, 0), r_MO.repeat(6, 1)
+    weight = draw(outputs, inputs, seed=2).requires_grad_()
+    y_RO = a_RI @ weight.T
+    y_RO.retain_grad()
+    target_RO = (y_RO - r_RO).detach()
+    (((y_RO - target_RO) ** 2).sum() / 2 / len(a_RI)).backward()
+    assert weight.grad is not None and y_RO.grad is not None
+    each_RP = torch.einsum("ro,ri->roi", r_RO, a_RI).flatten(1)  # a row's own gradient of its own loss
+    fisher = each_RP.T @ each_RP / len(a_RI)
+    wanted = torch.linalg.solve(fisher.double(), weight.grad.flatten().double()).view(outputs, inputs)
+    got = direction(weight.grad, *(damped_inverse(unit(summed_products(r)), damping=1e-12) for r in (a_RI, y_RO.grad)))
+    torch.testing.assert_close(got.double() / got.norm(), wanted / wanted.norm(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_stack_is_a_loop_over_its_matrices() -> None:
+    counts, inputs, outputs = [7, 0, 4], 5, 3
+    a_RI, g_RO, stacked = draw(11, inputs), draw(11, outputs, seed=1), draw(3, inputs, outputs, seed=2)
+    inverses = [
+        damped_inverse(averaged(torch.zeros(3, w, w), summed_products(r, counts), ema=0.9), damping=0.1) for r, w in ((a_RI, 5), (g_RO, 3))
+    ]
+    got = direction(stacked, *inverses)
+    for e, (a, g) in enumerate(zip(a_RI.split(counts), g_RO.split(counts), strict=True)):
+        if counts[e]:
+            alone = direction(stacked[e].T, *(damped_inverse(unit(summed_products(r)), damping=0.1) for r in (a, g)))
+            torch.testing.assert_close(got[e], alone.T, rtol=1e-4, atol=1e-5)
+        else:
+            assert not got[e].any()
+
+
+def test_an_expert_without_rows_keeps_its_factor_and_one_that_never_had_any_takes_the_other_step() -> None:
+    first = averaged(torch.zeros(3, 2, 2), summed_products(draw(5, 2), [2, 3, 0]), ema=0.9)
+    second = averaged(first, summed_products(draw(5, 2, seed=1), [0, 2, 3]), ema=0.9)
+    assert torch.equal(second[0], first[0]) and not torch.equal(second[1], first[1])
+    torch.testing.assert_close(mean_eigenvalue(second).flatten(), torch.ones(3))
+    torch.testing.assert_close(second[2], unit(summed_products(draw(5, 2, seed=1)[2:]))[0])  # the first counts whole
+    other = draw(3, 2, 4)
+    d = direction(draw(3, 2, 4, seed=3), damped_inverse(first, damping=0.1), torch.eye(4).repeat(3, 1, 1))
+    got = grafted(d, other)
+    assert torch.equal(got[2], other[2])
+    torch.testing.assert_close(torch.linalg.matrix_norm(got), torch.linalg.matrix_norm(other))
+    torch.testing.assert_close(got[0] / got[0].norm(), d[0] / d[0].norm())
+
+
+def test_a_matrix_that_rounding_made_indefinite_is_inverted_with_more_damping() -> None:
+    bad = torch.diag(torch.tensor([4.0, -0.9, -0.1])).unsqueeze(0)
+    inverse = damped_inverse(bad, damping=0.01)
+    assert torch.isfinite(inverse).all() and (torch.linalg.eigvalsh(inverse) > 0).all()
+    torch.testing.assert_close(inverse, torch.linalg.inv(bad + torch.eye(3)))  # 0.1 and 10 times that
+
+
+@pytest.mark.parametrize(("rows", "width", "damping"), [(1, 300, 1e-20), (4, 64, 1e-20), (40, 65, 1e-300), (3, 1, 1e-30)])
+def test_damping_below_what_fp32_can_tell_still_gives_an_inverse_and_a_finite_step(rows: int, width: int, damping: float) -> None:
+    """Fewer rows than the width: without damping there is no inverse at all. One row: the largest eigenvalue is the width."""
+    factor = unit(summed_products(draw(rows, width)))
+    inverse = damped_inverse(factor, damping=damping)
+    assert torch.isfinite(inverse).all() and float(torch.linalg.eigvalsh(inverse.double()).min()) > 0
+    moved = grafted(direction(draw(1, width, width, seed=1), inverse, inverse), draw(1, width, width, seed=2))
+    assert torch.isfinite(moved).all() and float(moved.norm()) == pytest.approx(float(draw(1, width, width, seed=2).norm()), rel=1e-3)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """x, 5 -> 7 -> 3, without what is around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Plain(5, 7), Plain(7, 3)
+        for i, weight in enumerate(self.parameters()):
+            weight.data.copy_(draw(*weight.shape, seed=i))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+def kfac_of(model: nn.Module, settings: Settings = SETTINGS, layouts: dict[str, Layout] | None = None) -> Kfac:
+    plain = {name: dense(tuple(p.shape)) for name, p in model.named_parameters()}
+    return watched(model, layouts or plain, Mesh.of(Degrees()), settings=settings, experts=True)
+
+
+def passes(kfac: Kfac, net: Net, x: Tensor, *, microbatches: int = 1, scale: float = 1.0) -> None:
+    for part in x.chunk(microbatches):
+        with kfac.recording():
+            y = net(part)
+        (scale * (y**3).sum() / len(x)).backward()  # type: ignore[no-untyped-call]
+
+
+def running(kfac: Kfac) -> dict[str, Tensor]:
+    return {f"{factor} {name}": held.running for (factor, name), held in kfac.factors.items()}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("microbatches", "scale"), [(4, 1.0), (1, 2.0**12), (3, 0.01)])
+def test_factors_do_not_depend_on_micro_batches_nor_on_what_the_loss_is_multiplied_by(
+    at_once: bool, microbatches: int, scale: float
+) -> None:
+    found = []
+    for cut, times in ((1, 1.0), (microbatches, scale)):
+        kfac = kfac_of(net := Net())
+        kfac.at_once = at_once
+        passes(kfac, net, draw(12, 5), microbatches=cut, scale=times)
+        kfac.finish()
+        found.append(running(kfac))
+    for name, factor in found[0].items():
+        torch.testing.assert_close(found[1][name], factor, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(mean_eigenvalue(factor).flatten(), torch.ones(1))
+    x = draw(12, 5)
+    torch.testing.assert_close(found[0]["A first.weight"], unit(summed_products(x)))
+    torch.testing.assert_close(found[0]["A second.weight"], unit(summed_products((x @ Net().first.weight.T).relu())))
+
+
+def test_work_waits_in_the_order_in_which_it_became_ready_and_its_rows_are_counted() -> None:
+    kfac = kfac_of(net := Net())
+    kfac.at_once = False
+    x = draw(12, 5)
+    passes(kfac, net, x, microbatches=2)
+    one = ["A first.weight", "A second.weight", "G second.weight", "G first.weight"]
+    assert [str(item) for item in kfac.waiting] == [f"curvature {name} micro-batch {i}" for i in (0, 1) for name in one]
+    rows = x.untyped_storage().nbytes()  # both parts are in it
+    assert kfac.kept_bytes == rows + 4 * 12 * (7 + 3 + 7)
+    left = [8]
+
+    def soon() -> bool:
+        left[0] -= 1
+        return left[0] < 5
+
+    assert kfac.fill(soon) == 3 and len(kfac.waiting) == 5
+    kfac.forget()
+    assert not kfac.waiting and not kfac.kept_bytes and kfac.records and all(factor.sums is None for factor in kfac.factors.values())
+
+
+@pytest.mark.parametrize(("every", "delay"), [(1, 0), (3, 0), (3, 1), (4, 3)])
+def test_inverses_change_only_where_they_are_due(every: int, delay: int) -> None:
+    kfac = kfac_of(net := Net(), replace(SETTINGS, refresh_every=every, delay=delay))
+    kfac.at_once = False
+    before = [factor.inverse.clone() for factor in kfac.factors.values()]
+    for step in range(2 * every + delay):
+        passes(kfac, net, draw(12, 5, seed=step))
+        kfac.finish()
+        after = [factor.inverse.clone() for factor in kfac.factors.values()]
+        changed = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert changed == [step % every == delay] * 4, step
+        assert kfac.has_inverses == (step >= delay)
+        before = after
+
+
+def test_when_work_is_done_changes_no_number() -> None:
+    """At once, at the ends of steps, and one by one in between, with inversions put off too."""
+
+    def after(way: str) -> list[Tensor]:
+        kfac = kfac_of(net := Net(), replace(SETTINGS, refresh_every=3, delay=2))
+        kfac.at_once = way == "at once"
+        for step in range(7):
+            passes(kfac, net, draw(12, 5, seed=step), microbatches=2)
+            if way == "between":
+                kfac.fill(lambda: len(kfac.waiting) < 3)
+            kfac.finish()
+        return [t for factor in kfac.factors.values() for t in factor.tensors().values()]
+
+    found = [after(way) for way in ("at once", "at the ends", "between")]
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_factors_of_16_bit_rows_are_fp32(dtype: torch.dtype) -> None:
+    kfac = kfac_of(net := Net())
+    passes(kfac, net, (x := draw(400, 5).to(dtype)))
+    kfac.finish()
+    assert {t.dtype for factor in kfac.factors.values() for t in factor.tensors().values()} == {torch.float32}
+    torch.testing.assert_close(running(kfac)["A first.weight"], unit(summed_products(x.float())))
+
+
+@pytest.mark.parametrize("ffn", ["gelu", "swiglu"])
+def test_experts_seen_matrix_by_matrix_give_the_same_network_and_the_factors_of_a_loop(ffn: str) -> None:
+    counts, rows = [5, 0, 6], draw(11, 4)
+    experts = Experts(3, d_model=4, d_ff=6, ffn=ffn)
+    for i, weight in enumerate(experts.parameters()):
+        weight.data.copy_(draw(*weight.shape, seed=i + 1))
+    plain = experts(rows, counts=counts)
+    (plain**2).sum().backward()
+    grads = {name: p.grad.clone() for name, p in experts.named_parameters() if p.grad is not None}
+    experts.zero_grad()
+    model = nn.ModuleDict({"experts": experts})
+    kfac = kfac_of(model)
+    with kfac.recording():
+        seen = experts(rows, counts=counts)
+    torch.testing.assert_close(seen, plain)
+    (seen**2).sum().backward()
+    for name, p in experts.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-5)
+    kfac.finish()
+    assert ("A", "experts.w3") not in kfac.factors
+    for e, part in enumerate(rows.split(counts)):
+        if counts[e]:
+            alone = {name: p.detach()[e] for name, p in experts.named_parameters()}
+            hidden = [part @ alone[name] for name in ("w1", "w3") if name in alone]
+            a = activate(hidden[0], hidden[1] if len(hidden) > 1 else None, ffn)
+            wanted = {"A experts.w1": part, "A experts.w2": a, "G experts.w2": 2 * a @ alone["w2"]}
+            for name, of in wanted.items():
+                torch.testing.assert_close(running(kfac)[name][e], unit(summed_products(of))[0], rtol=1e-4, atol=1e-5)
+        else:
+            assert not running(kfac)["G experts.w1"][e].any()
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
+
+MODEL = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "ffn": "swiglu"}
+SPARSE: dict[str, Any] = {"model": MODEL | {"moe_every": 2}, "experts": {"num_experts": 4}, "router": {"capacity_factor": 1.5}}
+
+
+ADAMW = {"optimizer": {"lr": 0.01, "warmup_steps": 0}}
+
+
+class Small:
+    """A tiny model that trains on drawn tokens."""
+
+    def __init__(self, values: dict[str, Any], *, kfac: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1) -> None:
+        optimizer = {"kind": "kfac", "kfac": {"refresh_every": 2, "damping": 0.1} | (kfac or {}), "lr": 0.01, "warmup_steps": 0}
+        train = {"global_batch": 8, "eval_sequences": 8}
+        self.run = Run(**({"model": MODEL, "optimizer": optimizer, "train": train} | values)).check(ranks)
+        self.mesh = process.connect(self.run.mesh_degrees(), World(rank, ranks))
+        model, layouts = build(self.run, self.mesh, device=CPU)
+        self.model, self.engine = model, start_engine(self.run, model, layouts, self.mesh)
+        self.scale = LossScale.of(self.run.precision.loss_scale)
+
+    @property
+    def kfac(self) -> Kfac:
+        assert isinstance(self.engine, Curved)
+        return self.engine.kfac
+
+    def step(self, number: int) -> float:
+        tokens = torch.randint(0, 256, (8, 13), generator=torch.Generator().manual_seed(number))
+        dp, o = self.mesh.axis("dp"), self.run.optimizer
+        numbers = accumulate(
+            self.engine,
+            tokens.chunk(dp.size)[dp.index],
+            mesh=self.mesh,
+            microbatches=self.run.pipeline.microbatches,
+            seed=0,
+            step=number,
+            loss_scale=self.scale.value,
+        )
+        finish(self.engine, numbers, world=self.mesh.axis("world"), scale=self.scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU)
+        return numbers.loss
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def test_what_is_adamws_and_what_is_k_facs() -> None:
+    small = Small(SPARSE | {"experts": {"num_experts": 4, "shared": 1, "shared_gate": True}})
+    names = set(small.kfac.linears)
+    assert {n.rpartition(".layers.")[2] for n in names if n.startswith("layers.0.")} == {
+        *(f"layers.0.attention.{m}.weight" for m in ("q", "k", "v", "out")),
+        *(f"layers.0.ffn.{m}.weight" for m in ("w1", "w2", "w3")),
+    }
+    assert {f"layers.1.moe.experts.{m}" for m in ("w1", "w2", "w3")} | {
+        f"layers.1.moe.shared.{m}.weight" for m in ("w1", "w2", "w3")
+    } <= names
+    assert not [n for n in names if "gate" in n or "router" in n or "norm" in n or "embedding" in n]
+    assert small.kfac.linears["layers.0.attention.k.weight"].inputs == "layers.0.attention.q.weight"
+    without = Small(SPARSE, kfac={"experts": False})
+    assert not [n for n in without.kfac.linears if "experts" in n]
+
+
+def test_a_step_goes_as_far_as_adamws_and_elsewhere_but_for_what_is_adamws() -> None:
+    ours, plain = Small({}), Small(ADAMW)
+    start = ours.weights()
+    assert ours.step(0) == plain.step(0)
+    for name, weight in plain.weights().items():
+        a, b = weight - start[name] * (1 - 0.01 * 0.1), ours.weights()[name] - start[name] * (1 - 0.01 * 0.1)
+        if name in ours.kfac.linears:
+            assert float(a.norm()) == pytest.approx(float(b.norm()), rel=1e-3), name
+            assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0) < 0.99, name
+        else:
+            assert torch.equal(ours.weights()[name], weight), name
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({"pipeline": {"microbatches": 4}}, id="micro-batches"),
+        pytest.param({"recompute": {"kind": "full"}}, id="recompute"),
+        pytest.param({"recompute": {"kind": "selective"}, "experts": {"num_experts": 4, "kernels": "reference"}}, id="reference"),
+    ],
+)
+def test_losses_do_not_depend_on_how_a_step_is_carried_out(values: dict[str, Any]) -> None:
+    plain, other = Small(SPARSE), Small(SPARSE | values)
+    for step in range(5):
+        assert other.step(step) == pytest.approx(plain.step(step), rel=1e-5), step
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_16_bits_follow_fp32_and_a_step_that_overflows_is_forgotten(compute: str) -> None:
+    plain = Small(SPARSE)
+    half = Small(SPARSE | {"precision": {"compute": compute, "loss_scale": "dynamic" if compute == "fp16" else "none"}})
+    if compute == "fp16":
+        half.scale.value = 2.0**40
+        before = half.weights()
+        half.step(0)
+        assert half.kfac.updates == 0 and not any(running.any() for running in running(half.kfac).values())
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), half.weights().values(), strict=True))
+        half.scale.value = 2.0**14
+    for step in range(4):
+        assert half.step(step) == pytest.approx(plain.step(step), rel=0.02), step
+    assert half.kfac.updates == 4
+
+
+@pytest.mark.parametrize(("every", "delay", "stop"), [(2, 0, 3), (4, 3, 5), (4, 2, 7)])
+def test_a_run_that_is_saved_and_loaded_goes_on_to_the_bit(every: int, delay: int, stop: int) -> None:
+    kfac = {"refresh_every": every, "delay": delay}
+    whole, first, second = (Small(SPARSE, kfac=kfac) for _ in range(3))
+    for small in (whole, first):
+        small.kfac.at_once = small is whole  # so that work still waits when the state is asked for
+    losses = [whole.step(step) for step in range(9)]
+    assert [first.step(step) for step in range(stop)] == losses[:stop]
+    tensors = {(kind, name): t.clone() for kind, name, _, t in first.kfac.state()}
+    states = {name: {k: t.clone() for k, t in first.engine.state(name).items()} for name in first.engine.layouts}
+    second.engine.load_state(states, steps=stop)
+    assert second.kfac.load(lambda kind, name, _: tensors.get((kind, name)), updates=stop)
+    assert [second.step(step) for step in range(stop, 9)] == losses[stop:]
+    assert [first.step(step) for step in range(stop, 9)] == losses[stop:]
+    assert not second.kfac.load(lambda *_: None, updates=stop)
+
+
+def test_checkpoints_hold_the_factors_and_one_of_adamws_run_is_taken_up(tmp_path: Path) -> None:
+    whole, other = Small(SPARSE, kfac={"delay": 1, "refresh_every": 3}), Small(SPARSE, kfac={"delay": 1, "refresh_every": 3})
+    losses, said = [whole.step(step) for step in range(6)], list[str]()
+    first, plain = Small(SPARSE, kfac={"delay": 1, "refresh_every": 3}), Small(SPARSE | ADAMW)
+    for small, folder in ((first, tmp_path / "ours"), (plain, tmp_path / "adamw")):
+        for step in range(4):
+            small.step(step)
+        counters, recipe = state.Counters(4, 4), small.run.model_dump(mode="json")
+        same: dict[str, Any] = {"counters": counters, "scale": small.scale, "recipe": recipe, "data": "drawn"}
+        state.save(folder, small.engine, small.mesh, tokenizer={}, keep=1, **same)
+        state.resume(folder, other.engine, other.mesh, log=said.append, **same)
+        assert other.kfac.updates == 4 and len(said) == (small is plain)
+        if small is first:
+            assert [other.step(step) for step in (4, 5)] == losses[4:]
+    assert "has not all of K-FAC's factors" in said[0]
+    assert other.step(4) == plain.step(4)  # AdamW's until the next refresh is over
+    for name, weight in plain.weights().items():
+        torch.testing.assert_close(other.weights()[name], weight)
+
+
+def _on_ranks(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
+    small = Small(SPARSE | {"degrees": degrees}, rank=rank, ranks=ranks)
+    losses = [small.step(step) for step in range(4)]
+    return losses, {name: factor for name, factor in running(small.kfac).items() if "experts" not in name}
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 1}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
+def test_replicas_sum_their_factors_to_those_of_one_process(degrees: dict[str, int]) -> None:
+    alone = Small(SPARSE)
+    losses = [alone.step(step) for step in range(4)]
+    for got, factors in run_on_ranks(_on_ranks, 2, 2, degrees, timeout_s=60):
+        assert got == pytest.approx(losses, rel=1e-5)
+        for name, factor in factors.items():
+            torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple[str, str]], set[tuple[str, str]], dict[str, Tensor]]:
+    """The factors whose inversion this rank did, all it holds, and the inverses in use."""
+    values = SPARSE | {"degrees": {"ep": 1} | degrees}
+    if "pp" in degrees:
+        values |= {"pipeline": {"schedule": "chimera", "microbatches": 4}}
+    small, done = Small(values, rank=rank, ranks=ranks), set()
+    plain = small.kfac.do
+
+    def do(item: Item) -> None:
+        if item.kind == "inversion":
+            done.add((item.factor, item.name))
+        plain(item)
+
+    small.kfac.do = do  # type: ignore[method-assign]
+    small.step(0)
+    return done, set(small.kfac.factors), {" ".join(key): factor.inverse for key, factor in small.kfac.factors.items()}
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}], ids=["dp", "ep", "chimera", "chimera-dp"]
+)
+def test_each_inversion_is_done_once_by_one_of_the_ranks_that_hold_the_factor(degrees: dict[str, int]) -> None:
+    ranks = degrees.get("dp", 1) * degrees.get("pp", 1)
+    found = run_on_ranks(_inverted, ranks, ranks, degrees, timeout_s=60)
+    alone = Small(SPARSE)
+    alone.step(0)
+    assert all(held == set(alone.kfac.factors) for _, held, _ in found)
+    own = degrees.get("ep", 1)  # experts are each rank's own there
+    for key in alone.kfac.factors:
+        assert sum(key in done for done, _, _ in found) == (own if "experts" in key[1] else 1), key
+    counts = [len(done) for done, _, _ in found]
+    assert max(counts) - min(counts) <= 2, counts
+    for name, inverse in found[0][2].items():
+        if own == 1 or "experts" not in name:
+            assert all(torch.equal(other[name], inverse) for _, _, other in found), name
+            torch.testing.assert_close(inverse, alone.kfac.factors[tuple(name.split())].inverse, rtol=1e-3, atol=1e-4)  # type: ignore[index]
+
+
+def test_it_learns_one_batch_in_fewer_steps_than_adamw() -> None:
+    ours, plain = Small({}), Small(ADAMW)
+    reached = [next(step for step in range(60) if small.step(0) < 2.0) for small in (ours, plain)]
+    assert reached[0] < reached[1]
+
+
+# --- in the bubbles ---------------------------------------------------------------------------------------------------
+
+FACTORS = {stage: [("A", f"{stage}.w"), ("G", f"{stage}.w")] for stage in range(4)}
+SECONDS = {"curvature": 0.15, "sum": 0.1, "inversion": 0.4}
+
+
+def packed(name: str, *, without: str = "") -> Packing:
+    """K-FAC in a schedule's bubbles; `without`: a kind of work that nothing waits for any more."""
+    schedule = catalog.build(name, ranks=4, microbatches=4)
+    timeline = simulate(schedule, costs(1, 2, summation=0.5))
+    made = works(schedule, FACTORS, lambda unit: SECONDS[unit.kind])
+    kept = [w._replace(needs=tuple(need for need in w.needs if not need.startswith(f"{without} "))) if without else w for w in made]
+    return pack(timeline, kept)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera", "zb_h1"])
+def test_a_packing_by_the_needs_keeps_the_rules(name: str) -> None:
+    packing = packed(name)
+    check_rules(packing, FACTORS)
+    sums = [p for p in packing.placed if p.work.name.startswith("sum")]
+    assert len(sums) == (16 if name == "chimera" else 0)
+    inversions = [p.work for p in packing.placed if p.work.name.startswith("inversion")]
+    assert sorted(work.rank for work in inversions) == [rank for rank in range(4) for _ in "AG"]  # replicas share theirs
+    assert packing.utilisation > packing.utilisation_before + 0.04
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "said"),
+    [("chimera", "sum", "its sum over replicas"), ("1f1b", "curvature", "of all curvature"), ("chimera", "curvature", "of all curvature")],
+)
+def test_without_a_need_the_rules_refuse_the_packing(name: str, without: str, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_rules(packed(name, without=without), FACTORS)
+
+
+def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() -> None:
+    packing = packed("1f1b")
+    late = max((p for p in packing.placed if p.work.name.startswith("curvature G")), key=lambda p: p.start)
+    early = tuple(p._replace(start=0.0, end=0.15) if p is late else p for p in packing.placed)
+    with pytest.raises(BadInput, match="curvature G .* got a start at 0, needed the end of "):
+        check_rules(replace(packing, placed=early), FACTORS)
+    with pytest.raises(BadInput, match="got 0 of it"):
+        check_rules(replace(packing, placed=packing.placed[1:]), FACTORS)
+
+
+def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int) -> tuple[list[float], int, tuple[float, float]]:
+    small = Small(values, kfac=kfac, rank=rank, ranks=values["degrees"]["pp"] * values["degrees"].get("dp", 1))
+    assert small.engine.pipeline is not None
+    filler = small.engine.pipeline.between.__self__  # type: ignore[union-attr]
+    done = 0
+    between = filler.between
+
+    def counted(at: int) -> None:
+        nonlocal done
+        waiting = len(filler.kfac.waiting)
+        between(at)
+        done += waiting - len(filler.kfac.waiting)
+
+    small.engine.pipeline.between = counted
+    losses = [small.step(step) for step in range(steps)]
+    return losses, done, filler.waits
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degrees"),
+    [("1f1b", {"pp": 2}), ("chimera", {"pp": 2}), ("zb_h1", {"pp": 2}), ("gpipe", {"pp": 2, "dp": 2, "ep": 2})],
+)
+def test_in_a_pipeline_losses_are_those_of_one_process_and_work_is_done_in_the_waits(schedule: str, degrees: dict[str, int]) -> None:
+    kfac = {"refresh_every": 3, "delay": 2}
+    alone = Small(SPARSE, kfac=kfac)
+    losses = [alone.step(step) for step in range(11)]
+    values = SPARSE | {"degrees": {"ep": 1} | degrees, "pipeline": {"schedule": schedule, "microbatches": 4}}
+    found = run_on_ranks(_staged, degrees["pp"] * degrees.get("dp", 1), values, kfac, 11, timeout_s=90)
+    for got, _, waits in found:
+        assert got == pytest.approx(losses, rel=2e-5)
+        assert 0 <= waits[1] <= waits[0] < 1
+    assert any(done > 0 and waits[1] < waits[0] for _, done, waits in found), found
+
+
+def test_the_bench_counts_steps_until_a_mean_of_ten_is_low_enough() -> None:
+    losses = [3.0] * 12 + [1.0] * 10
+    assert steps_to(losses, 3.0) == 10 and steps_to(losses, 2.0) == 17 and steps_to(losses, 0.9) is None
+
+
+def test_the_bench_takes_the_steps_of_one_process_wherever_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "FORWARD_S", 1e-3)
+    monkeypatch.setattr(bench, "BACKWARD_S", 2e-3)
+    monkeypatch.setattr(bench, "UNIT_S", {"curvature": 2e-4, "inversion": 2e-4})
+    steps = 14  # the first eight are measured, the work of the others has places
+    values = bench.timed_values("kfac", 1, 0.02, steps, 2)
+    ends, bubbles = (run_on_ranks(bench.until, 2, 2, "1f1b", way, values, 0.0)[0] for way in (bench.KFAC_ENDS, bench.KFAC_BUBBLES))
+    assert ends["losses"] == bubbles["losses"] and not bubbles["reached"]
+    assert bubbles["losses"] == pytest.approx(bench.losses_of(values)[0], rel=1e-4)
+    assert bubbles["placed"] > 0 == ends["placed"]

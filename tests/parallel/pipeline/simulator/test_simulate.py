@@ -1,0 +1,364 @@
+"""Laws of the simulator: the closed forms of the papers, step times that were measured, links, sums of replicas, what is kept.
+
+p ranks, m micro-batches, v chunks a rank; F, B = I + W: times of one micro-batch through one stage. A bubble is idle over ideal time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.errors import BadInput
+from parallel.pipeline.check import check
+from parallel.pipeline.schedule import Action, Message, Op, Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
+from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_owed
+from parallel.pipeline.simulator.simulate import Timeline, costs, period, simulate
+
+SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
+RATIOS = [(1, 1), (1, 2), (3, 5)]
+THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # F, I, W
+
+
+def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timeline:
+    return simulate(build(name, ranks=p, microbatches=m, **size), costs(F, B))
+
+
+def idle(timeline: Timeline, ideal: int) -> Fraction:
+    """Idle time of every rank, which must be the same for all, over `ideal`."""
+    found = {timeline.idle(rank) for rank in range(timeline.schedule.num_ranks)}
+    assert len(found) == 1
+    return Fraction(found.pop()) / ideal
+
+
+def split(F: int, I: int, W: int) -> tuple[int, int, float]:  # noqa: E741
+    return F, I + W, W / (I + W)
+
+
+# --- closed forms: bubbles -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("F", "B"), RATIOS)
+def test_bubbles_of_naive_gpipe_and_1f1b(p: int, m: int, F: int, B: int) -> None:
+    """GPipe, section 2.3, and Megatron-LM (2104.04473), section 2.2.1: (p - 1) / m, whatever F : B. One rank at a time: p - 1."""
+    assert idle(run("naive", p, m, F, B), m * (F + B)) == p - 1
+    assert idle(run("gpipe", p, m, F, B), m * (F + B)) == Fraction(p - 1, m)
+    assert idle(run("1f1b", p, m, F, B), m * (F + B)) == Fraction(p - 1, m)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("v", [1, 2, 4])
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs"])
+def test_bubbles_of_chunked_schedules(name: str, p: int, m: int, v: int) -> None:
+    """Megatron-LM (2104.04473), section 2.2.2, and breadth-first (2211.05953), equation 4: (p - 1) / (v m)."""
+    for F, B in RATIOS[:2]:
+        assert idle(run(name, p, m, F, B, chunks=v), v * m * (F + B)) == Fraction(p - 1, v * m)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "two_bw"])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: int) -> None:
+    """PipeDream, section 3.2: no bubble in the steady state; a run of n batches has the (p - 1) (F + B) of its two ramps."""
+    timeline = run(name, p, m, batches=2)
+    assert timeline.makespan == 2 * m * 3 + (p - 1) * 3
+    fill = -(-2 * p // m)
+    assert period(lambda n: build(name, ranks=p, microbatches=m, batches=n), batches=fill) == m * 3
+
+
+@pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
+def test_chimeras_bubble_where_forward_and_backward_take_as_long(p: int, m: int) -> None:
+    """Chimera (2107.06925), table 2 with f = 1: (p - 2) / (2 m + p - 2) of the whole time, so (p - 2) / (2 m) of the ideal."""
+    assert idle(run("chimera", p, m, 1, 1), 2 * m) == Fraction(p - 2, 2 * m)
+
+
+@pytest.mark.parametrize(("p", "n"), [(4, 4), (6, 6), (8, 4), (8, 8), (12, 4), (12, 6)])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
+    """Chimera, section 3.6, n = 2 f, F = B: bubble (p - n) / (n m + p - n) of the time, p - p / n + 1 to p in flight, n stages a rank."""
+    schedule = check(build("chimera", ranks=p, microbatches=blocks * p, pipelines=n))
+    timeline = simulate(schedule, costs(1, 1))
+    assert idle(timeline, int(timeline.makespan)) == Fraction(p - n, n * blocks * p + p - n)
+    in_flight = peak_activations(schedule)
+    assert min(in_flight) == p - p // n + 1 and max(in_flight) == p
+    assert all(len(set(homes)) == n for homes in schedule.homes) and {len(schedule.stages_of(rank)) for rank in range(p)} == {n}
+    for stage in range(p):
+        share = Counter(node.rank for j in range(blocks * p) if (node := schedule.find(Op.F, stage, j)) is not None)
+        assert share == dict.fromkeys(schedule.homes[stage], blocks * p // n)  # each replica sees as many micro-batches
+    assert timeline.makespan < simulate(schedule, costs(1, 1, summation=1)).makespan <= timeline.makespan + n
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_chimeras_time_for_one_block(p: int) -> None:
+    """Chimera, section 3.4, and PipeFisher's model: p F + (2 p - 2) B for m = p; B = 2 F: (p - 2) / (3 m / 2 + p - 2) of it."""
+    for F, B in RATIOS:
+        assert run("chimera", p, p, F, B).makespan == p * F + (2 * p - 2) * B
+    whole = run("chimera", p, p)
+    assert idle(whole, int(whole.makespan)) == Fraction(p - 2) / (Fraction(3 * p, 2) + p - 2)
+
+
+@pytest.mark.parametrize(("p", "m", "of_total"), [(4, 8, Fraction(1, 5)), (8, 16, Fraction(3, 11))])
+def test_chimeras_blocks_leave_bubbles_where_backward_takes_longer(p: int, m: int, of_total: Fraction) -> None:
+    """Chimera, section 3.5: blocks in a row have bubbles between them for B = 2 F: more than the form of one block says (1/7, 1/5)."""
+    timeline = run("chimera", p, m)
+    assert idle(timeline, int(timeline.makespan)) == of_total > Fraction(p - 2) / (Fraction(3 * m, 2) + p - 2)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("F", "I", "W"), [*THIRDS, (1, 2, 2), (3, 1, 2)])
+def test_bubble_of_zero_bubble_h1(p: int, m: int, F: int, I: int, W: int) -> None:  # noqa: E741
+    """Zero bubble (2401.10241), table 1: (p - 1) (F + B - W), its B being I here: a third of 1F1B's where F = I = W.
+
+    That is for W not longer than F and I. A longer W does not fit where it would be needed: what is left is the longest of the three.
+    """
+    forward, backward, share = split(F, I, W)
+    timeline = simulate(build("zb_h1", ranks=p, microbatches=m), costs(forward, backward, weight_share=share))
+    assert idle(timeline, p - 1) == max(F + I - W, F, I)
+
+
+@pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0] - 1])
+def test_zero_bubble_h2_and_v_have_none_where_all_three_take_as_long(p: int, m: int) -> None:
+    """Zero bubble, table 1, (p - 1) (F + B - 2 W) for H2, section 6 for V; ranks end at the stagger at which they began."""
+    for F, I, W in THIRDS:  # noqa: E741
+        forward, backward, share = split(F, I, W)
+        cost = costs(forward, backward, weight_share=share)
+        took = period(lambda n: build("zb_h2", ranks=p, microbatches=m, batches=n), lambda s, cost=cost: simulate(s, cost))
+        assert took - m * (F + I + W) == (p - 1) * (F + I - 2 * W)
+    for name, v in (("zb_h2", 1), ("zb_v", 2)):
+        assert period(lambda n, name=name: build(name, ranks=p, microbatches=m, batches=n)) == 3 * v * m
+        assert run(name, p, m).makespan == 3 * v * m + p - 1
+
+
+@pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
+def test_bubble_of_dualpipe_v(p: int, m: int) -> None:
+    """DualPipe's README, p ranks of 2 p stages: (p - 1) (F&B + B - 3 W) where F = I, F&B = F + B the time of a pair, which is a block.
+
+    One after the other instead, each result leaves at once: (p - 1) (F + I - W) as H1, where I is not longer than F.
+    """
+    for F, I, W in THIRDS:  # noqa: E741
+        forward, backward, share = split(F, I, W)
+        cost = costs(forward, backward, weight_share=share)
+        if F == I:
+            assert idle(simulate(dualpipe_v(p, m), cost), 1) == (p - 1) * (F + 2 * (I + W) - 3 * W)
+        if I <= F:
+            assert idle(simulate(dualpipe_v(p, m, paired=False), cost), 1) == (p - 1) * (F + I - W)
+
+
+# --- closed forms: what is kept --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_micro_batches_in_flight(p: int, m: int) -> None:
+    """GPipe: m. 1F1B (2104.04473, section 2.2.1): min(m, p - r). Zero bubble, table 1: p micro-batches until W for H1, 2 p - 1 for H2."""
+    ranks = range(p)
+
+    def kept(name: str) -> Schedule:
+        return build(name, ranks=p, microbatches=m)
+
+    assert peak_activations(kept("naive")) == (1,) * p
+    assert peak_activations(kept("gpipe")) == (m,) * p
+    assert peak_activations(kept("1f1b")) == tuple(min(m, p - r) for r in ranks)
+    assert peak_activations(kept("zb_h1")) == tuple(min(m, p - r) for r in ranks)
+    assert peak_held(kept("zb_h1")) == (min(m, p),) * p and peak_owed(kept("zb_h1")) == tuple(min(m, r + 1) for r in ranks)
+    assert peak_held(kept("zb_h2")) == (min(m, 2 * p - 1),) * p
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("v", [1, 2, 4])
+def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
+    """Megatron-LM's warm-up: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks; on rank 0 1 + (p - 1) / (p v) (2205.05198, 4.2.3)."""
+    schedule = build("interleaved", ranks=p, microbatches=m, chunks=v)
+    assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
+    if m > p:
+        layers = Fraction(int(peak_activations(schedule, size=lambda stage: 1)[0]), v * p)  # of all layers, in micro-batches
+        assert layers == 1 + Fraction(p - 1, p * v)
+    assert peak_activations(build("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
+def test_chunks_in_flight_on_a_v(p: int, m: int) -> None:
+    """Zero bubble, section 6: 2 p chunks, half a stage each, on every rank. DualPipe's README: 2 p + 1."""
+    assert peak_activations(build("zb_v", ranks=p, microbatches=m)) == (2 * p,) * p
+    assert peak_activations(build("dualpipe_v", ranks=p, microbatches=m)) == (2 * p + 1,) * p
+
+
+@pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
+def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
+    """Chimera, table 2: p / 2 + 1 on the outer ranks to p on the inner ones."""
+    assert peak_activations(build("chimera", ranks=p, microbatches=m)) == tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p))
+
+
+# --- unequal stages, and times that were measured --------------------------------------------------------------------
+
+TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(times=TIMES, m=st.integers(1, 9))
+def test_time_of_unequal_stages(times: list[tuple[int, int]], m: int) -> None:
+    """1F1B takes at most sum t_i + (m - 1) max t_i, t_i = F_i + B_i, and exactly that where the last stage is the slowest."""
+    forward, backward = zip(*times, strict=True)
+    whole = [f + b for f, b in times]
+    took = simulate(build("1f1b", ranks=len(times), microbatches=m), costs(forward, backward)).makespan
+    form = sum(whole) + (m - 1) * max(whole)
+    assert m * max(whole) <= took <= form
+    if whole[-1] == max(whole):
+        assert took == form
+
+
+# GPT 4B on 8 A100, 1F1B, p = 8, m = 128: layout, sequence length, vocabulary, seconds of a step, then microseconds of one micro-batch
+# forward by stage and backward by stage. From VocabularyParallelism's artifact (sail-sg/VocabularyParallelism at 6191c3bf,
+# artifact/exp_one_host.csv): its 16 rows whose schedule is 1F1B; in the other 24 a pass over the vocabulary is a third kind of work.
+MEASURED = """
+    base 2048 256000 11.7222 10572 10591 10475 10725 10360 10444 10381 36818 25185 21108 20737 21143 20805 21030 20827 52363
+    redis 2048 256000 7.5992 10627 10656 10606 13501 13327 13257 13200 26019 25401 21220 20851 26906 26392 26589 26431 30535
+    base 2048 128000 8.2026 10599 10616 10637 10612 10352 10540 10470 24152 23338 20978 20968 21162 20785 21242 21067 37615
+    redis 2048 128000 6.1406 10696 10629 10572 10612 10444 13674 13660 18708 23417 21081 20955 21362 20975 27415 27328 26685
+    base 2048 64000 6.4095 10727 10694 10656 10618 10527 10637 10450 17748 22614 21304 21212 21117 21227 21450 21016 29803
+    redis 2048 64000 5.5955 10881 10880 10913 10679 10641 10789 13773 14876 22845 21465 21517 21361 21373 21717 27570 24031
+    base 2048 32000 5.4899 10761 10887 10681 10573 10554 10674 10612 14603 21993 21497 21130 21279 21267 21412 21364 25997
+    redis 2048 32000 5.5087 10733 10881 10701 10581 10586 10688 10612 14668 22002 21472 21194 21311 21249 21508 21289 26045
+    base 4096 256000 23.9594 24223 23749 23346 23621 23470 23433 23650 76548 50416 45615 45146 45292 45518 45198 45715 106804
+    redis 4096 256000 14.9005 24391 23909 23369 30201 29923 30086 30028 52733 50764 46045 45464 58007 57927 58110 58271 58574
+    base 4096 128000 16.9322 24234 23606 23381 23389 23356 23545 23397 50855 48131 45522 45045 45316 45557 45624 45351 77239
+    redis 4096 128000 12.4898 24367 23848 23524 23500 23441 30108 30020 39031 48636 46143 45525 45740 45928 59536 59052 53522
+    base 4096 64000 13.5771 24329 23758 23736 23767 23476 23858 23614 37916 47796 45588 45945 46077 45503 45803 45772 63819
+    redis 4096 64000 12.1515 24488 23783 23836 23906 23586 23922 30213 31623 48235 45992 46252 46482 45867 46311 60048 51291
+    base 4096 32000 11.8254 24399 24190 23903 23922 23628 23788 23607 31613 47648 46570 46361 46502 46310 46298 46179 56466
+    redis 4096 32000 11.8557 24413 24115 23961 24095 23626 23797 23663 31649 47647 46505 46311 46637 46331 46323 46210 56631
+"""
+
+
+@pytest.mark.parametrize("row", MEASURED.strip().splitlines(), ids=lambda row: "-".join(row.split()[:3]))
+def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
+    """Within 2 %, from below: transfers between stages and the optimizer's step are not in the stage times."""
+    seconds, *stages = map(float, row.split()[3:])
+    took = simulate(build("1f1b", ranks=8, microbatches=128), costs(stages[:8], stages[8:])).makespan / 1e6
+    assert -0.02 < took / seconds - 1 < 0
+
+
+# --- links, sums of replicas, bytes ----------------------------------------------------------------------------------
+
+
+def test_a_message_arrives_a_transfer_after_it_was_made() -> None:
+    """p = 2, m = 1: F, over, F B, over, B."""
+    for overlap in (True, False):
+        assert simulate(build("1f1b", ranks=2, microbatches=1), transfer_time=5, overlap=overlap).makespan == 1 + 5 + 1 + 2 + 5 + 2
+
+
+def test_overlap_hides_transfers_behind_compute_and_without_it_the_sender_waits() -> None:
+    """GPipe, p = 2, F = 3, B = 4, a transfer 2: with overlap F of rank 1 trails by 3 + 2; without, rank 0 needs 5 for each forward."""
+    schedule, cost = build("gpipe", ranks=2, microbatches=4), costs(3, 4)
+    beside = simulate(schedule, cost, transfer_time=2)
+    assert [span.start for span in beside.spans[1][:4]] == [5, 8, 11, 14]
+    after = simulate(schedule, cost, transfer_time=2, overlap=False)
+    assert [span.start for span in after.spans[0][:4]] == [0, 5, 10, 15] and [span.start for span in after.spans[1][:4]] == [5, 10, 15, 20]
+    assert beside.makespan == 5 + 4 * 3 + 4 * 4 + 2 + 4 < after.makespan
+    assert after.busy(0) == beside.busy(0) == 4 * (3 + 4)
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    """Transfers of 7 behind forwards of 1: rank 1 gets one every 7, whatever rank 0 does."""
+    timeline = simulate(build("gpipe", ranks=2, microbatches=3), costs(1, 1), transfer_time=7)
+    assert [span.start for span in timeline.spans[1][:3]] == [8, 15, 22]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bytes_are_those_of_the_boundaries(name: str) -> None:
+    """Each micro-batch crosses each boundary between ranks once each way: v times the messages for v chunks, one less where a V turns."""
+    p, m, size = 4, 8, 10
+    timeline = run(name, p, m, batches=1)
+    by_rank = simulate(timeline.schedule, message_bytes=size).sent_bytes()
+    crossings = {"naive": p - 1, "interleaved": 2 * p - 1, "looped_bfs": 2 * p - 1, "zb_v": 2 * p - 2, "dualpipe_v": 2 * p - 2}.get(
+        name, p - 1
+    )
+    assert sum(by_rank) == 2 * crossings * m * size
+    per_stage = simulate(timeline.schedule, message_bytes=lambda message: 3 if message.op is Op.F else 0).sent_bytes()
+    assert sum(per_stage) == 3 * crossings * m
+
+
+def test_transfer_times_and_bytes_can_depend_on_the_message() -> None:
+    def slow(message: Message) -> float:
+        return 4 if (message.source, message.target) == (0, 1) else 0
+
+    assert simulate(build("1f1b", ranks=3, microbatches=1), transfer_time=slow).makespan == 3 * 3 + 4
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 8)])
+def test_sums_of_replicas_hide_in_the_bubbles(p: int, m: int) -> None:
+    """Chimera's eager sums: all but the last one run beside compute, so p / 2 times shorter sums cost as much as the last alone."""
+    schedule = build("chimera", ranks=p, microbatches=m)
+    bare = simulate(schedule).makespan
+    assert simulate(schedule, costs(summation=1)).makespan == bare + 1
+    blocking = simulate(schedule, costs(summation=1), overlap=False).makespan
+    assert bare + 1 <= blocking <= bare + 2 * p
+    sums = {}
+    for rank, spans in enumerate(simulate(schedule, costs(summation=3)).spans):
+        for span in spans:
+            if span.action.op is Op.S:
+                sums.setdefault(span.action.stage, set()).add((span.start, span.end))
+                gradients = [s.end for s in spans if s.action.op is Op.B and s.action.stage == span.action.stage]
+                assert span.start >= max(gradients), rank
+    assert sorted(sums) == list(range(p)) and all(len(times) == 1 for times in sums.values())  # one time on both ranks
+
+
+def test_updates_take_their_time_and_wait_for_sums() -> None:
+    schedule = build("chimera", ranks=2, microbatches=2)
+    timeline = simulate(schedule, costs(update=4, summation=3))
+    assert timeline.makespan == 1 + 1 + 2 + 3 + 4 + 4  # F F B of the later stage, its sum, two updates: the other sum runs beside the first
+    assert timeline.busy(0) == 2 * 3 + 2 * 4
+
+
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(BadInput, match="cost: got -1 for 0F0, needed a time of at least 0"):
+        simulate(build("1f1b", ranks=2, microbatches=2), lambda rank, action: -1)
+
+
+# --- laws of any timeline --------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    half=st.integers(1, 2),
+    groups=st.integers(2, 3),
+    data=st.data(),
+    transfer=st.integers(0, 3),
+    overlap=st.booleans(),
+)
+def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
+    name: str, half: int, groups: int, data: st.DataObject, transfer: int, overlap: bool
+) -> None:
+    p = 2 * half
+    schedule = build(name, ranks=p, microbatches=groups * p)
+    forward, backward = (data.draw(st.lists(st.integers(1, 6), min_size=n, max_size=n)) for n in [schedule.num_stages] * 2)
+    timeline = simulate(schedule, costs(forward, backward, summation=2, update=1), transfer_time=transfer, overlap=overlap)
+    for node, action in schedule.nodes():
+        span = timeline.spans[node.rank][node.at]
+        for need in schedule.needs(node):
+            made = timeline.spans[need.rank][need.at]
+            crossed = transfer if need.rank != node.rank and schedule.action(need).op is not Op.S else 0
+            assert made.end + crossed <= span.start
+        before = timeline.spans[node.rank][node.at - 1] if node.at else None
+        if before is not None and Op.S not in (before.action.op, action.op):
+            assert before.end <= span.start
+    assert timeline.makespan >= max(timeline.busy(rank) for rank in range(p))
+    slower = simulate(
+        schedule, lambda rank, action: 2 * costs(forward, backward, summation=2, update=1)(rank, action), transfer_time=2 * transfer
+    )
+    assert slower.makespan == 2 * simulate(schedule, costs(forward, backward, summation=2, update=1), transfer_time=transfer).makespan
+
+
+def test_costs_can_depend_on_the_rank() -> None:
+    """The two replicas of a stage of Chimera on unequal devices."""
+
+    def cost(rank: int, action: Action) -> float:
+        return (1 if action.op is Op.F else 2) * (3 if rank == 3 else 1) if action.op in (Op.F, Op.B) else 0
+
+    timeline = simulate(build("chimera", ranks=4, microbatches=4), cost)
+    assert timeline.busy(3) == 3 * timeline.busy(0) == 3 * 4 * 3

@@ -1,0 +1,262 @@
+"""The runtime against one process: whatever order carries the work out, losses and gradients are the same."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from parallel import process
+from parallel.collectives import counts, reset_counts
+from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Degrees, Mesh
+from parallel.pipeline.check import check
+from parallel.pipeline.links import Links
+from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.runtime import Runtime, forwards
+from parallel.pipeline.schedule import Action, Op, Schedule, flushed
+from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.chimera import chimera
+from parallel.process import World
+from parallel.weight_gradient import linear
+from tests.support.ranks import run_on_ranks
+
+ROWS, WIDTH = 3, 5
+
+
+def weights(stages: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(stages)
+    return [nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator)) for _ in range(stages)]
+
+
+def given(microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + microbatch)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def stage(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.tanh(linear(x, weight)) + 0.5 * x
+
+
+def twin(stages: int, microbatches: int) -> tuple[list[float], list[Tensor]]:
+    held, losses = weights(stages), []
+    for j in range(microbatches):
+        x, target = given(j)
+        for weight in held:
+            x = stage(x, weight)
+        loss = (x * target).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+    return losses, [w.grad for w in held if w.grad is not None]
+
+
+@dataclass
+class Layers:
+    """The Work of a chain of small layers."""
+
+    weights: list[nn.Parameter]
+    losses: dict[int, float] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)  # weak references
+    alive: list[int] = field(default_factory=list)  # outputs that are there when a backward pass begins
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        return ROWS, WIDTH
+
+    def forward(self, number: int, microbatch: int, x: Tensor | None) -> Tensor:
+        first, target = given(microbatch)
+        y = stage(first if x is None else x, self.weights[number])
+        if number < len(self.weights) - 1:
+            self.outputs.append(weakref.ref(y))
+            return y
+        loss = (y * target).sum()
+        self.losses[microbatch] = loss.item()
+        return loss
+
+    def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        self.alive.append(sum(ref() is not None for ref in self.outputs))
+        torch.autograd.backward(output, gradient)
+
+    def reading(self, number: int, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, number: int, version: int) -> None: ...
+
+
+def start(schedule: Schedule, rank: int, mesh: Mesh | None = None) -> tuple[Runtime, Layers]:
+    mesh = mesh or process.connect(Degrees(pp=schedule.num_ranks), World(rank, schedule.num_ranks))
+    for homes in sorted(set(schedule.homes)):
+        mesh.part("pp", homes, label="replicas")
+    down = mesh.part("pp", tuple(range(schedule.num_ranks)), label="down")
+    assert down is not None
+    work = Layers(weights(schedule.num_stages))
+    mine = {str(s): work.weights[s] for s in schedule.stages_of(rank)}
+    layouts = {n: Layout((WIDTH, WIDTH), holders=homes if len(homes) > 1 else ()) for n in mine for homes in [schedule.homes[int(n)]]}
+    replicas = Replicas(mine, layouts, mesh, of_stage={int(n): [n] for n in mine})
+    return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas), work
+
+
+def carried_out(schedules: list[Schedule]) -> list[list[tuple[dict[int, float], dict[int, Tensor]]]]:
+    """By schedule and rank: losses and gradients."""
+
+    def work(rank: int) -> list[tuple[dict[int, float], dict[int, Tensor]]]:
+        found, mesh = [], process.connect(Degrees(pp=schedules[0].num_ranks), World(rank, schedules[0].num_ranks))
+        for schedule in schedules:
+            runtime, layers = start(schedule, rank, mesh)
+            runtime.run(layers)
+            assert not any(ref() is not None for ref in layers.outputs)
+            found.append((layers.losses, {s: w.grad for s, w in enumerate(layers.weights) if w.grad is not None}))
+        return found
+
+    ranks = run_on_ranks(work, schedules[0].num_ranks, timeout_s=60)
+    return [[found[i] for found in ranks] for i in range(len(schedules))]
+
+
+def assert_same(schedule: Schedule, ranks: list[tuple[dict[int, float], dict[int, Tensor]]]) -> None:
+    losses, gradients = twin(schedule.num_stages, schedule.microbatches)
+    found = {j: loss for mine, _ in ranks for j, loss in mine.items()}
+    assert [found[j] for j in range(schedule.microbatches)] == pytest.approx(losses, rel=1e-6)
+    for number, gradient in enumerate(gradients):
+        for rank in schedule.homes[number]:
+            torch.testing.assert_close(ranks[rank][1][number], gradient, rtol=1e-5, atol=1e-5)
+    for rank, (_, mine) in enumerate(ranks):
+        assert set(mine) == set(schedule.stages_of(rank))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7)])
+def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatches: int) -> None:
+    """Those that update while they run get no update here, so theirs are the same too."""
+    schedules = []
+    for name, kind in SCHEDULES.items():
+        m = microbatches - microbatches % ranks if name in ("chimera", "interleaved") else microbatches
+        if name == "chimera" and ranks % 2:
+            continue
+        schedules.append(build(name, ranks=ranks, microbatches=m, batches=1 if kind.batches == 1 else 2))
+    if ranks == 4:
+        schedules.append(chimera(4, 8, pipelines=4))
+    for schedule, found in zip(schedules, carried_out(schedules), strict=True):
+        assert_same(schedule, found)
+
+
+def any_order(ranks: int, microbatches: int, seed: int) -> Schedule:
+    """A legal order by chance: each rank takes any action whose needs are done, with B, or I and later W, as it comes."""
+    draw = random.Random(seed)
+    num_stages = ranks + draw.randint(0, ranks)
+    homes = [(draw.randrange(ranks),) for _ in range(num_stages)]
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[tuple[Op, int, int]] = set()
+    left = {(s, j): [Op.F] + draw.choice([[Op.B], [Op.I, Op.W]]) for s in range(num_stages) for j in range(microbatches)}
+    while any(left.values()):
+        s, j = draw.choice([at for at, ops in left.items() if ops])
+        op = left[s, j][0]
+        before = s == 0 or (Op.F, s - 1, j) in done
+        after = s == num_stages - 1 or {(Op.B, s + 1, j), (Op.I, s + 1, j)} & done
+        if op is Op.W or (before if op is Op.F else after):
+            left[s, j].pop(0)
+            done.add((op, s, j))
+            orders[homes[s][0]].append(Action(op, s, j))
+    return flushed(f"chance {seed}", homes, microbatches, orders)
+
+
+def test_any_order_that_can_end_ends_with_the_same_gradients() -> None:
+    """Stages anywhere, several or none on a rank, messages that come long before their turn."""
+    schedules = [check(any_order(3, 4, seed)) for seed in range(25)]
+    for schedule, found in zip(schedules, carried_out(schedules), strict=True):
+        assert_same(schedule, found)
+
+
+def test_an_output_is_gone_once_it_has_arrived() -> None:
+    """GPipe's first backward pass begins when every output has been taken: what is kept of a micro-batch is its graph and its input."""
+
+    def work(rank: int) -> list[int]:
+        runtime, layers = start(build("gpipe", ranks=3, microbatches=5), rank)
+        runtime.run(layers)
+        return layers.alive
+
+    assert run_on_ranks(work, 3, timeout_s=30) == [[0] * 5] * 3
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb_v"])
+def test_forward_alone_takes_any_number_of_micro_batches(name: str) -> None:
+    """Also fewer and more than the schedule trains, on the ranks that train them."""
+
+    def work(rank: int) -> list[dict[int, float]]:
+        runtime, layers = start(build(name, ranks=2, microbatches=4), rank)
+        found = []
+        for count in (1, 3, 9):
+            layers.losses.clear()
+            runtime.forward(layers, count)
+            found.append(dict(layers.losses))
+        assert all(w.grad is None for w in layers.weights)
+        return found
+
+    ranks = run_on_ranks(work, 2, timeout_s=30)
+    schedule = build(name, ranks=2, microbatches=4)
+    for i, count in enumerate((1, 3, 9)):
+        losses = {j: loss for found in ranks for j, loss in found[i].items()}
+        assert [losses[j] for j in range(count)] == pytest.approx(twin(schedule.num_stages, count)[0], rel=1e-6)
+        for node, action in forwards(schedule, count).nodes():
+            trained = schedule.find(Op.F, action.stage, action.microbatch % 4)
+            assert trained is not None and node.rank == trained.rank
+
+
+def test_bytes_sent_are_those_of_the_messages() -> None:
+    def work(rank: int) -> tuple[int, int]:
+        schedule = build("1f1b", ranks=3, microbatches=4)
+        runtime, layers = start(schedule, rank)
+        reset_counts()
+        runtime.run(layers)
+        messages = sum(len(schedule.sends(node)) for node, _ in schedule.nodes() if node.rank == rank)
+        return counts()["pp", "send"].sent, messages * ROWS * WIDTH * 4
+
+    for sent, expected in run_on_ranks(work, 3, timeout_s=30):
+        assert sent == expected > 0
+
+
+def test_ranks_with_different_orders_are_told_so() -> None:
+    """Before anything is sent, on every rank; and again with the right one the same group works."""
+
+    def work(rank: int) -> str:
+        schedules = [build(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")]
+        runtime, layers = start(schedules[rank], rank)
+        with pytest.raises(BadInput) as refused:
+            runtime.run(layers)
+        runtime.run(layers, schedules[0])
+        return str(refused.value)
+
+    said = run_on_ranks(work, 2, timeout_s=30)
+    assert "got schedule gpipe of 4 micro-batches [3, 5]" in said[0] and "got schedule 1f1b" in said[1]
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
+    def work(rank: int) -> None:
+        runtime, layers = start(build("1f1b", ranks=2, microbatches=4), rank)
+        if rank == 1:
+            layers.weights[1] = nn.Parameter(torch.zeros(WIDTH + 1, WIDTH))
+        runtime.run(layers)
+
+    with pytest.raises(AssertionError, match="rank 1 failed"):
+        run_on_ranks(work, 2, timeout_s=30)
+
+
+def test_between_is_called_in_every_gap() -> None:
+    def work(rank: int) -> list[int]:
+        runtime, layers = start(build("1f1b", ranks=2, microbatches=3), rank)
+        called: list[int] = []
+        runtime = replace(runtime, between=called.append, record=[])
+        runtime.run(layers)
+        assert runtime.record is not None and [t.action for t in runtime.record] == list(runtime.schedule.orders[rank])
+        assert all(a.end <= b.start for a, b in zip(runtime.record, runtime.record[1:], strict=False))
+        return called
+
+    for found in run_on_ranks(work, 2, timeout_s=30):
+        assert found == list(range(-1, 7))

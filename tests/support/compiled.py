@@ -1,0 +1,136 @@
+"""Compiles the Triton kernels for a GPU that need not be there: a process of its own, since the test process interprets them.
+
+    python -m tests.support.compiled 90        one line of JSON a kernel: what it takes of a multiprocessor, which instructions it has
+
+The interface runs forward and backward on CPU tensors. Where it would launch a kernel, the kernel is compiled for these arguments
+instead, as the launch would, down to machine code. So nothing is computed, and results are whatever memory held.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import moe.kernels.triton as kernels
+from moe.kernels import cpu
+from moe.kernels.triton import device, network, routing, rows
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one program can have, CUDA's programming guide, table of compute capabilities
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.bool: "*i1",
+}
+
+
+def compile_instead(kernel: Any, capability: int) -> Any:
+    """A launch that compiles: pointers are aligned, integers that 16 divides are known to be, 1 and None are constants."""
+
+    def launch(*args: Any, grid: Any, warmup: bool, num_warps: int = 4, num_stages: int = 3, **named: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        assert all(type(n) is int and n < 2**31 for n in grid)
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        plain = {p.name for p in kernel.params if p.do_not_specialize}
+        signature, constant, attributes = {}, {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            value = given[name]
+            if isinstance(value, Tensor):
+                signature[name] = TYPES[value.dtype]
+            elif name in constants or value is None or (value == 1 and name not in plain):
+                signature[name], constant[(place,)] = "constexpr", value
+            else:
+                signature[name] = "i32"
+            if signature[name] != "constexpr" and name not in plain and (isinstance(value, Tensor) or value % 16 == 0):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        source = ASTSource(kernel, signature, constant, attributes)
+        dtype = next(value.dtype for value in given.values() if isinstance(value, Tensor))
+        report(f"{kernel.__name__} {dtype}", triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), num_warps)
+
+    return launch
+
+
+def report(name: str, compiled: Any, num_warps: int) -> None:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
+    ptx = compiled.asm["ptx"]
+    print(
+        json.dumps(
+            {
+                "kernel": name,
+                "warps": num_warps,
+                "shared": compiled.metadata.shared,
+                "registers": found["REG"],
+                "spilled": found["STACK"] + found["LOCAL"],
+                "tensor_cores": bool(re.search(r"wgmma|mma\.sync", ptx)),
+                "tf32": "tf32" in ptx,
+            }
+        ),
+        flush=True,
+    )
+
+
+def route(*, tokens: int, num_experts: int, k: int) -> None:
+    scores = torch.rand(tokens, num_experts)
+    kernels.top_k(scores, k)
+    expert = scores.topk(k).indices
+    kept = torch.ones_like(expert, dtype=torch.bool)
+    kernels.slots(expert, kept, num_groups=2, num_experts=num_experts)
+    kernels.plan(expert, kept, num_experts=num_experts)
+
+
+def compute(dtype: torch.dtype, *, fused: bool, tokens: int, num_experts: int, k: int, width: int, hidden: int, ffn: str) -> None:
+    """The fused layer, or its steps with dropout; forward and backward."""
+    expert = torch.rand(tokens, num_experts).topk(k).indices
+    plan = cpu.plan(expert, torch.ones_like(expert, dtype=torch.bool), num_experts=num_experts)
+    x = torch.rand(tokens, width).to(dtype).requires_grad_()
+    gate = torch.rand(tokens, k, requires_grad=True)
+    shapes = [(num_experts, width, hidden), (num_experts, hidden, width), (num_experts, width, hidden)]
+    weights = [torch.rand(shape, requires_grad=True) for shape in shapes[: 3 if "glu" in ffn else 2]]
+    w1, w2, w3 = weights if len(weights) == 3 else (*weights, None)
+    if fused:
+        kernels.routed_ffn(x, gate, plan, w1, w2, w3, ffn=ffn).sum().backward()
+        return
+    dropped = torch.ones(len(plan.choice_R), hidden, dtype=dtype)
+    y = kernels.reorder(kernels.permute(x, plan), torch.arange(len(plan.choice_R)))
+    y = kernels.grouped_ffn(y, w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped)
+    kernels.combine(y, gate, plan).sum().backward()
+
+
+def main(capability: int) -> None:
+    for module in (kernels.gemm, kernels.moves):  # type: ignore[attr-defined]
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.run = compile_instead(kernel, capability)
+    for module in (network, rows, routing):
+        module.on = lambda tensor: nullcontext()  # type: ignore[attr-defined]
+    device._shared_bytes = lambda _: SHARED_BYTES[capability]  # type: ignore[assignment]
+    route(tokens=120, num_experts=60, k=3)
+    compute(
+        torch.bfloat16, fused=True, tokens=1024, num_experts=4, k=3, width=256, hidden=512, ffn="swiglu"
+    )  # tiles of 128 rows, all whole
+    compute(torch.bfloat16, fused=False, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="swiglu")  # of 64, none whole
+    compute(torch.float32, fused=True, tokens=60, num_experts=6, k=2, width=80, hidden=208, ffn="gelu")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""The model, batches and step of `moe verify` on the ranks that are running: for tests of engines, norms, precision and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: once here, not in every forked rank
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moe.model.transformer import Transformer
+from moe.parallelize.build import build, start_engine
+from moe.recipe.sections import Run
+from moe.train.numbers import Numbers
+from moe.train.step import accumulate, finish
+from moe.verify.verify import Case, batch
+from parallel import process
+from parallel.clip import GradientNorm
+from parallel.data.engine import Engine
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+State = dict[str, dict[str, Tensor]]
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Tiny:
+    run: Run
+    mesh: Mesh
+    model: Transformer
+    engine: Engine
+    scale: LossScale
+    numbers: Numbers | None = None  # of the last accumulate
+
+    def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
+        """Forward and backward of one step's batch."""
+        mine = batch(step).chunk(self.mesh.axis("dp").size)[self.mesh.axis("dp").index]
+        self.numbers = accumulate(
+            self.engine,
+            mine,
+            mesh=self.mesh,
+            microbatches=self.run.pipeline.microbatches,
+            seed=self.run.train.seed,
+            step=step,
+            loss_scale=self.scale.value if scale is None else scale,
+        )
+        return self.numbers
+
+    def finish(self) -> GradientNorm:
+        o = self.run.optimizer
+        assert self.numbers is not None
+        return finish(
+            self.engine, self.numbers, world=self.mesh.axis("world"), scale=self.scale, lr=o.lr, clip_norm=o.clip_norm, device=CPU
+        )
+
+    def step(self, step: int) -> GradientNorm:
+        self.accumulate(step)
+        return self.finish()
+
+    def state(self) -> State:
+        """A copy of every parameter's weight and moments, as this rank holds them."""
+        return {name: {kind: t.detach().clone() for kind, t in self.engine.state(name).items()} for name in self.engine.layouts}
+
+    def adam_steps(self) -> set[float]:
+        """Adam's step counters, wherever the engine keeps them."""
+        optimizer = self.engine.zero.optimizer if hasattr(self.engine, "zero") else self.engine.optimizer  # type: ignore[attr-defined]
+        return {float(state["step"]) for state in optimizer.state.values()}
+
+    @contextmanager
+    def spoiled(self, name: str, *, rank: int, value: float = float("inf")) -> Iterator[None]:
+        """While it lasts, one rank's own gradient of a parameter, before any reduction, has one such element."""
+
+        def spoil(grad: Tensor) -> Tensor:
+            grad = grad.clone()
+            grad.view(-1)[-1] = value
+            return grad
+
+        path, _, last = name.rpartition(".")
+        module, handles = self.model.get_submodule(path), []
+        if self.mesh.rank == rank and isinstance(getattr(module, last), DTensor):  # the whole weight, which is there while the module runs
+            gathered = [handles.append]
+            handles.append(module.register_forward_pre_hook(lambda module, _: gathered[0](getattr(module, last).register_hook(spoil))))
+        elif self.mesh.rank == rank:
+            handles.append(getattr(module, last).register_hook(spoil))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: dict[str, Any]) -> Tiny:
+    """Build the model and engine of a layout; collective. `sections` replaces fields of the recipe, as in train={"seed": 8}."""
+    run = case.run().check(case.world)
+    run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in sections.items()})
+    mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
+    model, layouts = build(run, mesh, device=CPU)
+    return Tiny(run, mesh, model, start_engine(run, model, layouts, mesh), scale or LossScale.of(run.precision.loss_scale))
+
+
+def same(a: State, b: State) -> bool:
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(
+        a[name].keys() == b[name].keys() and all(torch.equal(a[name][kind], b[name][kind]) for kind in a[name]) for name in a
+    )

@@ -1,0 +1,201 @@
+"""Runs of a second for the trainer's tests: a text of random words, a model of width 16, and what a run left behind, bit by bit.
+
+    home = trained.home(folder, monkeypatch)          text and token files, CPU only, without the seconds that a run's end takes
+    trained.train(trained.recipe(home), out, ranks=2) each rank a process of its own; `before(rank)` prepares it, say to die
+    trained.losses(out), trained.tensors(checkpoint)  equal if and only if every bit is
+
+What `before` changes in a rank's process ends with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import moe.report
+from moe.data import open_data
+from moe.data.order import TrainSet
+from moe.recipe.load import build
+from moe.recipe.sections import Run
+from moe.records import metrics
+from moe.train import trainer
+from parallel.checkpoint import Reader
+from parallel.errors import BadInput
+from parallel.process import World
+from tests.support.ranks import run_on_ranks
+
+STOPPED = "stopped"
+DENSE, ROUTER, EXPERT = "embedding", "layers.1.moe.router.weight", "layers.1.moe.experts.w1"  # a parameter of each family, by module name
+
+VALUES: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "moe_every": 2},
+    "experts": {"num_experts": 4},
+    "router": {"capacity_factor": 1.0, "min_capacity": 2, "jitter": 0.05},
+    "data": {"validation_share": 0.2},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 5},
+    "train": {"steps": 6, "global_batch": 8, "eval_every": 0, "eval_sequences": 8, "save_every": 3},
+}
+
+
+def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text, a cache for token files, and a trainer whose end is short: no report, no sample, no measured speed."""
+    import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
+
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.setattr(torch.cuda, "is_available", lambda: False)  # ranks are forks with gloo, wherever the tests run
+    patch.setattr(trainer, "matmul_flops", lambda run, device: 1e9)
+    patch.setattr(trainer, "check_precision", lambda run, world: None)  # fp16 is tested on processors that emulate it, too
+    patch.setattr(trainer, "sample", lambda *_, **__: "text")
+    patch.setattr(trainer, "source_commit", lambda: None)
+    patch.setattr(moe.report, "write_report", lambda out: None)
+    patch.setattr(metrics, "TensorBoard", _NoBoard)
+    (folder / "text.txt").write_text(words(3000, seed=0))
+    return folder
+
+
+def warm_zero() -> None:
+    """Import here, once, what DeepSpeed's engine would import in every fork; none of it starts a thread."""
+    from parallel.data.deepspeed import load_deepspeed
+
+    load_deepspeed()
+    import deepspeed.moe.layer  # noqa: F401
+
+
+class _NoBoard:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def write(self, line: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+def words(number: int, *, seed: int) -> str:
+    draw = random.Random(seed)
+    known = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 7))) for _ in range(60)]
+    return " ".join(draw.choices(known, k=number))
+
+
+def recipe(home: Path, **sections: dict[str, Any]) -> Run:
+    """The tiny Switch model with some values changed: recipe(home, train={"steps": 30}, degrees={"ep": 2})."""
+    values = {name: dict(fields) for name, fields in VALUES.items()}
+    values["data"]["path"] = str(home / "text.txt")
+    for name, fields in sections.items():
+        values.setdefault(name, {}).update(fields)
+    return build(values)
+
+
+def train(
+    run: Run, out: Path, *, ranks: int = 1, fresh: bool = False, before: Callable[[int], None] | None = None, forked: bool = False
+) -> list[Any]:
+    """Each rank's summary, "stopped", or the text of its BadInput. One rank trains in this process unless `forked` or `before`."""
+
+    def work(rank: int) -> Any:
+        if before is not None:
+            before(rank)
+        try:
+            return trainer.train(run, out=out, fresh=fresh, world=World(rank, ranks, rank, ranks), display=False)
+        except trainer.Stopped:
+            return STOPPED
+        except BadInput as bad:
+            return str(bad)
+
+    return [work(0)] if ranks == 1 and not forked and before is None else run_on_ranks(work, ranks, timeout_s=90)
+
+
+def on_line(step: int, act: Callable[[], Any]) -> None:
+    """In a process that will train: call `act` when it records this step (every rank does, rank 0 alone writes)."""
+    write = metrics.Records.write
+
+    def hooked(self: metrics.Records, line: Any) -> None:
+        write(self, line)
+        if line.get("kind") == "train" and line["step"] == step:
+            act()
+
+    metrics.Records.write = hooked  # type: ignore[method-assign]
+
+
+def stop_at(step: int, *, rank: int = 0, number: signal.Signals = signal.SIGTERM) -> Callable[[int], None]:
+    """A `before` that has one rank get a signal as this step is recorded: the next step's sum carries the flag, and ends the run."""
+    return lambda this: on_line(step, lambda: os.kill(os.getpid(), number)) if this == rank else None
+
+
+def log_draws(folder: Path, rank: int, life: int) -> None:
+    """In a process that will train: write down which windows of the text each step draws."""
+    batch = TrainSet.batch
+
+    def logged(self: TrainSet, step: int, global_batch: int, rank: int = 0, ranks: int = 1) -> Any:
+        each = global_batch // ranks
+        start = step * global_batch + rank * each
+        with open(folder / f"draws-{life}-{rank}.txt", "a") as file:
+            print(step, *self.order(range(start, start + each)).tolist(), file=file)
+        return batch(self, step, global_batch, rank, ranks)
+
+    TrainSet.batch = logged  # type: ignore[method-assign]
+
+
+def draws(folder: Path, ranks: int) -> list[dict[int, list[int]]]:
+    """For each life in order: step -> the windows that all ranks together drew. A life that ended before its first step is empty."""
+    lives: list[dict[int, list[int]]] = []
+    count = 1 + max((int(p.name.split("-")[1]) for p in folder.glob("draws-*")), default=-1)
+    for life in range(count):
+        found: list[dict[int, list[int]]] = []
+        for rank in range(ranks):
+            path = folder / f"draws-{life}-{rank}.txt"
+            lines = [[int(n) for n in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+            found.append({step: windows for step, *windows in lines})
+        lives.append({step: [w for part in found for w in part[step]] for step in found[0] if all(step in part for part in found)})
+    return lives
+
+
+def order(run: Run, steps: int) -> list[list[int]]:
+    """The windows of each step as the recipe's pure function gives them."""
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
+    batch = run.train.global_batch
+    return [data.train.order(range(s * batch, (s + 1) * batch)).tolist() for s in range(steps)]
+
+
+# --- what a run left behind ---------------------------------------------------------------------------------------------
+
+
+def lines(out: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [line for line in metrics.read(out) if line["kind"] == kind]
+
+
+def events(out: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line["step"]) for line in lines(out, "event")]
+
+
+def losses(out: Path) -> list[tuple[int, str]]:
+    """(step, every bit of its loss) of each training line."""
+    return [(line["step"], float(line["loss"]).hex()) for line in lines(out)]
+
+
+def close(out: Path, reference: Path, *, rel: float, after: int = 0) -> None:
+    """Fail unless both runs have the same steps past `after`, and their losses agree."""
+    got, wanted = ({line["step"]: line["loss"] for line in lines(o) if line["step"] > after} for o in (out, reference))
+    assert got and got == pytest.approx(wanted, rel=rel, abs=0)
+
+
+def checkpoints(out: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*") if path.suffix != ".tmp")
+
+
+def tensors(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of every whole logical tensor, however it was cut, and the counters and loss scale."""
+    reader = Reader(checkpoint)
+    found = {}
+    for (name, kind), parts in reader.entries.items():
+        tensor = reader.region(name, kind, tuple(slice(0, n) for n in parts[0]["shape"]))
+        found[f"{name}/{kind}"] = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return found | {"counters": str(reader.state["counters"]), "loss_scale": str(reader.state["loss_scale"])}
+
+
+def files(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder."""
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
