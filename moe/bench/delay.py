@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.data import open_data
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, start_engine
@@ -73,7 +74,7 @@ def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[st
 
 def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]:
     """Each step's training loss, and the validation loss of the last weights."""
-    run = Run(**values).check(1)
+    run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     model, layouts = build(run, mesh, device=CPU)

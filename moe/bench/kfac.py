@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.checks.together import check_run
 from moe.data import open_data
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.build import build, start_engine
@@ -67,7 +68,7 @@ def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0)
 
 def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
     """Each step's loss, and seconds a step."""
-    run = Run(**values).check(1)
+    run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     model, layouts = build(run, mesh, device=CPU)
@@ -162,7 +163,7 @@ class Started:
 
 
 def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str) -> Started:
-    run = Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}).check(ranks)
+    run = check_run(Run(**values | {"degrees": {"pp": ranks, "dp": 1}, "pipeline": {"schedule": schedule, "microbatches": ranks}}), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     model, layouts = build(run, mesh, device=CPU)
     assert isinstance(model, Transformer)

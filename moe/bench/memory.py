@@ -23,9 +23,9 @@ import torch
 from moe.bench import tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of
-from moe.launch.environment import missing_for_nvme
 from moe.records.results import write_json
 from moe.train.step import accumulate, finish
+from parallel.extensions import missing_for_nvme
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
 from parallel.plan.states import MIXED, STAGES, model_states, sparse_model_states

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from moe.launch.environment import use_extensions_dir
+from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, optimizer_of, prepare, start_engine
 from moe.recipe.load import build as build_run
@@ -27,6 +27,7 @@ from moe.recipe.sections import Run
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
+from parallel.extensions import use_extensions_dir
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
@@ -155,7 +156,7 @@ class Started:
 
 def start(kind: Kind, values: dict[str, Any], rank: int, ranks: int) -> Started:
     """The recipe's engine around its model, as the trainer makes them; a peer's around the same one. Every rank must call it."""
-    run = build_run(values).check(ranks)
+    run = check_run(build_run(values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, print)
     model, layouts = build(run, mesh, device=CPU)

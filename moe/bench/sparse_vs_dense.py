@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -63,7 +64,7 @@ def settings(recipe: str, seed: int, steps: int) -> Run:
     """The recipe as it is, with the bench's length and seed, and more validation text than a training run takes."""
     values = {"train.steps": steps, "train.seed": seed, "train.eval_every": max(1, steps // 15), "train.save_every": 0}
     values |= {"train.eval_sequences": 256, "degrees.dp": 1, "degrees.ep": 1}
-    return load(recipe, {key: str(value) for key, value in values.items()})[0].check(1)
+    return check_run(load(recipe, {key: str(value) for key, value in values.items()})[0], 1)
 
 
 def _folder(out: str, recipe: str, seed: int, steps: int) -> Path:

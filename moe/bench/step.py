@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build, start_engine
@@ -136,7 +137,7 @@ def _on_rank(rank: int, precision: str, names: list[str], rounds: int) -> dict[s
 
 def ours(rank: int, precision: str) -> Step:
     """The trainer's own step, with its metrics."""
-    run = recipe(precision, ep=WORLD).check(WORLD)
+    run = check_run(recipe(precision, ep=WORLD), WORLD)
     mesh = process.connect(run.mesh_degrees(), World(rank, WORLD))
     device = torch.device("cpu")
     model, layouts = build(run, mesh, device=device)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from moe.launch.environment import missing_for_nvme
 from moe.recipe.sections import Offload, Run, Sharding
 from parallel.errors import BadInput, did_you_mean
+from parallel.extensions import missing_for_nvme
 
 
 def check_sharding(run: Run) -> None:

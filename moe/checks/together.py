@@ -6,13 +6,21 @@ import math
 from pathlib import Path
 
 from moe.checks.optimizer import check_optimizer
+from moe.checks.pipeline import check_pipeline
 from moe.checks.sharding import check_sharding
 from moe.checks.tiling import check_tiling
-from moe.plan.pipeline import check_pipeline
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
-from parallel.mesh import divisors
+from parallel.mesh import check_world, divisors
+
+
+def check_run(run: Run, world_size: int) -> Run:
+    """The run with its `auto` degrees settled for so many processes. Raises BadInput for the first thing that cannot work together."""
+    run = run.resolve(world_size)
+    check_together(run)
+    check_world(run.mesh_degrees(), world_size)
+    return run
 
 
 def check_together(run: Run) -> None:

@@ -17,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from moe.launch.environment import extensions_dir, free_port, missing_for_nvme, usable_cores
+from moe.launch.environment import free_port, usable_cores
+from parallel.extensions import extensions_dir, missing_for_nvme
 
 # package -> (oldest version that will do, whether training needs it)
 PACKAGES = {

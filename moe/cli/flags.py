@@ -23,31 +23,6 @@ _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"
 _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
-def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split off every `--section.key value` and `--section.key=value`: (the other words, {"section.key": text}).
-
-    Dashes in a key are read as underscores. Whether a key exists is for `moe.recipe.load.load` to say. Raises BadInput for a key
-    without a value or given twice.
-    """
-    rest: list[str] = []
-    overrides: dict[str, str] = {}
-    following = iter(enumerate(words))
-    for at, word in following:
-        name, equals, value = word.partition("=")
-        if not name.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        key = name[2:].replace("-", "_")
-        if not equals:
-            if at + 1 == len(words) or words[at + 1].startswith("--"):
-                raise BadInput(name, got="no value", needed="one", fix=f"{name} VALUE, or {name}=VALUE")
-            value = next(following)[1]
-        if key in overrides:
-            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
-        overrides[key] = value
-    return rest, overrides
-
-
 def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
     """The same words in one spelling (values as --flag=value) once they fit the dataclass `kind` of a verb.
 

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe.cli import verbs
-from moe.cli.flags import check_words, take_overrides
+from moe.cli.flags import check_words
 from moe.cli.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from moe.recipe.overrides import take_overrides
 from parallel.debug_collectives import DEBUG
 from parallel.errors import BadInput, did_you_mean
 
@@ -31,6 +32,7 @@ BENCHES = Path(__file__).resolve().parents[1] / "bench"
 
 
 def _train(flags: Train, overrides: dict[str, str]) -> int:
+    from moe.checks.together import check_run
     from moe.launch import start
     from moe.recipe.load import load
 
@@ -39,7 +41,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     run, _ = load(flags.recipe, overrides)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
     if not (alone and _is_rank(os.environ)):  # a rank of somebody else's launcher checks against that world
-        run.check(world)
+        check_run(run, world)
     if not alone:
         return start.start(
             flags.recipe,

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_together
 from moe.convert.checks import Settings, check_convertible
 from moe.convert.layers import Conversion, Values
 from moe.model.transformer import Transformer, extra_state, global_name
@@ -172,8 +173,6 @@ def main(
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
     """A recipe that is legal by itself, its dtypes settled."""
-    from moe.checks.together import check_together
-
     run, origins = load(recipe, overrides)
     check_together(run.resolve(1))
     return settle_precision(run, World()), origins

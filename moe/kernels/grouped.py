@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
+from moe.kernels.rows import combine, permute
 from parallel.precision import gradient_dtype
 from parallel.weight_gradient import Owed, owed_for
 
@@ -366,8 +367,6 @@ def routed_ffn(
     """permute, grouped_ffn and combine fused: tokens [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # there, adding at an index has no fixed order
-        from moe.kernels.cpu import combine, permute  # it imports this file
-
         return combine(grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF), gate_TK, plan)
     rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)

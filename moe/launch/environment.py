@@ -5,20 +5,16 @@ Everything is decided from files and package metadata, because importing torch t
 
 from __future__ import annotations
 
-import ctypes.util
 import math
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 from moe.launch.processes import PARENT
 from parallel.errors import BadInput
+from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
 # A rank must take its place from its launcher, not from a job this command happens to run inside.
 _OF_A_LAUNCHER = (
@@ -61,64 +57,9 @@ def usable_cores() -> int:
         return cores
 
 
-def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where torch keeps the extensions that DeepSpeed compiles: the user's cache, apart for every torch, DeepSpeed and Python.
-
-    torch's own default has one folder for all versions, which is built again whenever two environments alternate.
-    """
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
-    return cache / "moe-parallel" / "extensions" / f"torch-{_version('torch')}-deepspeed-{_version('deepspeed')}-{python}"
-
-
-def use_extensions_dir() -> None:
-    """Have this process, and what it starts, find compiled extensions there, unless it was told of another place."""
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
-
-
-def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What must be installed before DeepSpeed's async_io can be compiled; empty if it can be, or is."""
-    folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
-    if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
-        return []
-    needed = {
-        "libaio-dev": any(Path(root, "libaio.h").exists() for root in ("/usr/include", "/usr/local/include")),
-        "g++": shutil.which("g++") is not None,
-        "ninja-build": shutil.which("ninja") is not None or Path(sys.executable).with_name("ninja").exists(),
-    }
-    return [package for package, there in needed.items() if not there]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def remove_stale_locks(folder: Path) -> list[Path]:
-    """Remove locks that a killed compilation left: torch would wait for them for ever. A lock in use is open in its process."""
-    locks = [path for path in folder.glob("*/lock") if path.is_file()]
-    stale = [path for path in locks if not _is_open(path)]
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return stale
-
-
-def _is_open(path: Path) -> bool:
-    wanted = path.resolve()
-    for process in psutil.process_iter():
-        try:
-            if any(Path(os.readlink(handle)) == wanted for handle in Path(f"/proc/{process.pid}/fd").iterdir()):
-                return True
-        except OSError:  # it ended meanwhile, or belongs to another user
-            continue
-    return not sys.platform.startswith("linux")
-
-
 def has_gpu(environment: Mapping[str, str]) -> bool:
     """Whether torch will find a GPU; where that is uncertain, True, so that nothing is forced to the CPU."""
-    if _version("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return (
         any(Path(p).exists() for p in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")) or sys.platform == "win32"

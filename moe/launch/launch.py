@@ -17,13 +17,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe.cli.flags import take_overrides
-from moe.launch.environment import use_extensions_dir
+from moe.checks.together import check_run
 from moe.launch.processes import die_with_parent
 from moe.recipe.load import load, run_name
+from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
+from parallel.extensions import use_extensions_dir
 
 USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--debug-collectives]"
 DEBUG_FLAG = "--debug-collectives"
@@ -98,7 +99,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
     from parallel import process  # torch, and only after the recipe has been read
 
     world = process.read_environment()
-    run.check(world.size)
+    check_run(run, world.size)
     from moe.train.trainer import STOPPED, Stopped, train
 
     process.share_cores(world)

@@ -1,7 +1,7 @@
 """The sections of a recipe: small, frozen, one a concern (this file needs no torch).
 
     Run = model + experts + router + degrees + sharding + ... + train
-    Run.check(world)     what fits one by one but not together (moe/checks/together.py): one line, what, got, needed, fix
+    check_run(run, world)  what fits one by one but not together (moe/checks/together.py): one line, what, got, needed, fix
 
 `Run` is the library's entry too: `train(Run(...))` never reads argv. Reading YAML and flags into a Run: moe/recipe/load.py.
 """
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, check_world
+from parallel.mesh import Degrees
 
 _LARGEST = 2**40
 
@@ -333,12 +333,3 @@ class Run(Section):
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
         return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1)
-
-    def check(self, world_size: int) -> Run:
-        """Resolve for so many processes and refuse what cannot work together. Raises BadInput."""
-        from moe.checks.together import check_together  # here, because the checks know the sections
-
-        run = self.resolve(world_size)
-        check_together(run)
-        check_world(run.mesh_degrees(), world_size)
-        return run

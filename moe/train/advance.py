@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.plan.pipeline import continuous, schedule_of
 from moe.recipe.sections import Run
+from moe.train.job import Job
 from moe.train.learning_rate import learning_rate
 from moe.train.numbers import Numbers
 from moe.train.out_of_memory import PASSES, STEP, during
@@ -22,9 +23,6 @@ from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from parallel.clip import GradientNorm
 from parallel.pipeline.schedule import Schedule
-
-if TYPE_CHECKING:
-    from moe.train.trainer import Job
 
 
 def advance(job: Job, asked: Callable[[], bool]) -> list[Made]:

@@ -10,27 +10,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe.data import Dataset, open_data
+from moe.checks.together import check_run
+from moe.data import open_data
 from moe.parallelize.build import build, prepare, start_engine, whole_layouts
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import Records, read, read_summary, write_summary
-from moe.records.progress import Progress, open_progress
+from moe.records.progress import open_progress
 from moe.records.speed import hardware, matmul_flops, source_commit
 from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
 from moe.train.energy_clocks import planned_clocks
 from moe.train.generate import sample
+from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
 from moe.train.out_of_memory import STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
@@ -41,9 +42,7 @@ from moe.train.step import validation_loss
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
-from parallel.data.engine import Engine
 from parallel.errors import BadInput
-from parallel.mesh import Mesh
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
 
@@ -52,30 +51,6 @@ STOPPED = 75  # exit code of a run that a signal stopped after it had saved: sta
 
 class Stopped(Exception):
     """A signal came and the checkpoint is saved."""
-
-
-@dataclass
-class Job:
-    """Everything one rank needs to train."""
-
-    run: Run
-    name: str
-    out: Path
-    world: World
-    mesh: Mesh
-    engine: Engine
-    data: Dataset
-    records: Records
-    progress: Progress
-    scale: LossScale
-    rebalancer: Rebalancer
-    counters: Counters = field(default_factory=Counters)
-    evaluated: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0  # of this life
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
 
 
 def train(
@@ -94,7 +69,7 @@ def train(
     instead of resuming. Raises BadInput before anything is written, and Stopped after a signal once the state is saved.
     """
     world = world or process.read_environment()
-    run = run.check(world.size)
+    run = check_run(run, world.size)
     process.start(world)
     run = settle_precision(run, world)
     check_precision(run, world)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.model.transformer import global_name
 from moe.parallelize.build import build, start_engine
 from moe.plan.pipeline import schedule_of
@@ -51,7 +52,7 @@ NUMBERS = ("loss", "gradient", "norm", "update", "ten_step")
 
 def compute(case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Degrees, Mesh] | None = None) -> Result:
     """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already."""
-    run = case.run().check(case.world)
+    run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
     degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
     if degrees not in meshes:

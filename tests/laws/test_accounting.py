@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.checks.together import check_run
 from moe.data import open_data
 from moe.parallelize.build import build
 from parallel.mesh import Degrees, Mesh
@@ -106,7 +107,7 @@ def test_a_line_and_the_summary_have_every_field(finished: tuple[str, Path, dict
 def test_the_first_step_is_what_one_process_counts_by_itself(finished: tuple[str, Path, dict[str, Any]], home: Path) -> None:
     """A forward pass of the whole batch through the whole model, counted from its routing: no step, engine or exchange."""
     preset, out, _ = finished
-    run = trained.recipe(home, model=MODEL, router={"preset": preset, "capacity_factor": 1.0}).check(1)
+    run = check_run(trained.recipe(home, model=MODEL, router={"preset": preset, "capacity_factor": 1.0}), 1)
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
     sequences = torch.from_numpy(data.train.batch(0, run.train.global_batch))

@@ -26,7 +26,8 @@ READS_THE_ENVIRONMENT = {
     "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/cli/main.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
-    "moe/launch/environment.py": "what ranks inherit: cores, devices, port, cache folder",
+    "parallel/extensions.py": "where compiled extensions are kept",
+    "moe/launch/environment.py": "what ranks inherit: cores, devices, port",
     "moe/launch/launch.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
@@ -38,12 +39,8 @@ IMPORTS_DEEPSPEED = {
     "moe/cli/doctor.py": "its version",
     "moe/bench/step.py": "a peer to measure",
 }
-QUICK = (
-    "moe.cli.main",
-    "moe.recipe.sections",
-    "moe.recipe.load",
-    "moe.launch.start",
-)  # what runs before a bad recipe is refused, and at `moe --help`
+# What runs before a bad recipe is refused, and at `moe --help`.
+QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 
@@ -134,8 +131,31 @@ def test_recipes_hold_no_code() -> None:
 
 
 def test_no_import_circles() -> None:
-    graph = {name: [i.target for i in imports(path) if i.early and i.target in sources()] for name, path in sources().items()}
+    """Between files. An import inside a function, or for types alone, counts: it ties two files together all the same."""
+    graph = {name: [i.target for i in imports(path) if i.target in sources()] for name, path in sources().items()}
     check([" <-> ".join(circle) for circle in circles(graph)], "modules that import each other")
+
+
+@pytest.mark.parametrize("folder", sorted({"."} | {path.relative_to(ROOT).parent.as_posix() for path in python_files(*PACKAGES)}))
+def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
+    """The files and folders that stand in one folder, each folder with all that is below it: their imports form no circle."""
+    prefix = () if folder == "." else tuple(folder.split("/"))
+    graph: dict[str, set[str]] = {}
+    for path in sources().values():
+        for target in (i.target for i in imports(path) if i.target in sources()):
+            ours, theirs = (p.relative_to(ROOT).with_suffix("").parts for p in (path, sources()[target]))
+            if ours[: len(prefix)] == theirs[: len(prefix)] == prefix and ours[len(prefix)] != theirs[len(prefix)]:
+                graph.setdefault(ours[len(prefix)], set()).add(theirs[len(prefix)])
+                graph.setdefault(theirs[len(prefix)], set())
+    check(
+        [" <-> ".join(c) for c in circles({part: list(ahead) for part, ahead in graph.items()})],
+        f"parts of {folder} that import each other",
+    )
+
+
+def test_moe_itself_holds_its_entry_alone() -> None:
+    files = sorted(path.name for path in (ROOT / "moe").glob("*.py"))
+    check([f"moe/{name}" for name in files if name not in ("__init__.py", "__main__.py")], "every other file stands in a room")
 
 
 def test_circles_are_found() -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe.checks.together import check_run
 from moe.recipe.load import known_keys, load, recipe_names
 from parallel.errors import BadInput
 
@@ -411,7 +412,7 @@ def test_a_user_waits_less_than_a_second(folder: Path, words: str) -> None:
 @given(key=st.sampled_from(known_keys()), text=st.text(max_size=12), recipe=st.sampled_from(recipe_names()), world=st.integers(1, 4))
 def test_any_text_for_any_key_is_a_run_or_a_bad_input(key: str, text: str, recipe: str, world: int) -> None:
     try:
-        load(recipe, {key: text})[0].check(world)
+        check_run(load(recipe, {key: text})[0], world)
     except BadInput as bad:
         assert len(str(bad).splitlines()) <= 1 and "; fix: " in str(bad)
 
@@ -421,7 +422,7 @@ def test_a_disk_without_libaio_is_refused_with_the_line_that_installs_it(tmp_pat
     monkeypatch.setattr("moe.checks.sharding.missing_for_nvme", lambda: ["libaio-dev"])
     disk = {"sharding.kind": "zero", "sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": str(tmp_path)}
     with pytest.raises(BadInput) as refused:
-        load("switch_tiny", disk)[0].check(2)
+        check_run(load("switch_tiny", disk)[0], 2)
     said = str(refused.value)
     assert said.startswith("sharding.offload: got nvme without libaio-dev, needed ") and "\n" not in said
     assert said.endswith("; fix: apt-get install libaio-dev, or set it to cpu")

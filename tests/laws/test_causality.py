@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
@@ -113,8 +114,8 @@ def test_a_run_is_refused_and_allowed_by_its_key() -> None:
     flags = {"router.preset": "expert_choice", "router.balance_weight": "0", "router.eval_capacity_factor": "1.0"}
     run, _ = load("switch_tiny", flags)
     with pytest.raises(BadInput, match="router.allow_noncausal: got false with select expert_choice"):
-        run.check(1)
-    load("switch_tiny", flags | {"router.allow_noncausal": "true"})[0].check(1)
+        check_run(run, 1)
+    check_run(load("switch_tiny", flags | {"router.allow_noncausal": "true"})[0], 1)
 
 
 def test_causality_does_not_depend_on_torchs_generator() -> None:

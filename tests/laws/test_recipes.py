@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from moe.checks.together import check_run
 from moe.plan.flops import Size, size
 from moe.recipe.load import load, recipe_names, resolved_yaml, run_name
 from moe.recipe.sections import Run
@@ -25,7 +26,7 @@ def test_a_run_has_its_recipes_name_and_goes_on_under_its_own() -> None:
 def test_every_recipe_is_legal_on_1_2_and_8_processes(name: str) -> None:
     run, origins = load(name)
     for world in (1, 2, 8):
-        resolved = run.check(world)
+        resolved = check_run(run, world)
         assert resolved.mesh_degrees().world == world
         assert resolved.degrees.ep == (math.gcd(world, *run.experts.counts) if run.model.layers_with_experts() else 1)
     assert set(origins.values()) > {"default"}

@@ -12,6 +12,7 @@ import torch._dynamo  # torch asks for it with the first optimizer, in 1.5 s: on
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, start_engine
 from moe.recipe.sections import Run
@@ -97,7 +98,7 @@ class Tiny:
 
 def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: dict[str, Any]) -> Tiny:
     """Build the model and engine of a layout; collective. `sections` replaces fields of the recipe, as in train={"seed": 8}."""
-    run = case.run().check(case.world)
+    run = check_run(case.run(), case.world)
     run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in sections.items()})
     mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
     model, layouts = build(run, mesh, device=CPU)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
-from moe.cli.flags import check_words, take_overrides
+from moe.cli.flags import check_words
 from moe.launch import launch, start
 from moe.recipe.load import RECIPES, known_keys, load, recipe_names
+from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.convert import upcycle
 from moe.convert.checks import Settings, gate_sum, settings_of
@@ -148,7 +149,7 @@ def test_a_copy_is_the_dense_network_to_the_bit_and_the_router_that_of_a_new_mod
             assert torch.equal(whole(new, f"layers.1.experts.{e}.{m}"), whole(old, f"layers.1.ffn.{m}.weight").T)
     for name in ("embedding", "layers.1.attention.q.weight", "layers.2.ffn.w3.weight", "norm.weight"):
         assert torch.equal(whole(new, name), whole(old, name))
-    fresh, _ = build_model(run.check(1), Mesh.of(Degrees()), device=torch.device("cpu"))
+    fresh, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=torch.device("cpu"))
     assert torch.equal(whole(new, "layers.3.router.weight"), dict(fresh.named_parameters())["layers.3.moe.router.weight"])
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe.checks.together import check_run
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
@@ -227,7 +228,7 @@ def test_a_list_of_equal_numbers_is_the_number() -> None:
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (6, 2)])
 def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
     run = build({"model": {"num_layers": 6, "moe_every": 2}, "experts": PYRAMID, "train": {"global_batch": 12, "eval_sequences": 12}})
-    assert run.check(world).degrees.ep == ep
+    assert check_run(run, world).degrees.ep == ep
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,8 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
 )
 def test_what_does_not_fit_is_refused_in_one_line(experts: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as refused:
-        build({"model": {"num_layers": 6, "moe_every": 2}, "experts": experts, "degrees": {"ep": 2}, "router": {"preset": "glam"}}).check(2)
+        model, degrees = {"num_layers": 6, "moe_every": 2}, {"ep": 2}
+        check_run(build({"model": model, "experts": experts, "degrees": degrees, "router": {"preset": "glam"}}), 2)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 

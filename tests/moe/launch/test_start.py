@@ -23,6 +23,7 @@ import pytest
 
 from moe.launch import environment, start
 from moe.launch.processes import Rank
+from parallel import extensions
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -235,7 +236,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
         assert words == ["waits", "--train.seed=-1", "--out", str(run.out)]
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert env["OMP_NUM_THREADS"] == str(max(1, environment.usable_cores() // 2))
-        assert Path(env["TORCH_EXTENSIONS_DIR"]) == environment.extensions_dir()
+        assert Path(env["TORCH_EXTENSIONS_DIR"]) == extensions.extensions_dir()
 
 
 @pytest.mark.timeout(120)
@@ -305,9 +306,9 @@ def test_a_busy_master_port_is_replaced_and_said(capsys: pytest.CaptureFixture[s
 
 
 def test_extensions_are_kept_apart_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = environment.extensions_dir({"XDG_CACHE_HOME": "/c"})
-    monkeypatch.setattr(environment, "_version", lambda package: "9.9")
-    other = environment.extensions_dir({"XDG_CACHE_HOME": "/c"})
+    one = extensions.extensions_dir({"XDG_CACHE_HOME": "/c"})
+    monkeypatch.setattr(extensions, "version_of", lambda package: "9.9")
+    other = extensions.extensions_dir({"XDG_CACHE_HOME": "/c"})
     assert one != other and one.parent == other.parent == Path("/c/moe-parallel/extensions")
 
 
@@ -317,7 +318,7 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
         path.parent.mkdir()
     stale.touch()
     with held.open("w"):
-        assert environment.remove_stale_locks(tmp_path) == [stale]
+        assert extensions.remove_stale_locks(tmp_path) == [stale]
     assert held.exists() and not stale.exists()
 
 

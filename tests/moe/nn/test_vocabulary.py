@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.vocabulary import PADDING, Rows, look_up, project, rows_of, summed_loss
 from moe.recipe import sections
@@ -188,5 +189,5 @@ def test_a_step_on_two_ranks_is_the_same_in_chunks(kind: str) -> None:
 def test_more_chunks_than_tokens_of_a_micro_batch_are_refused() -> None:
     values = {"model": {"max_length": 16}, "train": {"global_batch": 8}, "recompute": {"loss_chunks": 65}, "pipeline": {"microbatches": 2}}
     with pytest.raises(BadInput, match=r"recompute.loss_chunks: got 65, needed at most the 64 tokens of a micro-batch"):
-        build(values).check(1)
-    build(values | {"recompute": {"loss_chunks": 64}}).check(1)
+        check_run(build(values), 1)
+    check_run(build(values | {"recompute": {"loss_chunks": 64}}), 1)

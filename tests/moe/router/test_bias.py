@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.model.transformer import extra_state
 from moe.parallelize.build import build
 from moe.router.bias import updated_bias
@@ -142,7 +143,7 @@ def test_a_bias_is_fp32_whatever_the_weights_are() -> None:
     run = Case("switch", "ddp", 1, 1, 1, "bf16").run()
     router, precision = run.router.model_copy(update={"bias_rate": RATE}), run.precision.model_copy(update={"master": "bf16"})
     model, _ = build(
-        run.model_copy(update={"router": router, "precision": precision}).check(1), Mesh.of(Degrees()), device=torch.device("cpu")
+        check_run(run.model_copy(update={"router": router, "precision": precision}), 1), Mesh.of(Degrees()), device=torch.device("cpu")
     )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert [(t.dtype, t.device.type, t.tolist()) for t in extra_state(model).values()] == [(torch.float32, "cpu", [0.0] * 4)]

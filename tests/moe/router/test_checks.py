@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.recipe.load import load
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
@@ -142,4 +143,4 @@ def test_presets_and_what_asks_for_nothing_are_silent(preset: str) -> None:
     check_read(Router(preset=preset, **given).spec, own=given)
     overrides = {"router.preset": preset, "router.num_choices": "1", "router.second": "always", "router.allow_noncausal": "true"}
     overrides |= {"router.gates": "as_is", "router.softmax_over": "all", "router.select": "top_k", "router.capacity_factor": "null"}
-    assert load("switch_tiny", overrides)[0].check(1).router.spec.second == "always"
+    assert check_run(load("switch_tiny", overrides)[0], 1).router.spec.second == "always"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.model.transformer import Transformer, extra_state, global_name, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.build import decays, lay_out
@@ -191,7 +192,7 @@ def test_versions_keep_what_is_still_read_and_no_more() -> None:
 def test_what_cannot_be_right_without_a_drain_is_refused(sections: dict[str, Any], what: str) -> None:
     case = case_of("two_bw", model="switch", pp=2, world=2, microbatches=2)
     with pytest.raises(BadInput, match=rf"^{what.replace('.', '[.]')}: got") as refused:
-        recipe(case, **sections).check(2)
+        check_run(recipe(case, **sections), 2)
     assert "\n" not in str(refused.value)
 
 

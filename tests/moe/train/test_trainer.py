@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe.report
+from moe.checks.together import check_run
 from moe.data import open_data
 from moe.launch import launch
 from moe.nn.context import Context
@@ -185,7 +186,7 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
 @pytest.mark.parametrize(("norm", "positions"), [("rmsnorm", "rotary"), ("layernorm", "t5")])
 def test_weight_decay_is_on_matrices_alone(norm: str, positions: str, home: Path) -> None:
     """With gradients of zero, AdamW moves what decays and nothing else, by lr * weight_decay of itself."""
-    run = trained.recipe(home, model={"norm": norm, "positions": positions, "tied_embeddings": False}).check(1)
+    run = check_run(trained.recipe(home, model={"norm": norm, "positions": positions, "tied_embeddings": False}), 1)
     mesh = Mesh.of(Degrees())
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     with torch.no_grad():
@@ -525,7 +526,7 @@ def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
     run = trained.recipe(home, degrees={"dp": 4, "ep": 2, "etp": 2})
     assert title(run, World(0, 4))[0] == "4 x cpu · dp 4 ep 2 etp 2 · ddp · fp32 compute, fp32 master"
     assert title(trained.recipe(home).resolve(1), World())[0].startswith("1 x cpu · dp 1 ep 1 · ddp")
-    staged = title(trained.recipe(home, degrees={"pp": 2}, pipeline={"microbatches": 4}).check(2), World(0, 2))
+    staged = title(check_run(trained.recipe(home, degrees={"pp": 2}, pipeline={"microbatches": 4}), 2), World(0, 2))
     assert staged[0].startswith("2 x cpu · pp 2 dp 1 ep 1 · ddp")
     assert staged[2].startswith("1f1b: stages of 1, 1 layers, 4 micro-batches, ranks idle ")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from moe.checks.together import check_run
 from moe.experts.experts import Experts
 from moe.kernels import choose
 from moe.model.transformer import Transformer, global_name
@@ -171,8 +172,8 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
     """And every element of the untiled model is in one tile: pieces by global names tile each tensor once."""
     values = SPARSE | {"model": SPARSE["model"] | {"tied_embeddings": tied}, "experts": SPARSE["experts"] | beside}
     mesh = Mesh.of(Degrees())
-    plain, _ = build_model(build(values).check(1), mesh, device=CPU)
-    tiled, layouts = build_model(build(values | TILES).check(1), mesh, device=CPU)
+    plain, _ = build_model(check_run(build(values), 1), mesh, device=CPU)
+    tiled, layouts = build_model(check_run(build(values | TILES), 1), mesh, device=CPU)
     want = {p.name: p.tensor for n, t in plain.named_parameters() for p in pieces(global_name(n), lay_out(plain)[n], mesh, t)}
     got = {name: torch.full_like(t, torch.nan) for name, t in want.items()}
     for name, parameter in tiled.named_parameters():
@@ -190,7 +191,7 @@ def test_a_model_made_alone_is_the_one_that_is_laid_out() -> None:
     """Without a mesh, and not on the meta device."""
     run = build(SPARSE | TILES)
     alone = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, tiling=run.tiling)
-    made, _ = build_model(run.check(1), Mesh.of(Degrees()), device=CPU)
+    made, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=CPU)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), made.parameters(), strict=True))
     names = [name for name, module in made.named_modules() if any(module is tile for tile in tiles_of(made))]
     assert len(names) == 3 + 4 + 4 + 4 and all(re.fullmatch(r".*tiles\.\d", name) for name in names)  # table, dense, experts, shared
@@ -202,7 +203,7 @@ def test_a_tiled_model_computes_what_the_untiled_one_does() -> None:
     tokens = torch.randint(256, (B, L + 1), generator=torch.Generator().manual_seed(4))
     found = []
     for extra in ({}, TILES, TILES | {"recompute": {"kind": "selective", "loss_chunks": 3}}):
-        run = build(values | extra).check(1)
+        run = check_run(build(values | extra), 1)
         model, layouts = build_model(run, Mesh.of(Degrees()), device=CPU)
         output = model(tokens[:, :-1], Context.of(tokens[:, :-1], seed=1), tokens[:, 1:])
         output.loss.backward()
@@ -376,7 +377,7 @@ def test_live_weights_fall_with_the_tiles(tiles: int, ahead: int, compute: torch
 @pytest.mark.parametrize("part", ["ffn", "experts", "head"])
 def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None:
     """Weights that leave between the forward and the backward pass are read nowhere in between: of networks, experts and the head."""
-    run = build(SPARSE | {"tiling": {"ffn": 3, "head": 4}, "recompute": {"loss_chunks": 2}, "precision": {"compute": "bf16"}}).check(1)
+    run = check_run(build(SPARSE | {"tiling": {"ffn": 3, "head": 4}, "recompute": {"loss_chunks": 2}, "precision": {"compute": "bf16"}}), 1)
     tokens = torch.randint(256, (B, L + 1), generator=torch.Generator().manual_seed(4))
 
     def passed(streamed: bool) -> list[Tensor]:
@@ -415,12 +416,12 @@ def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None
 )
 def test_tiles_that_do_not_fit_are_refused(values: dict[str, Any], line: str) -> None:
     with pytest.raises(BadInput, match=line):
-        build(SPARSE | values).check(1)
+        check_run(build(SPARSE | values), 1)
 
 
 def test_tiles_of_split_experts_divide_what_a_rank_holds() -> None:
     with pytest.raises(BadInput, match=r"tiling.ffn: got 4, needed a divisor of the experts' d_ff / degrees.etp=2=6"):
-        build(SPARSE | {"tiling": {"ffn": 4}, "degrees": {"etp": 2, "ep": 1}}).check(2)
+        check_run(build(SPARSE | {"tiling": {"ffn": 4}, "degrees": {"etp": 2, "ep": 1}}), 2)
 
 
 def test_tiling_is_a_section_with_the_untiled_model_as_default() -> None:

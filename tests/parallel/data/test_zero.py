@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import nn
 
-from moe.launch.environment import extensions_dir, missing_for_nvme
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.sections import Run
@@ -32,6 +31,7 @@ from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
 from parallel.errors import BadInput
+from parallel.extensions import extensions_dir, missing_for_nvme
 from parallel.layout import dense
 from parallel.mesh import Degrees
 from parallel.process import World

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe.bench import kfac as bench
 from moe.bench.kfac import steps_to
+from moe.checks.together import check_run
 from moe.experts.experts import Experts
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
@@ -289,7 +290,7 @@ class Small:
     def __init__(self, values: dict[str, Any], *, kfac: dict[str, Any] | None = None, rank: int = 0, ranks: int = 1) -> None:
         optimizer = {"kind": "kfac", "kfac": {"refresh_every": 2, "damping": 0.1} | (kfac or {}), "lr": 0.01, "warmup_steps": 0}
         train = {"global_batch": 8, "eval_sequences": 8}
-        self.run = Run(**({"model": MODEL, "optimizer": optimizer, "train": train} | values)).check(ranks)
+        self.run = check_run(Run(**({"model": MODEL, "optimizer": optimizer, "train": train} | values)), ranks)
         self.mesh = process.connect(self.run.mesh_degrees(), World(rank, ranks))
         model, layouts = build(self.run, self.mesh, device=CPU)
         self.model, self.engine = model, start_engine(self.run, model, layouts, self.mesh)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe.checks.together import check_run
 from moe.train import state
 from moe.verify.verify import Case
 from parallel.checkpoint import pieces
@@ -125,7 +126,7 @@ def test_parts_of_an_expert_start_from_the_bits_of_the_whole() -> None:
     from moe.parallelize.build import build
     from parallel.mesh import Degrees, Mesh
 
-    run = case_of("gshard", "ddp", 1).run().check(1)
+    run = check_run(case_of("gshard", "ddp", 1).run(), 1)
     whole = dict(build(run, Mesh.of(Degrees()), device=CPU)[0].named_parameters())
     for rank in range(4):
         mesh = Mesh.of(Degrees(dp=4, ep=2, etp=2), World(rank, 4).rank)

@@ -1,0 +1,113 @@
+"""What does not go with a pipeline: shardings that gather weights, and what needs all stages to wait for each other."""
+
+from __future__ import annotations
+
+from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, splits_backward
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Schedule
+
+
+def check_pipeline(run: Run) -> None:
+    """Refuse what the pipeline cannot do, and what cannot be right with it. Raises BadInput."""
+    pp = run.degrees.pp
+    if pp < 1:
+        raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
+    if pp == 1:
+        if run.pipeline.energy_plan is not None:
+            energy_plan(run)
+        return
+    schedule = schedule_of(run)
+    layers_of(run, schedule)
+    _check_sharding(run, schedule)
+    if continuous(run):
+        _check_continuous(run)
+
+
+def _check_sharding(run: Run, schedule: Schedule) -> None:
+    s, name = run.sharding, run.pipeline.schedule
+    pp = run.degrees.pp
+    if s.kind == "dp":
+        raise BadInput(
+            "sharding.kind",
+            got=f"dp with degrees.pp={pp}",
+            needed="ddp, or zero of stage 1: dp is one process",
+            fix="set sharding.kind to ddp",
+        )
+    gathers = s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)
+    if gathers and not s.allow_slow:
+        kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
+        raise BadInput(
+            "sharding.kind",
+            got=f"{kind} with degrees.pp={pp}",
+            needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
+            fix="set sharding.kind to zero and stage to 1, or sharding.allow_slow to true (FSDP that keeps weights gathered)",
+        )
+    if (gathers or s.engine == "fsdp") and splits_backward(schedule):
+        raise BadInput(
+            "pipeline.schedule",
+            got=f"{name} with weights that FSDP shards",
+            needed="a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed",
+            fix="set pipeline.schedule to 1f1b, or sharding.kind to ddp",
+        )
+    if s.offload.optimizer != "none" or s.offload.parameters != "none":
+        raise BadInput(
+            "sharding.offload",
+            got=f"with degrees.pp={pp}",
+            needed="none: stages are how this model fits",
+            fix="set it to none, or degrees.pp to 1",
+        )
+
+
+def _check_continuous(run: Run) -> None:
+    """Stages update on their own, at different times: nothing may need all of them before an update."""
+    p, name = run.pipeline, run.pipeline.schedule
+    own = f"{name}, whose stages update without waiting for each other"
+    if name == "pipedream" and p.microbatches != 1:
+        raise BadInput(
+            "pipeline.microbatches",
+            got=f"{p.microbatches} with pipedream",
+            needed="1: there is an update a micro-batch, so a step is one",
+            fix="set it to 1 and train.global_batch to the size of a micro-batch, or pipeline.schedule to two_bw",
+        )
+    if run.sharding.kind != "ddp":
+        raise BadInput(
+            "sharding.kind", got=f"{run.sharding.kind} with {own}", needed="ddp: the other engines step once for all", fix="set it to ddp"
+        )
+    if run.precision.compute == "fp16":
+        raise BadInput(
+            "precision.compute",
+            got=f"fp16 with {own}",
+            needed="no loss scale: an overflow on one stage could not undo the updates of the others",
+            fix="set precision.compute to bf16 and precision.loss_scale to none",
+        )
+    if run.optimizer.clip_norm is not None:
+        raise BadInput(
+            "optimizer.clip_norm",
+            got=f"{run.optimizer.clip_norm} with {own}",
+            needed="null: there is no gradient norm of the whole model before an update",
+            fix="set it to null, or pipeline.schedule to 1f1b",
+        )
+    if run.model.tied_embeddings:
+        raise BadInput(
+            "model.tied_embeddings",
+            got=f"true with {own}",
+            needed="false: the first and the last stage would hold different versions of one table",
+            fix="set it to false, or pipeline.schedule to 1f1b",
+        )
+    if run.model.layers_with_experts():
+        spec = run.router.spec
+        if p.microbatches > 1 and spec.balance_scope == "global_batch" and (spec.balance_weight or spec.importance_weight):
+            raise BadInput(
+                "router.balance_scope",
+                got=f"global_batch with {own}",
+                needed="a scope within a micro-batch: the whole batch would have to be counted first",
+                fix="set it to sequence or micro_batch",
+            )
+        if run.experts.rebalance_every:
+            raise BadInput(
+                "experts.rebalance_every",
+                got=f"{run.experts.rebalance_every} with {own}",
+                needed="0: experts move between steps, and steps overlap",
+                fix="set it to 0, or pipeline.schedule to 1f1b",
+            )

@@ -1,0 +1,32 @@
+"""Recipe values on a command line: `--section.key value` and `--section.key=value`, wherever they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parallel.errors import BadInput
+
+
+def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split off every `--section.key value` and `--section.key=value`: (the other words, {"section.key": text}).
+
+    Dashes in a key are read as underscores. Whether a key exists is for `moe.recipe.load.load` to say. Raises BadInput for a key
+    without a value or given twice.
+    """
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    following = iter(enumerate(words))
+    for at, word in following:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        key = name[2:].replace("-", "_")
+        if not equals:
+            if at + 1 == len(words) or words[at + 1].startswith("--"):
+                raise BadInput(name, got="no value", needed="one", fix=f"{name} VALUE, or {name}=VALUE")
+            value = next(following)[1]
+        if key in overrides:
+            raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
+        overrides[key] = value
+    return rest, overrides

@@ -1,0 +1,41 @@
+"""Everything one rank needs to train, as one value that the loop, the steps and the records share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe.data import Dataset
+from moe.recipe.sections import Run
+from moe.records.metrics import Records
+from moe.records.progress import Progress
+from moe.train.rebalance import Rebalancer
+from moe.train.state import Counters
+from parallel.data.engine import Engine
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+
+@dataclass
+class Job:
+    """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process."""
+
+    run: Run
+    name: str
+    out: Path
+    world: World
+    mesh: Mesh
+    engine: Engine
+    data: Dataset
+    records: Records
+    progress: Progress
+    scale: LossScale
+    rebalancer: Rebalancer
+    counters: Counters = field(default_factory=Counters)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"

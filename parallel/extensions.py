@@ -1,0 +1,72 @@
+"""Where the extensions that DeepSpeed compiles are kept, and what compiling needs; nothing here imports torch.
+
+Everything is decided from files and package metadata, because importing torch to ask would cost two seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+
+def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where torch keeps the extensions that DeepSpeed compiles: the user's cache, apart for every torch, DeepSpeed and Python.
+
+    torch's own default has one folder for all versions, which is built again whenever two environments alternate.
+    """
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
+    return cache / "moe-parallel" / "extensions" / f"torch-{version_of('torch')}-deepspeed-{version_of('deepspeed')}-{python}"
+
+
+def use_extensions_dir() -> None:
+    """Have this process, and what it starts, find compiled extensions there, unless it was told of another place."""
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+
+
+def missing_for_nvme(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What must be installed before DeepSpeed's async_io can be compiled; empty if it can be, or is."""
+    folder = Path(environment.get("TORCH_EXTENSIONS_DIR") or extensions_dir(environment))
+    if (folder / "async_io" / "async_io.so").exists() and ctypes.util.find_library("aio"):
+        return []
+    needed = {
+        "libaio-dev": any(Path(root, "libaio.h").exists() for root in ("/usr/include", "/usr/local/include")),
+        "g++": shutil.which("g++") is not None,
+        "ninja-build": shutil.which("ninja") is not None or Path(sys.executable).with_name("ninja").exists(),
+    }
+    return [package for package, there in needed.items() if not there]
+
+
+def version_of(package: str) -> str:
+    """An installed package's version; "none" where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def remove_stale_locks(folder: Path) -> list[Path]:
+    """Remove locks that a killed compilation left: torch would wait for them for ever. A lock in use is open in its process."""
+    locks = [path for path in folder.glob("*/lock") if path.is_file()]
+    stale = [path for path in locks if not _is_open(path)]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return stale
+
+
+def _is_open(path: Path) -> bool:
+    wanted = path.resolve()
+    for process in psutil.process_iter():
+        try:
+            if any(Path(os.readlink(handle)) == wanted for handle in Path(f"/proc/{process.pid}/fd").iterdir()):
+                return True
+        except OSError:  # it ended meanwhile, or belongs to another user
+            continue
+    return not sys.platform.startswith("linux")
