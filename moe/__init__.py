@@ -1,3 +1,45 @@
-"""Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe."""
+"""Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe.
+
+    from moe import load, train
+
+    run, origins = load("switch_tiny", {"train.steps": "5"})
+    summary = train(run, origins=origins)
+
+    load         a recipe by name or path, with overrides          moe/recipe/load.py
+    train        the whole loop; resumes where it stopped          moe/train/trainer.py
+    verify       every layout against one process                  moe/verify/verify.py
+    Transformer  the model, alone: no process group is needed      moe/model/transformer.py
+    MoELayer     one MoE layer, for a model of your own            moe/experts/layer.py
+
+Each is imported when it is first used, so that `import moe` takes no time and loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe.experts.layer import MoELayer as MoELayer
+    from moe.model.transformer import Transformer as Transformer
+    from moe.recipe.load import load as load
+    from moe.train.trainer import train as train
+    from moe.verify.verify import main as verify
 
 __version__ = "0.1.0"
+__all__ = ["MoELayer", "Transformer", "__version__", "load", "train", "verify"]
+
+_HOME = {"MoELayer": "moe.experts.layer", "Transformer": "moe.model.transformer", "load": "moe.recipe.load"}
+_CALLED = ("train", "verify")  # packages of this name: each can be called, and then does what its name says
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _CALLED:
+        return import_module(f"moe.{name}")
+    raise AttributeError(f"module 'moe' has no attribute {name!r}: it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,1 +1,17 @@
-"""Training: the data, the trainer, its records and how it is launched."""
+"""The training loop. The package can be called: `from moe import train; train(run)` is `moe.train.trainer.train(run)`."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Train(ModuleType):
+    def __call__(self, *args: Any, **named: Any) -> dict[str, Any]:
+        from moe.train.trainer import train  # here, because it loads torch
+
+        return train(*args, **named)
+
+
+sys.modules[__name__].__class__ = _Train

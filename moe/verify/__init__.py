@@ -1,1 +1,21 @@
-"""The oracle: every layout against one process."""
+"""The oracle: every layout against one process.
+
+The package can be called: `from moe import verify; verify(nproc=2)` is `moe verify --nproc 2`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Verify(ModuleType):
+    def __call__(self, **named: Any) -> int:
+        """0 if every layout gives the numbers of one process, else 1; prints the table (moe/verify/verify.py)."""
+        from moe.verify.verify import main  # here, because it loads torch
+
+        return main(**named)
+
+
+sys.modules[__name__].__class__ = _Verify

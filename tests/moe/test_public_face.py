@@ -1,0 +1,45 @@
+"""The names that `moe` offers: they are what their files define, and nothing slow is loaded before one is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import moe
+
+LOADED = """
+import sys
+import moe
+from moe import load
+assert "torch" not in sys.modules and "deepspeed" not in sys.modules
+run, origins = load("glam_tiny", {"model.num_layers": "2"})
+assert run.model.num_layers == 2 and "torch" not in sys.modules
+from moe import train, verify
+assert callable(train) and callable(verify) and "torch" not in sys.modules
+from moe import MoELayer, Transformer
+import torch
+model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+assert model(torch.randint(run.vocab_size, (2, 16))).logits_BLV.shape == (2, 16, run.vocab_size)
+assert any(isinstance(module, MoELayer) for module in model.modules())
+"""
+
+
+def test_names_load_torch_only_when_they_are_used() -> None:
+    subprocess.run([sys.executable, "-c", LOADED], check=True, timeout=120)
+
+
+def test_a_package_that_is_called_does_what_its_name_says() -> None:
+    import moe.train.trainer as trainer
+    import moe.verify.verify as oracle
+
+    assert moe.train.trainer is trainer and moe.verify.verify is oracle, "the packages are still packages"
+    assert moe.verify(nproc=1, only="no such layout", say=lambda line: None) == 1  # no row: nothing was shown
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
+    try:
+        _ = moe.trane
+    except AttributeError as error:
+        assert "it has MoELayer, Transformer" in str(error)
+    else:
+        raise AssertionError("moe.trane exists")
