@@ -1,31 +1,50 @@
-"""The mesh: every rank's place along every parallel axis, in two views of the same ranks.
+"""The mesh: every rank's place along every parallel axis, in several views of the same ranks.
 
-    dense view   pp x dp  x sp x tp      (tp varies fastest: neighbours share the fastest links)
-    expert view  pp x edp x ep x etp     (the same dp*sp*tp ranks of a stage, cut again for experts)
-                            ep = ep_outer x ep_inner   (between nodes and within one, for exchanges in two steps)
+    DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
+    GRID     pp x dp  x sp x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q, 3D a cube
+    EXPERT   pp x edp x ep x etp                     (the same dp*sp*tp ranks of a stage, cut again for experts)
+    NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within one, for exchanges in two steps
 
-With sp = tp = etp = 1 the expert view cuts dp into edp groups of ep neighbours; with larger sp and tp
-the same arithmetic lets ep fold over them. This file is arithmetic only: it needs no process group
-and no torch; `Mesh.connect` asks its caller for the groups.
+With sp = tp = etp = 1 the expert view cuts dp into edp groups of ep neighbours; with larger sp and tp the same arithmetic
+lets ep fold over them. An axis is named for the number that differs along it: the ranks of one `tp_row` axis stand in
+different rows, so they are one column of the grid. Axes of one view join: `mesh.axis("dp", "sp")` are the ranks over which
+the gradient of a dense weight is summed.
 
-Source: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding
-(arXiv 2504.14960) for the second view.
+A rank works out its own groups from its own place, and takes part in making those alone: nothing here lists the world, so
+a hundred thousand ranks cost what eight do. Arithmetic only: no process group and no torch; `Mesh.connect` asks its caller.
+
+Sources: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding (arXiv 2504.14960) for the
+expert view; Optimus (arXiv 2104.05343), Tesseract (arXiv 2105.14500) and 3D (arXiv 2105.14450) for the grid.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from parallel.errors import BadInput
 
+FACTORS = {"tp": ("tp_depth", "tp_row", "tp_col"), "ep": ("ep_outer", "ep_inner")}  # an axis, and those that it is the product of
+
+
+def _factored(view: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for axis in view for part in FACTORS.get(axis, (axis,)))
+
+
 DENSE = ("pp", "dp", "sp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
-NODES = ("pp", "edp", "ep_outer", "ep_inner", "etp")  # the expert view with ep cut in two
-VIEWS = (DENSE, EXPERT, NODES)
-AXES = tuple(dict.fromkeys(DENSE + EXPERT + NODES))
+GRID, NODES = _factored(DENSE), _factored(EXPERT)
+VIEWS = (DENSE, EXPERT, NODES, GRID)
+AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
+
+
+def view_of(*axes: str) -> tuple[str, ...]:
+    """The first view that has all of these axes."""
+    found = next((view for view in VIEWS if set(axes) <= set(view)), None)
+    assert found is not None, f"no view has the axes {axes}"
+    return found
 
 
 def divisors(n: int) -> list[int]:
@@ -38,7 +57,8 @@ def divisors(n: int) -> list[int]:
 class Degrees:
     """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp.
 
-    `ep_inner` neighbours of the ep axis share a node; it divides ep.
+    `ep_inner` neighbours of the ep axis share a node; it divides ep. `tp_col` and `tp_depth` make a grid of tp: 2D has tp_col = q and
+    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither.
     """
 
     dp: int = 1
@@ -48,9 +68,11 @@ class Degrees:
     ep: int = 1
     etp: int = 1
     ep_inner: int = 1
+    tp_col: int = 1
+    tp_depth: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "tp", "sp", "ep", "etp", "ep_inner"):
+        for name in (degree.name for degree in fields(self)):
             value = getattr(self, name)
             if value < 1:
                 raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=f"set degrees.{name} to 1")
@@ -64,6 +86,13 @@ class Degrees:
             )
         if self.ep % self.ep_inner:
             raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
+        if self.tp % (self.tp_col * self.tp_depth):
+            raise BadInput(
+                "tp_col * tp_depth",
+                got=f"{self.tp_col} * {self.tp_depth}",
+                needed=f"a divisor of tp={self.tp}",
+                fix=f"use one of {divisors(self.tp)}",
+            )
 
     @property
     def edp(self) -> int:
@@ -74,6 +103,11 @@ class Degrees:
     def ep_outer(self) -> int:
         """Over how many nodes one set of experts lies."""
         return self.ep // self.ep_inner
+
+    @property
+    def tp_row(self) -> int:
+        """How many rows the grid of tp has."""
+        return self.tp // (self.tp_col * self.tp_depth)
 
     @property
     def world(self) -> int:
@@ -91,14 +125,20 @@ class Degrees:
                 rest, place[axis] = divmod(rest, self.size(axis))
         return place
 
+    def along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one on these axes of a view alone, ascending, this one among them."""
+        ranks, stride = [rank], 1
+        for axis in reversed(view_of(*axes)):
+            size = self.size(axis)
+            if axis in axes:
+                mine = rank // stride % size
+                ranks = [other + (place - mine) * stride for place in range(size) for other in ranks]
+            stride *= size
+        return tuple(ranks)
+
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks along one axis, each ordered by the ranks' place on it; together they cover the world once."""
-        view = next(view for view in VIEWS if axis in view)
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            place = self.coordinates(rank)
-            found.setdefault(tuple(place[a] for a in view if a != axis), []).append(rank)
-        return [tuple(ranks) for ranks in found.values()]
+        """The groups of ranks along one axis; together they cover the world once. It lists the world: for pictures and tests."""
+        return [self.along(rank, axis) for rank in range(self.world) if self.coordinates(rank)[axis] == 0]
 
 
 @dataclass(frozen=True)
@@ -122,41 +162,62 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank."""
+    """All axes as one rank sees them, and the `world` axis over every rank.
+
+    Making a group is collective over its ranks, and torch names it by how many groups a process has: so all ranks make equally many,
+    in the same order. `connect` makes those of `axes`; the first `axis` of a joint axis and `part` make one more each.
+    """
 
     degrees: Degrees = Degrees()
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups so far, by their ranks
     more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
 
     @staticmethod
     def of(degrees: Degrees, rank: int = 0) -> Mesh:
         if not 0 <= rank < degrees.world:
             raise BadInput("rank", got=rank, needed=f"0 to {degrees.world - 1}", fix="start as many processes as the degrees multiply to")
-        axes = {}
-        for name in AXES:
-            ranks = next(g for g in degrees.groups(name) if rank in g)
-            axes[name] = Axis(name, ranks, ranks.index(rank))
+        place = degrees.coordinates(rank)
+        axes = {name: Axis(name, degrees.along(rank, name), place[name]) for name in AXES}
         axes["world"] = Axis("world", tuple(range(degrees.world)), rank)
         return Mesh(degrees, rank, axes)
 
-    def axis(self, name: str, *, label: str = "") -> Axis:
+    def axis(self, *names: str, label: str = "") -> Axis:
+        """One axis, or several of one view as one: "dp*sp", the ranks of both. One of size 1 adds nothing, also not to the name.
+
+        The first call for a joint axis makes its group, where no axis of the same ranks has one: collective over all ranks.
+        """
+        name = names[0] if len(names) == 1 else self._joined(names)
         return replace(self.axes[name], label=label) if label else self.axes[name]
 
-    def connect(self, new_group: Callable[[tuple[int, ...]], Any]) -> Mesh:
-        """The same mesh with a process group on every axis longer than 1.
+    def _joined(self, names: tuple[str, ...]) -> str:
+        long = [axis for axis in view_of(*names) if axis in names and self.degrees.size(axis) > 1] or names[:1]
+        name = "*".join(long)
+        if name not in self.axes:
+            ranks = self.degrees.along(self.rank, *long)
+            self.axes[name] = Axis(name, ranks, ranks.index(self.rank), self._group(ranks))
+        return name
 
-        Every rank calls `new_group` for every group of every axis in the same order, as process groups ask for; equal
-        sets of ranks share one group.
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """The group of these ranks, this one among them; None where it is alone, and before `connect`."""
+        if self.new_group is None or len(ranks) == 1:
+            return None
+        if ranks not in self.made:
+            self.made[ranks] = self.new_group(ranks)
+        return self.made[ranks]
+
+    def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
+        """The same mesh with a process group on every axis longer than 1; `world`: the group of all ranks, which is there already.
+
+        Every rank calls `new_group` for the groups that it is in, at most one an axis, and all in the order of the axes; axes of equal
+        ranks share one group.
         """
-        made: dict[tuple[int, ...], Any] = {}
-        lists = [self.degrees.groups(name) for name in AXES]
-        for ranks in [g for groups in lists for g in groups] + [self.axes["world"].ranks]:
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = new_group(ranks)
-        axes = {name: replace(axis, group=made.get(axis.ranks)) for name, axis in self.axes.items()}
-        return replace(self, axes=axes, new_group=new_group)
+        everyone = self.axes["world"].ranks
+        found = replace(self, axes={}, new_group=new_group, made={everyone: world}, more={})
+        found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
+        return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
         """Those places of an axis as an axis of their own, with a group of its own; None where this rank stands at none of them.
@@ -164,12 +225,12 @@ class Mesh:
         Every rank must ask for the same parts in the same order. One that was asked for before is there already.
         """
         if (label, places) not in self.more:
-            self.more[label, places] = None
-            for group in self.degrees.groups(name):
-                ranks = tuple(group[place] for place in places)
-                made = self.new_group(ranks) if self.new_group is not None and len(ranks) > 1 else None
-                if self.rank in ranks:
-                    self.more[label, places] = Axis(name, ranks, ranks.index(self.rank), made, label)
+            ranks = tuple(self.axes[name].ranks[place] for place in places)
+            held = self.rank in ranks
+            group = None
+            if self.new_group is not None and len(ranks) > 1:
+                group = self.new_group(ranks if held else (self.rank,))  # who is not in it makes one of its own: equally many on all ranks
+            self.more[label, places] = Axis(name, ranks, ranks.index(self.rank), group, label) if held else None
         return self.more[label, places]
 
 

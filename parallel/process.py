@@ -98,7 +98,13 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh
     mesh = Mesh.of(degrees, world.rank)
     if world.size > 1:
         _debug_if_asked(world)
-    return mesh.connect(lambda ranks: dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s)))
+
+    def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Only its members call: at a hundred thousand ranks nobody can take part in making everybody's groups."""
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        return made
+
+    return mesh.connect(new_group, world=dist.group.WORLD if world.size > 1 else None)
 
 
 def everyone(world: World) -> Axis:
