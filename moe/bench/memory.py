@@ -105,7 +105,7 @@ def row_of(kind: Kind, shape: Shape, started: Started, found: Held, *, resident:
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
     sizes = {True: 0, False: 0}  # of the whole model: experts, and the rest
     for layout in started.layouts.values():
-        sizes["ep" in layout.split.values()] += torch.Size(layout.shape).numel()
+        sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
     storage = kind.storage(precision)
     want = sparse_model_states(dense=sizes[False], expert=sizes[True], stage=kind.stage, dp=dp, ep=ep, etp=etp, storage=storage)
     measured, expected, resident = states.total + found.other, want.total, resident - found.buckets

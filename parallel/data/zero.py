@@ -254,7 +254,7 @@ def group_parameters(
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
         owned = layout.counts_on(stage)
         keyed.setdefault((layout.family, dtype, decays, owned), []).append(parameter)
-        if ep > 1 and "ep" in layout.split.values():
+        if ep > 1 and "ep" in layout.cut_by():
             apart.add(layout.family)
             parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"  # type: ignore[attr-defined]
     groups = []

@@ -204,7 +204,7 @@ def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
         real(grads, layouts, mesh)
         for name, grad in grads.items():
-            if "ep" in layouts[name].split.values():
+            if "ep" in layouts[name].cut_by():
                 grad.mul_(mesh.axis("ep").size)
 
     patch.setattr(ddp, "sum_over_copies", wrong)
