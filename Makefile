@@ -6,6 +6,7 @@ RECIPE ?= switch_tiny
 NPROC ?= 2
 EP ?= auto
 FLAGS ?=
+WORKERS ?= auto
 STAMP := .venv/.installed
 SOURCES := moe parallel tests
 
@@ -27,7 +28,7 @@ train: setup
 	@.venv/bin/moe train "$(RECIPE)" --nproc $(NPROC) --degrees.ep $(EP) $(FLAGS)
 
 test: lint
-	.venv/bin/pytest
+	.venv/bin/pytest -n $(WORKERS) --dist worksteal
 
 lint: setup
 	.venv/bin/ruff check $(SOURCES)

@@ -24,6 +24,8 @@ from hypothesis import settings  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+pytest_plugins = ["tests.support.times", "tests.support.alone"]
+
 torch.set_num_threads(1)
 torch.set_num_interop_threads(1)
 

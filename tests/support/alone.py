@@ -1,0 +1,72 @@
+"""Several workers (`pytest -n 2`), one test that must have the machine for itself: `@pytest.mark.alone`.
+
+A test marked so waits until no other runs, and no other begins before it has ended: one pass of pytest, one count at its end. Others
+share the machine, so what they say of time must hold on a busy one. Two locks, that nobody waits for ever: who waits for the machine
+holds the turn, and whoever comes later queues for that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST_WORKERS = 8  # each imports torch and collects every test: more of them give little
+
+
+class Turns:
+    """Locks in a folder that all workers of one run share; each opens its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.turn, self.machine = (open(folder / name, "w") for name in ("turn", "machine"))  # noqa: SIM115 (open while the worker lives)
+
+    @contextmanager
+    def mine(self, *, alone: bool) -> Iterator[None]:
+        fcntl.flock(self.turn, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self.machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(self.turn, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.machine, fcntl.LOCK_UN)
+
+
+class Alone:
+    def __init__(self, folder: Path) -> None:
+        self.turns = Turns(folder)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # around the time limit: waiting for one's turn does not count
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        with self.turns.mine(alone=item.get_closest_marker("alone") is not None):
+            return (yield)
+
+
+def folder_of(run: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"pytest-turns-{run}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Alone(folder_of(config.workerinput["testrunuid"])))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    manager: Any = session.config.pluginmanager.get_plugin("dsession")
+    if manager is not None:
+        shutil.rmtree(folder_of(manager.nodemanager.testrunuid), ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a worker for every core that this process may use. Ranks of one test share a core with those of another."""
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
