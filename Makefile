@@ -15,7 +15,7 @@ SOURCES := moe parallel tests
 
 help:
 	@echo "make train    train $(RECIPE) on $(NPROC) processes; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
-	@echo "make test     ruff, mypy and the tests"
+	@echo "make test     ruff, mypy and the tests, on every core; WORKERS=1 on one"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"
 	@echo "make lint     ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make clean    remove .venv and caches; runs/ stays"

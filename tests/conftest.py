@@ -35,6 +35,7 @@ settings.load_profile("here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("late") is not None)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import shutil
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_type_hints
 
@@ -217,10 +219,18 @@ def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
     return VERBS[verb](**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(VERBS[verb])})
 
 
-def print_help(verb: str | None, *, benches: list[str]) -> None:
-    """The list of verbs, or one verb's words and flags."""
+def print_verbs(*, benches: list[str]) -> None:
+    """The list of verbs. Written here, because to import tyro for it takes longer than all the rest."""
+    width = min(100, shutil.get_terminal_size().columns)
+    print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
+    for verb, kind in VERBS.items():
+        print(textwrap.fill(_about(kind, benches), width, initial_indent=f"  {verb:<10}", subsequent_indent=12 * " "))
+
+
+def print_help(verb: str, *, benches: list[str]) -> None:
+    """One verb's words and flags."""
     with contextlib.suppress(SystemExit):
-        _tyro([*([verb] if verb else []), "--help"], benches=benches, full=verb is not None)
+        _tyro([verb, "--help"], benches=benches)
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
@@ -233,14 +243,16 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
         _tyro(words, benches=benches, complete=True)
 
 
-def _tyro(words: list[str], *, benches: list[str], full: bool = True, complete: bool = False) -> Any:
+def _about(kind: type, benches: list[str]) -> str:
+    return (kind.__doc__ or "") + (f" There are: {', '.join(benches) or 'none in this version'}." if kind is Bench else "")
+
+
+def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> Any:
     import tyro
 
     arms = []
     for verb, kind in VERBS.items():
-        text = kind.__doc__ or ""
-        text += f" There are: {', '.join(benches) or 'none in this version'}." if kind is Bench else ""
-        text += f"\n\n{_OVERRIDES}" if full and verb in RECIPE_VERBS else ""
+        text = _about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
         arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
     union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
     config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)

@@ -1,4 +1,4 @@
-"""Several workers (`pytest -n 2`), one test that must have the machine for itself: `@pytest.mark.alone`.
+"""Several workers (`pytest -n 2`) and one test that must have the machine for itself: `@pytest.mark.alone`.
 
 A test marked so waits until no other runs, and no other begins before it has ended: one pass of pytest, one count at its end. Others
 share the machine, so what they say of time must hold on a busy one. Two locks, that nobody waits for ever: who waits for the machine

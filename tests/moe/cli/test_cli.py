@@ -35,7 +35,7 @@ def moe(*words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProces
 # --- starting and helping --------------------------------------------------------------------------------------------
 
 
-def test_help_takes_less_than_half_a_second_and_loads_nothing_heavy() -> None:
+def test_help_takes_less_than_three_tenths_of_a_second_and_loads_nothing_heavy() -> None:
     """Processor time, the best of three: a busy machine may let anything wait."""
     used = []
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_help_takes_less_than_half_a_second_and_loads_nothing_heavy() -> None:
         after = os.times()
         used.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert got.returncode == 0 and all(verb in got.stdout for verb in verbs.VERBS)
-    assert min(used) < 0.5
+    assert min(used) < 0.3
     loaded = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "moe", "--help"],
         capture_output=True,
@@ -52,7 +52,7 @@ def test_help_takes_less_than_half_a_second_and_loads_nothing_heavy() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     modules = {line.rpartition("|")[2].strip() for line in loaded.stderr.splitlines()}
-    assert "moe.cli.main" in modules and not modules & {*HEAVY, "pydantic", "moe.recipe.sections"}
+    assert "moe.cli.main" in modules and not modules & {*HEAVY, "pydantic", "tyro", "moe.recipe.sections"}
 
 
 @pytest.mark.parametrize("verb", verbs.VERBS)

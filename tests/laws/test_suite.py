@@ -1,0 +1,46 @@
+"""The suite itself: who wants the machine alone gets it, and nobody overtakes; seconds are told of each test, with workers too."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.alone import Turns
+from tests.support.times import Spent, by_file
+
+
+def test_who_is_alone_waits_for_those_before_and_goes_before_those_after(tmp_path: Path) -> None:
+    workers = [Turns(tmp_path) for _ in range(4)]
+    order: list[str] = []
+
+    def run(worker: int, name: str, alone: bool) -> None:
+        with workers[worker].mine(alone=alone):
+            order.append(name)
+
+    def begin(worker: int, name: str, alone: bool) -> threading.Thread:
+        thread = threading.Thread(target=run, args=(worker, name, alone))
+        thread.start()
+        time.sleep(0.1)
+        return thread
+
+    with workers[0].mine(alone=False):
+        begin(1, "beside", False).join(10)  # two that share
+        waiting = [begin(2, "alone", True), begin(3, "after", False)]
+        assert order == ["beside"]
+    for thread in waiting:
+        thread.join(10)
+    assert order == ["beside", "alone", "after"]
+
+
+def test_seconds_are_summed_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text('{"tests": {"a.py::import": [2, 1.5, 0], "a.py::test[x::y]": [3, 0.5, 1], "b.py::test": [1, 0.25, 0]}}')
+    assert by_file(str(path)) == {"a.py": [1, 5, 3], "b.py": [1, 1, 0.25]}
+    start = Spent.now()
+    while time.process_time() < start.here + 0.05:
+        pass
+    wall, here, children = Spent.now().since(start)
+    assert wall >= here > 0.02 and children == pytest.approx(0, abs=0.05)
