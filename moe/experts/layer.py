@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
-        self.router = Router(router, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
+        self.router = Router(router.spec, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
         self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels, tiles=tiles)
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
         self.residual = feed_forward(d_model, d_ff, ffn, tiles=tiles) if experts.residual else None
@@ -83,9 +83,9 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
-        losses = _losses(self.layer, self.router.settings, routing, context)
+        losses = _losses(self.layer, self.router.spec, routing, context)
         if self.training:
-            y_TD = join(y_TD, losses.weighted(self.router.settings), scale=context.auxiliary_scale)
+            y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
         y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
         return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
 

@@ -6,20 +6,30 @@
     capacity    choices -> which of them have a slot                 group ... queue
     losses      what keeps experts evenly used                       balance_weight ... z_weight
 
-moe/recipe/presets.py has the published routers in these words; a recipe names one and replaces what it wants (`config.Router.spec`).
+moe/recipe/presets.py has the published routers in these words; a recipe names one and replaces what it wants (`sections.Router.spec`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
 
 
 @dataclass(frozen=True)
+class Key:
+    """What a recipe says of a field: its meaning in a few words, and the numbers it may have."""
+
+    description: str | None = None
+    above: float | None = None
+    least: float | None = None
+    below: float | None = None
+
+
+@dataclass(frozen=True)
 class RouterSpec:
-    """One router, complete.
+    """One router, complete. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
         `score` of a logit; `softmax_over` all experts, or over the chosen ones alone (after selection, Mixtral's order);
@@ -41,32 +51,38 @@ class RouterSpec:
         which choices f counts; `balance_scope`: over which tokens f is taken.
     """
 
-    num_choices: int
-    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    softmax_over: Literal["all", "chosen"] = "all"
-    jitter: float = 0.0
-    noise: Literal["none", "gumbel", "noisy_top_k"] = "none"
-    select: Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] = "top_k"
-    expert_groups: int = 1
-    top_groups: int = 1
-    second: Literal["always", "random"] = "always"
-    bias_rate: float | None = None
-    gates: Literal["as_is", "before_drop", "after_drop"] = "as_is"
-    gate_scale: float = 1.0
-    group: Literal["sequence", "rank"] | int = "sequence"
-    capacity_factor: float | None = None
-    eval_capacity_factor: float | None = None
-    min_capacity: int = 0
-    capacity_counts: Literal["choices", "tokens"] = "choices"
-    capacity_rounding: Literal["ceil", "floor", "round"] = "ceil"
-    capacity_multiple: int = 1
-    drop: Literal["position", "lowest_gate", "random"] = "position"
-    queue: Literal["choices_first", "tokens_first"] = "choices_first"
-    balance_weight: float = 0.0
-    balance_counts: Literal["all", "first"] = "all"
-    balance_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    importance_weight: float = 0.0
-    z_weight: float = 0.0
+    num_choices: Annotated[int, Key("experts of a token", above=0)]
+    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"], Key("of a logit")] = "softmax"
+    softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
+    jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
+    noise: Annotated[Literal["none", "gumbel", "noisy_top_k"], Key("on logits, train only")] = "none"
+    select: Annotated[Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"], Key("who is chosen")] = "top_k"
+    expert_groups: Annotated[int, Key("of group_limited: equal runs of experts", above=0)] = 1
+    top_groups: Annotated[int, Key("of group_limited: runs a token may choose from", above=0)] = 1
+    second: Annotated[Literal["always", "random"], Key("the second of top-2; random: with probability 2 g_2")] = "always"
+    bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0)] = None
+    gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"
+    gate_scale: Annotated[float, Key("factor on all gates", above=0)] = 1.0
+    group: Annotated[
+        Literal["sequence", "rank"] | int,
+        Key("tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)", above=0),
+    ] = "sequence"
+    capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
+    eval_capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
+    min_capacity: Annotated[int, Key(least=0)] = 0
+    capacity_counts: Annotated[Literal["choices", "tokens"], Key("whether k is a factor of the capacity")] = "choices"
+    capacity_rounding: Annotated[Literal["ceil", "floor", "round"], Key()] = "ceil"
+    capacity_multiple: Annotated[int, Key("slots are rounded up to a multiple of it", above=0)] = 1
+    drop: Annotated[Literal["position", "lowest_gate", "random"], Key("who has no slot")] = "position"
+    queue: Annotated[Literal["choices_first", "tokens_first"], Key("all first choices before second ones, or not")] = "choices_first"
+    balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0)] = 0.0
+    balance_counts: Annotated[Literal["all", "first"], Key("choices that count as load; GShard: first")] = "all"
+    balance_scope: Annotated[
+        Literal["sequence", "micro_batch", "global_batch"],
+        Key("tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"),
+    ] = "sequence"
+    importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0)] = 0.0
+    z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0)] = 0.0
 
     @property
     def random_second(self) -> bool:

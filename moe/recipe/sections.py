@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
@@ -94,51 +95,12 @@ class Experts(Section):
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
-Preset = Literal["preset"]  # the value that the preset has
-Count = Annotated[int, Field(gt=0)]
-AtLeast0 = Annotated[float, Field(ge=0)]
-Above0 = Annotated[float, Field(gt=0)]
-
-
-class Router(Section):
+class _RouterSection(Section):
     """Who goes where: a published router by name, and what this recipe does differently from it."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "deepseek_v3", "deepspeed", "megatron", "expert_choice"
     ] = "switch"
-    num_choices: Count | Preset = Field("preset", description="experts of a token")
-    score: Literal["preset", "softmax", "sigmoid", "sqrt_softplus"] = Field("preset", description="of a logit")
-    softmax_over: Literal["preset", "all", "chosen"] = Field("preset", description="all experts, or the chosen ones after selection")
-    jitter: Annotated[float, Field(ge=0, lt=1)] | Preset = Field(
-        "preset", description="the router's input times uniform(1 - jitter, 1 + jitter), train only"
-    )
-    noise: Literal["preset", "none", "gumbel", "noisy_top_k"] = Field("preset", description="on logits, train only")
-    select: Literal["preset", "top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] = Field("preset", description="who is chosen")
-    expert_groups: Count | Preset = Field("preset", description="of group_limited: equal runs of experts")
-    top_groups: Count | Preset = Field("preset", description="of group_limited: runs a token may choose from")
-    second: Literal["preset", "always", "random"] = Field("preset", description="the second of top-2; random: with probability 2 g_2")
-    bias_rate: AtLeast0 | None | Preset = Field("preset", description="step of the selection bias (aux-loss-free balance); null: no bias")
-    gates: Literal["preset", "as_is", "before_drop", "after_drop"] = Field("preset", description="when gates are made to sum to 1")
-    gate_scale: Above0 | Preset = Field("preset", description="factor on all gates")
-    group: Literal["sequence", "rank", "preset"] | Count = Field(
-        "preset", description="tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)"
-    )
-    capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
-    eval_capacity_factor: Above0 | None | Preset = Field("preset", description="null: dropless")
-    min_capacity: Annotated[int, Field(ge=0)] | Preset = "preset"
-    capacity_counts: Literal["preset", "choices", "tokens"] = Field("preset", description="whether k is a factor of the capacity")
-    capacity_rounding: Literal["preset", "ceil", "floor", "round"] = "preset"
-    capacity_multiple: Count | Preset = Field("preset", description="slots are rounded up to a multiple of it")
-    drop: Literal["preset", "position", "lowest_gate", "random"] = Field("preset", description="who has no slot")
-    queue: Literal["preset", "choices_first", "tokens_first"] = Field("preset", description="all first choices before second ones, or not")
-    balance_weight: AtLeast0 | Preset = Field("preset", description="Switch eq. 4, summed over layers")
-    balance_counts: Literal["preset", "all", "first"] = Field("preset", description="choices that count as load; GShard: first")
-    balance_scope: Literal["preset", "sequence", "micro_batch", "global_batch"] = Field(
-        "preset", description="tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"
-    )
-    importance_weight: AtLeast0 | Preset = Field("preset", description="squared variation of the experts' gates (Shazeer et al. 2017)")
-    z_weight: AtLeast0 | Preset = Field("preset", description="ST-MoE: 0.001")
-    allow_noncausal: bool = Field(False, description="train a router whose choices for a token depend on later tokens")
 
     @property
     def own(self) -> dict[str, Any]:
@@ -154,6 +116,35 @@ class Router(Section):
     def spec(self) -> RouterSpec:
         """The preset with this recipe's own values: complete."""
         return replace(PRESETS[self.preset], **self.own)
+
+
+def _router_keys() -> dict[str, Any]:
+    """The fields of RouterSpec as keys of a recipe, each with one value more: "preset", the one that the preset has."""
+    keys: dict[str, Any] = {}
+    for name, hint in get_type_hints(RouterSpec, include_extras=True).items():
+        kind, key = get_args(hint)
+        limits = {"gt": key.above, "ge": key.least, "lt": key.below}
+        parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        names = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+        numbers = [Annotated[part, Field(**limits)] if part in (int, float) else part for part in parts if get_origin(part) is not Literal]
+        named: Any = Literal.__getitem__(tuple([*names, "preset"] if numbers else ["preset", *names]))
+        kinds = (named, *numbers) if names else (*numbers, named)
+        keys[name] = (Union.__getitem__(kinds), Field("preset", description=key.description))
+    return keys
+
+
+if TYPE_CHECKING:
+
+    class Router(_RouterSection):
+        allow_noncausal: bool = False
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _NONCAUSAL = Field(False, description="train a router whose choices for a token depend on later tokens")
+    Router = create_model(
+        "Router", __base__=_RouterSection, __doc__=_RouterSection.__doc__, **_router_keys(), allow_noncausal=(bool, _NONCAUSAL)
+    )
 
 
 class Dispatch(Section):

@@ -12,7 +12,6 @@ Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +19,13 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
+from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.noise import gumbel, jittered, noisy_logits
 from moe.router.scores import chosen_gates, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from parallel.errors import BadInput
-
-if TYPE_CHECKING:  # the layer runs without the packages that read recipes
-    from moe.recipe import sections
 
 # T tokens, D model, E experts, K choices
 
@@ -73,32 +70,32 @@ class Router(nn.Module):
     noisy_top_k. Raises BadInput for a spec that cannot work with so many experts.
     """
 
-    def __init__(self, settings: sections.Router, *, num_experts: int, d_model: int, kernels: str = "auto", name: str = "router") -> None:
+    def __init__(self, spec: RouterSpec, *, num_experts: int, d_model: int, kernels: str = "auto", name: str = "router") -> None:
         super().__init__()
-        self.settings, self.num_experts, self.name = settings.spec, num_experts, name
-        check_spec(self.settings, num_experts)
+        self.spec, self.num_experts, self.name = spec, num_experts, name
+        check_spec(spec, num_experts)
         self.kernels = choose(kernels)
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
-        self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if self.settings.noise == "noisy_top_k" else None
+        self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if spec.noise == "noisy_top_k" else None
         self.bias_E: Tensor | None
-        self.register_buffer("bias_E", None if self.settings.bias_rate is None else torch.zeros(num_experts))
+        self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
 
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
         """Route T tokens that stand sequence after sequence, `sequence_tokens` each."""
-        s = self.settings
+        spec = self.spec
         logits_TE, noisy_TE = self._logits(x_TD, context)
-        scores_TE = scores_of(noisy_TE, s)
+        scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
             lambda: self.decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
         )
-        of_TK = made.kept_TK if s.gates == "after_drop" else made.counted_TK
-        gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=s, of_TK=of_TK)
+        of_TK = made.kept_TK if spec.gates == "after_drop" else made.counted_TK
+        gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=spec, of_TK=of_TK)
         return Routing(
             made.expert_TK,
             gate_TK,
             made.kept_TK,
-            probabilities(scores_TE, s),
+            probabilities(scores_TE, spec),
             logits_TE,
             made.capacity,
             made.num_groups,
@@ -108,9 +105,9 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Logits of the (jittered) input, and those with noise of learned size; the same tensor where there is none."""
-        s = self.settings
-        if self.training and s.jitter:
-            x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), s.jitter)
+        spec = self.spec
+        if self.training and spec.jitter:
+            x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
         logits_TE = linear_fp32(x_TD, self.weight)
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE
@@ -119,11 +116,11 @@ class Router(nn.Module):
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
         """Experts of each token and who finds a slot, from scores and the logits they were made of."""
-        s, tokens = self.settings, len(logits_TE)
+        spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
-        slots = slots_of(s, tokens // num_groups, num_experts=self.num_experts, training=self.training)
+        slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
         preferred_TE = self._preferred(scores_TE, logits_TE, num_groups=num_groups, context=context)
-        if s.select == "expert_choice":
+        if spec.select == "expert_choice":
             assert slots is not None, "check_spec refuses expert choice without a capacity"
             expert_TK, counted_TK = expert_choice(preferred_TE, slots=slots, num_groups=num_groups, valid_T=context.valid_T)
             return Decision(expert_TK, counted_TK, counted_TK, slots, num_groups)
@@ -136,27 +133,27 @@ class Router(nn.Module):
             num_experts=self.num_experts,
             slots_each=slots,
             kernels=self.kernels,
-            queue=s.queue,
+            queue=spec.queue,
             priority_TK=None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context),
         )
         return Decision(expert_TK, kept_TK, None, slots, num_groups)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, *, num_groups: int, context: Context) -> Tensor:
         """What the highest is looked for in; gates are taken from the scores as they were."""
-        s = self.settings
-        if s.select == "sinkhorn" and self.training:
+        spec = self.spec
+        if spec.select == "sinkhorn" and self.training:
             return balanced_plan(logits_TE, num_groups=num_groups, valid_T=context.valid_T)
-        preferred_TE = logits_TE if s.softmax_over == "chosen" else scores_TE
-        if s.noise == "gumbel" and self.training:
+        preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
+        if spec.noise == "gumbel" and self.training:
             noisy_TE = logits_TE + gumbel(context.uniform(f"{self.name}.gumbel", self.num_experts))
-            preferred_TE = noisy_TE if s.softmax_over == "chosen" else scores_of(noisy_TE, s)
+            preferred_TE = noisy_TE if spec.softmax_over == "chosen" else scores_of(noisy_TE, spec)
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
     def _select(self, preferred_TE: Tensor, context: Context) -> Tensor:
-        s, k = self.settings, self.settings.num_choices
-        if s.select == "group_limited":
-            return group_limited(preferred_TE, k, expert_groups=s.expert_groups, top_groups=s.top_groups, kernels=self.kernels)
-        if s.select == "hash":
+        spec, k = self.spec, self.spec.num_choices
+        if spec.select == "group_limited":
+            return group_limited(preferred_TE, k, expert_groups=spec.expert_groups, top_groups=spec.top_groups, kernels=self.kernels)
+        if spec.select == "hash":
             if context.tokens_T is None:
                 raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
             return hashed(context.tokens_T, k, num_experts=self.num_experts, name=self.name, kernels=self.kernels)
@@ -166,7 +163,7 @@ class Router(nn.Module):
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
         """Choices that ask for a slot: not those of padding, nor second ones that were declined."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
-        if self.training and self.settings.random_second:
+        if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
             second_T = gate_TK[:, 1] / gate_TK.sum(-1)
             active_TK[:, 1] = 2 * second_T > context.uniform(f"{self.name}.second", 1)[:, 0]
@@ -174,17 +171,17 @@ class Router(nn.Module):
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
         """Who is served first where not the queue alone says so."""
-        s = self.settings
-        if s.drop == "random" and self.training:
+        spec = self.spec
+        if spec.drop == "random" and self.training:
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
-        if s.drop != "lowest_gate":
+        if spec.drop != "lowest_gate":
             return None
-        gate_TK = chosen_gates(scores_TE, logits_TE, expert_TK, spec=s, of_TK=None)
+        gate_TK = chosen_gates(scores_TE, logits_TE, expert_TK, spec=spec, of_TK=None)
         # V-MoE serves whole tokens by their highest gate; where choices do not queue one after the other, each has its own
-        return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if s.queue == "choices_first" else gate_TK
+        return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
-        group = self.settings.group
+        group = self.spec.group
         if group == "rank":
             return 1
         sequences = tokens // sequence_tokens

@@ -108,7 +108,7 @@ def update_biases(model: nn.Module, numbers: Numbers) -> None:
 def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
     """By the load of each layer [E], summed over all ranks."""
     for layer in moe_layers(model):
-        bias_E, rate = layer.router.bias_E, layer.router.settings.bias_rate
+        bias_E, rate = layer.router.bias_E, layer.router.spec.bias_rate
         if bias_E is not None and rate is not None:
             bias_E.copy_(updated_bias(bias_E, load[layer.layer].to(bias_E.device), rate))
 

@@ -105,7 +105,7 @@ def test_a_dropped_token_gets_exactly_zero(preset: str) -> None:
     assert y_BLD[:, :3].ne(0).all() and torch.equal(y_BLD[:, 3:], torch.zeros(B, L - 3, D))
     y_BLD.square().sum().backward()
     assert x_BLD.grad is not None and x_BLD.grad[:, :3].ne(0).any(-1).all() and torch.equal(x_BLD.grad[:, 3:], torch.zeros(B, L - 3, D))
-    k = layer.router.settings.num_choices
+    k = layer.router.spec.num_choices
     assert report.kept == B * 3 * k and report.dropped == B * (L - 3) * k
 
 
@@ -113,7 +113,7 @@ def test_a_dropped_token_gets_exactly_zero(preset: str) -> None:
 @pytest.mark.parametrize("factor", [0.1, 0.7, 1.0, 2.0, None])
 def test_kept_and_dropped_are_all_choices(preset: str, factor: float | None) -> None:
     layer = layer_of(preset=preset, capacity_factor=factor, min_capacity=0)
-    k = layer.router.settings.num_choices
+    k = layer.router.spec.num_choices
     _, report = layer(random(B, L, D), context())
     assert report.layer == 1 and report.kept + report.dropped == B * L * k
     assert report.load_E.sum() == B * L * k and report.load_E.dtype == torch.int64 and len(report.load_E) == E
