@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe.checks.pipeline import check_pipeline
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
 from moe.parallelize.build import lay_out, whole_layouts
-from moe.plan.pipeline import check_pipeline, described, layers_of, schedule_of
+from moe.plan.pipeline import described, layers_of, schedule_of
 from moe.recipe.load import build
 from moe.recipe.sections import Run
 from parallel.errors import BadInput

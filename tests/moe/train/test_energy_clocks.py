@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from moe.checks.pipeline import check_pipeline
 from moe.cli import main as cli
-from moe.plan.pipeline import check_pipeline, energy_plan, schedule_of
+from moe.plan.pipeline import energy_plan, schedule_of
 from moe.recipe.sections import Run
 from moe.records import progress
 from moe.train import energy_clocks as clocks
