@@ -31,7 +31,7 @@ from moe.router.capacity import capacity, kept_choices  # noqa: E402
 from moe.train.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402
-from parallel.pipeline.schedules.catalog import build  # noqa: E402
+from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
@@ -343,7 +343,7 @@ def pipelines() -> Axes:
     names = ("gpipe", "1f1b", "interleaved", "chimera", "zb_h1", "zb_v")
     figure, rows = plt.subplots(len(names), 1, figsize=(12, 1.62 * len(names)), layout="constrained", sharex=True)
     for axes, name in zip(rows, names, strict=True):
-        schedule = build(name, ranks=4, microbatches=8)
+        schedule = make_schedule(name, ranks=4, microbatches=8)
         chunks = schedule.num_stages // schedule.num_ranks
         timeline = simulate(schedule, costs(1 / chunks, 2 / chunks, summation=0.6))
         draw_on(axes, timeline, legend=False)
@@ -360,7 +360,7 @@ def kfac() -> Axes:
     seconds = {"curvature": 0.25, "sum": 0.06, "inversion": 0.7}
     packings = []
     for name in ("1f1b", "chimera"):
-        schedule = build(name, ranks=4, microbatches=4)
+        schedule = make_schedule(name, ranks=4, microbatches=4)
         timeline = simulate(schedule, costs(1, 2, summation=0.4))
         packings.append(pack(timeline, works(schedule, factors, lambda unit: seconds[unit.kind])))
         check_rules(packings[-1], factors)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
-from moe.bench.sharded import CPU, PLAIN, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
+from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
 from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
@@ -31,7 +31,7 @@ LENGTH = 12
 TOLERANCE = 0.005  # padding to equal parts adds; small weights that stay whole take away
 
 
-def recipe(kind: Kind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
+def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
     """A small model, as bytes do not depend on size."""
     model = {"num_layers": 4, "d_model": 512, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH}
     values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": 2 if sparse else 1}}
@@ -43,7 +43,7 @@ def recipe(kind: Kind, ranks: int, *, sparse: bool, microbatches: int, precision
     return values
 
 
-def expected(kind: Kind, started: Started) -> float:
+def expected(kind: ShardedKind, started: Started) -> float:
     """Bytes of one step by theory: dense parameters over dp, those of the experts that a rank holds over edp; FSDP's table beside."""
     held, bytes_of = {"dp": 0, "edp": 0}, kind.travels(started.run.precision.compute)
     for layout in started.layouts.values():
@@ -63,14 +63,16 @@ def expected(kind: Kind, started: Started) -> float:
     )
 
 
-def table_bytes(kind: Kind, started: Started) -> float:
+def table_bytes(kind: ShardedKind, started: Started) -> float:
     """What FSDP's tied table costs beyond other weights: gathered at both ends of the model in both passes, and always in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
     gathers = 4 * 4 - 2 * kind.travels(run.precision.compute).parameters
     return run.pipeline.microbatches * (dp - 1) / dp * gathers * run.vocab_size * run.model.d_model
 
 
-def measure(rank: int, ranks: int, kind: Kind, sparse: bool, microbatches: int, precision: str, ahead: bool = False) -> dict[str, Any]:
+def measure(
+    rank: int, ranks: int, kind: ShardedKind, sparse: bool, microbatches: int, precision: str, ahead: bool = False
+) -> dict[str, Any]:
     """One case on the ranks that are running: this rank's row, of its third step, when every engine has settled."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
     with quick_values(), nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
@@ -100,7 +102,7 @@ def measure(rank: int, ranks: int, kind: Kind, sparse: bool, microbatches: int, 
     return row | {"collectives": calls}
 
 
-def cases(chosen: list[Kind], nproc: int) -> list[tuple[Kind, int, bool, int, str, bool]]:
+def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
     """Dense and sparse (ep 2), micro-batches 1 and 3, on each number of ranks that divides nproc; peers dense, in bf16, as they come.
 
     bf16 and looking ahead on two ranks alone, as nothing else differs.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from moe.bench import gpu_layers, layers, moves
-from moe.bench.layers import Case, Pass, Shape
+from moe.bench.layers import LayerCase, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from parallel.errors import BadInput, did_you_mean
 from parallel.malloc import keep_freed_memory
@@ -47,7 +47,7 @@ GROWTH = {
     "experts 8 to 256": (Shape(8192, 256, 256, 8, 1), Shape(8192, 256, 256, 256, 1)),
 }
 
-Make = Callable[[Case], Pass]
+Make = Callable[[LayerCase], Pass]
 OURS: dict[str, dict[str, Make]] = {
     "relu": {"ours": partial(layers.ours, ffn="relu"), "ours, fp32 weights": partial(layers.ours, ffn="relu", master=torch.float32)},
     "swiglu": {"ours swiglu": partial(layers.ours, ffn="swiglu")},
@@ -74,7 +74,9 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16)
-    cases = [Case(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")]
+    cases = [
+        LayerCase(shape, dtype, routing, device) for shape in SHAPES[device.type] for dtype in dtypes for routing in ("balanced", "skewed")
+    ]
     cases = [case for case in cases if only is None or only in _label(case)]
     if not cases and only not in TABLES:
         needed = f"part of a row's text, such as E64 or bf16 or skewed, or {' or '.join(TABLES)}"
@@ -86,7 +88,9 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
     if only in (None, "growth"):
         rows += _growth(device, rounds=rounds)
     if only in (None, "moves"):
-        rows += moves.measure([Case(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds)
+        rows += moves.measure(
+            [LayerCase(shape, dtype, "balanced", device) for shape in SHAPES[device.type] for dtype in dtypes], rounds=rounds
+        )
     if json:
         from moe.records.results import write_json
 
@@ -107,11 +111,11 @@ def _chosen(peers: str) -> list[str]:
     return names
 
 
-def _label(case: Case) -> str:
+def _label(case: LayerCase) -> str:
     return f"{case.shape} {str(case.dtype).removeprefix('torch.').replace('float32', 'fp32').replace('bfloat16', 'bf16')} {case.routing}"
 
 
-def _measure(case: Case, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
+def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
     """One table: the limit, ours and the peers with this network."""
     if ffn == "swiglu" and not peers:
         return []
@@ -161,7 +165,7 @@ def _measure(case: Case, ffn: str, peers: list[str], *, rounds: int) -> list[dic
     return rows
 
 
-def _made(case: Case, name: str, make: Make) -> Pass | str:
+def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
     """The layer's pass, or why there is none."""
     if reason := _reason_not_to_run(case, name):
         return reason
@@ -179,7 +183,7 @@ def _made(case: Case, name: str, make: Make) -> Pass | str:
         return f"not run: {type(error).__name__}: {said}"
 
 
-def _reason_not_to_run(case: Case, name: str) -> str | None:
+def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
     if reason := gpu_layers.why_not(name, case.device):
         return reason
     if not name.endswith("batched_mm"):
@@ -212,7 +216,7 @@ def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():
-        small, large = (layers.ours(Case(shape, torch.float32, "balanced", device), "relu") for shape in shapes)
+        small, large = (layers.ours(LayerCase(shape, torch.float32, "balanced", device), "relu") for shape in shapes)
         seconds = in_turn({"small": small, "large": large}, rounds=rounds, device=device)
         time, memory = ratio(seconds["large"], seconds["small"]), _peak(large, device) / _peak(small, device)
         rows.append({"kind": "growth", "what": what, "shapes": [str(s) for s in shapes], "time": time, "memory": memory})

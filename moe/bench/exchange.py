@@ -189,7 +189,7 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
     work: dict[str, Callable[[], object]] = {}
     fullest: dict[str, int] = {}
     for when, placement in (("before", None), ("after", balanced_placement(load_E.tolist(), ranks))):
-        way = dispatch.build(sections.Dispatch(), mesh, placement=placement)
+        way = dispatch.dispatcher_of(sections.Dispatch(), mesh, placement=placement)
         assert isinstance(way, AllToAll)
         fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)

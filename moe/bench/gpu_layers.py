@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.bench.layers import Case, Pass, stack
+from moe.bench.layers import LayerCase, Pass, stack
 
 # T tokens, D width, F hidden, E experts, K choices
 
 
 class Make(Protocol):
-    def __call__(self, case: Case, ffn: str) -> Pass: ...
+    def __call__(self, case: LayerCase, ffn: str) -> Pass: ...
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -37,7 +37,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     return "needs a GPU" if device.type != "cuda" else None
 
 
-def scattermoe(case: Case, ffn: str) -> Pass:
+def scattermoe(case: LayerCase, ffn: str) -> Pass:
     """ScatterMoE's block behind a plain softmax router."""
     from scattermoe.mlp import GLUMLP, MLP
 
@@ -58,7 +58,7 @@ def scattermoe(case: Case, ffn: str) -> Pass:
     return Pass([router, *layer.parameters()], forward, case.inputs(), case.gradient())
 
 
-def sonicmoe(case: Case, ffn: str) -> Pass:
+def sonicmoe(case: LayerCase, ffn: str) -> Pass:
     """SonicMoE's layer, softmax over the chosen."""
     from sonicmoe import MoE
     from sonicmoe.enums import ActivationType
@@ -81,7 +81,7 @@ def sonicmoe(case: Case, ffn: str) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x)[0], case.inputs(), case.gradient())
 
 
-def megablocks(case: Case, ffn: str) -> Pass:
+def megablocks(case: LayerCase, ffn: str) -> Pass:
     """MegaBlocks' dropless layer on grouped products (package grouped_gemm), without its balance loss."""
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
@@ -113,7 +113,7 @@ def megablocks(case: Case, ffn: str) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
 
 
-def _output_first(case: Case, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
+def _output_first(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
     """w1 and w3 [E, F, D], w2 [E, D, F]: the case's weights, a matrix's output first."""
     w1_EDF, w2_EFD, w3_EDF = stack(case, ffn)
     w3_EFD = None if w3_EDF is None else w3_EDF.detach().transpose(1, 2)

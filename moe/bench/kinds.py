@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, start, tokens_of
+from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.bench.timing import in_turn, ratio
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -41,7 +41,7 @@ AGREE = 1e-3  # losses after all rounds, relative: rounding grows from step to s
 Step = Callable[[int], float]  # the number of a step -> its loss on this rank
 
 
-def recipe(kind: Kind, ranks: int) -> dict[str, Any]:
+def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
     return {
         "model": {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "max_length": LENGTH},
         "sharding": kind.sharding,
@@ -118,7 +118,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     return step
 
 
-def measure(rank: int, ranks: int, kind: Kind, rounds: int, folder: str) -> dict[str, Any]:
+def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
     """Seconds of each round and losses of each step, by who made them, on the ranks that are running."""
     keep_freed_memory()  # as the trainer does; for all alike
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
@@ -138,7 +138,7 @@ def measure(rank: int, ranks: int, kind: Kind, rounds: int, folder: str) -> dict
     return {"seconds": in_turn({name: work(name) for name in steps}, rounds=rounds, device=CPU), "losses": losses}
 
 
-def row_of(kind: Kind, found: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
     """One kind's numbers from those of its ranks; times are the first rank's."""
     seconds: dict[str, list[float]] = found[0]["seconds"]
     last = {name: statistics.mean(rank["losses"][name][-1] for rank in found) for name in seconds}

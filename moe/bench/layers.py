@@ -45,7 +45,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerCase:
     """`routing`: balanced, or skewed: one expert has half of the rows (all tokens, where k > 2)."""
 
     shape: Shape
@@ -109,7 +109,7 @@ class Pass:
         return y
 
 
-def ours(case: Case, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
+def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
     """The layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype weights live in."""
     s = case.shape
     spec = replace(PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")], num_choices=s.k, capacity_factor=None)
@@ -129,7 +129,7 @@ def ours(case: Case, ffn: str, *, master: torch.dtype | None = None, kernels: st
     return Pass(list(layer.parameters()), lambda x: layer(x, context)[0], case.inputs().unsqueeze(0), case.gradient())
 
 
-def limit(case: Case, ffn: str) -> Pass:
+def limit(case: LayerCase, ffn: str) -> Pass:
     """The same rows in equal parts through batched matrix products; nothing is routed."""
     s = case.shape
     each = -(-s.rows // s.experts)
@@ -144,7 +144,7 @@ def limit(case: Case, ffn: str) -> Pass:
     return Pass(parameters, forward, x_ERD, case.weights(s.experts, each, s.width, seed=6))
 
 
-def dense(case: Case) -> Pass:
+def dense(case: LayerCase) -> Pass:
     """One feed-forward network of the same FLOPs for every token: hidden size k * F."""
     s = case.shape
     w1 = case.weights(s.width, s.hidden * s.k, seed=10).requires_grad_()
@@ -152,14 +152,14 @@ def dense(case: Case) -> Pass:
     return Pass([w1, w2], lambda x: F.relu(x @ w1) @ w2, case.inputs(), case.gradient())
 
 
-def stack(case: Case, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
     s = case.shape
     w1 = case.weights(s.experts, s.width, s.hidden, seed=10).requires_grad_()
     w2 = case.weights(s.experts, s.hidden, s.width, seed=11).requires_grad_()
     return w1, w2, case.weights(s.experts, s.width, s.hidden, seed=12).requires_grad_() if ffn == "swiglu" else None
 
 
-def grouped_mm(case: Case) -> Pass:
+def grouped_mm(case: LayerCase) -> Pass:
     """torch's grouped product written plainly: sort rows by expert, two grouped products, gather back and sum."""
     s = case.shape
     router = case.router().requires_grad_()
@@ -178,7 +178,7 @@ def grouped_mm(case: Case) -> Pass:
     return Pass([router, w1, w2], forward, case.inputs(), case.gradient())
 
 
-def deepspeed(case: Case) -> Pass:
+def deepspeed(case: LayerCase) -> Pass:
     """DeepSpeed's MoE: exactly filled slots where routing is balanced, its dropless form (padded to the fullest expert) where not."""
     moe = _deepspeed_moe()
     s, balanced = case.shape, case.routing == "balanced"
@@ -212,7 +212,7 @@ def _deepspeed_moe() -> ModuleType:
     return importlib.import_module("deepspeed.moe.layer")
 
 
-def hf_switch(case: Case) -> Pass:
+def hf_switch(case: LayerCase) -> Pass:
     """transformers' Switch block, with slots for every token."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
@@ -230,7 +230,7 @@ def hf_switch(case: Case) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
 
 
-def hf_mixtral(case: Case, form: str) -> Pass:
+def hf_mixtral(case: LayerCase, form: str) -> Pass:
     """transformers' Mixtral block with its experts as `eager`, `batched_mm` or `grouped_mm`."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -247,7 +247,7 @@ def hf_mixtral(case: Case, form: str) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
 
 
-def bytes_of_batched_mm(case: Case) -> int:
+def bytes_of_batched_mm(case: LayerCase) -> int:
     """What Mixtral's batched_mm holds at least: every row's copy of its expert's matrices, and their gradients."""
     s = case.shape
     return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -22,7 +22,7 @@ import torch
 
 from moe.bench import tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
-from moe.bench.sharded import CPU, Kind, Started, kinds_of, load_engines, quick_values, start, tokens_of
+from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of
 from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.extensions import missing_for_nvme
@@ -51,7 +51,7 @@ class Shape:
     def name(self) -> str:
         return "sparse" if self.experts else "dense"
 
-    def recipe(self, kind: Kind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
+    def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
         """`ep` ranks share the experts. In bf16 DeepSpeed's stages keep weights in 16 bits; other kinds keep what they keep in fp32."""
         model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
         values: dict[str, Any] = {"precision": {"compute": precision}}
@@ -79,7 +79,7 @@ def warm_up(shape: Shape, precision: str) -> None:
         torch.nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def measure(rank: int, ranks: int, kind: Kind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
+def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
     """One case on the ranks that are running: this rank's row."""
     give_freed_memory_back()
     warm_up(shape, precision)
@@ -99,7 +99,7 @@ def measure(rank: int, ranks: int, kind: Kind, shape: Shape, precision: str, ep:
     return row_of(kind, shape, started, found, resident=resident - before, disk=_bytes_in(folder) // ranks)
 
 
-def row_of(kind: Kind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
+def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
     """What was measured beside the formula."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
@@ -158,7 +158,7 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
             say(f"{parameters / 1e9:>10g}B{ranks:>6}" + "".join(f"{size:>10.4g}" for size in papers_gb(parameters, ranks)))
 
 
-def cases(names: str | None, nproc: int) -> list[tuple[Shape, Kind, int]]:
+def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
     """Each kind on each number of ranks that divides nproc; peers not on one, and offload on two, as it moves the same at any.
 
     Sparse: from two ranks on, without peers and disks. Raises BadInput.
@@ -195,7 +195,7 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
     return 1 if any(row.get("passed") is False for row in rows) else 0
 
 
-def case(kind: Kind, shape: Shape, ranks: int) -> dict[str, Any]:
+def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
     """Run one case in processes of its own and print its row; of the ranks, the one that is furthest from the formula."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
@@ -212,7 +212,7 @@ def case(kind: Kind, shape: Shape, ranks: int) -> dict[str, Any]:
     return row
 
 
-def tiling_cases(kind: Kind) -> list[dict[str, Any]]:
+def tiling_cases(kind: ShardedKind) -> list[dict[str, Any]]:
     """Print and return the rows of moe/bench/tiles.py on two ranks."""
     rows: list[dict[str, Any]] = []
     for sparse in (False, True):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe.bench.layers import Case
+from moe.bench.layers import LayerCase
 from moe.bench.timing import in_turn, ratio
 from moe.kernels import choose
 
@@ -26,14 +26,14 @@ _BYTES = {"cpu": 2**25, "cuda": 2**33}  # moved in one timing, so that a launch 
 _MOST = 64  # moves in one timing, however small they are
 
 
-def measure(cases: list[Case], *, rounds: int) -> list[dict[str, Any]]:
+def measure(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
     """Print the table; a row for each case and direction."""
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _case(case, rounds=rounds)]
 
 
 @torch.no_grad()
-def _case(case: Case, *, rounds: int) -> list[dict[str, Any]]:
+def _case(case: LayerCase, *, rounds: int) -> list[dict[str, Any]]:
     s, kernels = case.shape, choose()
     expert_TK = case.experts_of_tokens()
     plan = kernels.plan(expert_TK, torch.ones_like(expert_TK, dtype=torch.bool), num_experts=s.experts)

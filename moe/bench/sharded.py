@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, optimizer_of, prepare, start_engine
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel import process
 from parallel.data.engine import Engine
@@ -38,7 +38,7 @@ PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
-class Kind:
+class ShardedKind:
     """`stage` of the closed forms (parallel/plan/states.py); `sharding` of the recipe, empty for what does not go through one."""
 
     name: str
@@ -78,17 +78,17 @@ class Kind:
     def moves_parameters(self) -> bool:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
-    def with_path(self, folder: str) -> Kind:
+    def with_path(self, folder: str) -> ShardedKind:
         """The same kind with a folder for what goes to a disk."""
         if self.place != "nvme":
             return self
-        return Kind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
+        return ShardedKind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> ShardedKind:
     """Raises BadInput."""
     if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
-        return Kind(name, int(name[-1]), {})
+        return ShardedKind(name, int(name[-1]), {})
     found = re.fullmatch(r"(ddp|fsdp|zero([0-3]))(\+(cpu|nvme)(-all)?)?", name)
     if not found:
         near = did_you_mean(name, list(PLAIN))
@@ -97,18 +97,18 @@ def kind_of(name: str) -> Kind:
     place, parameters = found[4], found[4] if found[5] else "none"
     offload = {"offload": {"optimizer": place, "parameters": parameters}} if place else {}
     if found[2] is None:
-        return Kind(name, 3 if found[1] == "fsdp" else 0, {"kind": found[1]} | offload)
-    return Kind(name, int(found[2]), {"kind": "zero", "stage": int(found[2])} | offload)
+        return ShardedKind(name, 3 if found[1] == "fsdp" else 0, {"kind": found[1]} | offload)
+    return ShardedKind(name, int(found[2]), {"kind": "zero", "stage": int(found[2])} | offload)
 
 
-def kinds_of(names: str | None) -> list[Kind]:
+def kinds_of(names: str | None) -> list[ShardedKind]:
     """Those named, with commas between; otherwise all without offload that this version's recipes have. Raises BadInput."""
     if names is not None:
         return [kind_of(name) for name in names.split(",")]
     return [kind for kind in map(kind_of, PLAIN) if _is_there(kind)]
 
 
-def _is_there(kind: Kind) -> bool:
+def _is_there(kind: ShardedKind) -> bool:
     try:
         build_run({"sharding": kind.sharding})
     except BadInput:
@@ -116,7 +116,7 @@ def _is_there(kind: Kind) -> bool:
     return True
 
 
-def load_engines(kinds: list[Kind]) -> None:
+def load_engines(kinds: list[ShardedKind]) -> None:
     """Import what the kinds need, once, before ranks are forked."""
     if any(kind.by_deepspeed for kind in kinds):
         from parallel.data.deepspeed import load_deepspeed
@@ -154,7 +154,7 @@ class Started:
     engine: Engine
 
 
-def start(kind: Kind, values: dict[str, Any], rank: int, ranks: int) -> Started:
+def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:
     """The recipe's engine around its model, as the trainer makes them; a peer's around the same one. Every rank must call it."""
     run = check_run(build_run(values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))

@@ -23,10 +23,10 @@ from parallel import process
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.weights import Versions
 from parallel.process import World
 from parallel.weight_gradient import gradient_or_later
@@ -175,10 +175,10 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
     """One step; of a schedule that does not drain as many micro-batches as `batches` steps have."""
     if not SCHEDULES[name].continuous:
-        return build(name, ranks=ranks, microbatches=microbatches)
+        return make_schedule(name, ranks=ranks, microbatches=microbatches)
     if name == "pipedream":
-        return build(name, ranks=ranks, microbatches=1, batches=batches * microbatches)
-    return build(name, ranks=ranks, microbatches=microbatches, batches=batches)
+        return make_schedule(name, ranks=ranks, microbatches=1, batches=batches * microbatches)
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, batches=batches)
 
 
 def connect(rank: int, ranks: int) -> Mesh:
@@ -195,7 +195,7 @@ def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module])
     return Runtime(schedule, axis, Links(axis, down), _replicas(schedule, mesh, stages))
 
 
-def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Replicas:
+def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> StageReplicas:
     parameters: dict[str, nn.Parameter] = {}
     layouts: dict[str, Layout] = {}
     of_stage: dict[int, list[str]] = {}
@@ -204,7 +204,7 @@ def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -
         layouts |= {name: Layout(tuple(p.shape), holders=homes if len(homes) > 1 else ()) for name, p in held.items()}
         of_stage[stage] = list(held)
         parameters |= held
-    return Replicas(parameters, layouts, mesh, of_stage=of_stage)
+    return StageReplicas(parameters, layouts, mesh, of_stage=of_stage)
 
 
 def barrier() -> float:

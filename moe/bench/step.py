@@ -23,7 +23,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build, start_engine
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.balance import join
 from moe.train.step import accumulate, finish

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe.bench.sharded import CPU, Kind, start, tokens_of, without_look_ahead
+from moe.bench.sharded import CPU, ShardedKind, start, tokens_of, without_look_ahead
 from moe.train.step import accumulate, finish
 from parallel.layout import Layout
 from parallel.precision import LossScale
@@ -51,7 +51,7 @@ def whole_bytes(parameter: Tensor) -> int:
     return min(parameter.untyped_storage().nbytes(), parameter.numel() * parameter.element_size())
 
 
-def recipe(kind: Kind, ranks: int, tiles: int, *, sparse: bool, precision: str) -> dict[str, Any]:
+def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision: str) -> dict[str, Any]:
     """Two wide layers, so that one has to be freed before the next."""
     values: dict[str, Any] = {
         "model": {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH, "moe_every": 1 if sparse else 0},
@@ -66,7 +66,7 @@ def recipe(kind: Kind, ranks: int, tiles: int, *, sparse: bool, precision: str) 
     return values
 
 
-def measure(rank: int, ranks: int, kind: Kind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
+def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
     """One row for each number of tiles, on the ranks that are running."""
     rows: list[dict[str, Any]] = []
     for tiles in TILES:

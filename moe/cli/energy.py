@@ -21,7 +21,7 @@ from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import build, kind_of
+from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.simulator.held import peak_activations
 
 KINDS = {".json": "the plan", ".png": "a picture"}
@@ -105,7 +105,7 @@ def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:
 def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Schedule:
     chunks = size["chunks"] or kind_of(name).chunks or 2
     ranks = size["stages"] or (max(1, len(measured.stages) // chunks) if measured is not None else STAGES)
-    return build(name, ranks=ranks, microbatches=size["microbatches"] or MICROBATCHES, chunks=size["chunks"])
+    return make_schedule(name, ranks=ranks, microbatches=size["microbatches"] or MICROBATCHES, chunks=size["chunks"])
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:

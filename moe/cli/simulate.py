@@ -18,7 +18,7 @@ from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
 from parallel.errors import BadInput
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build, kind_of
+from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
 from parallel.pipeline.simulator.held import peak_activations, peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.pipeline.simulator.timeline import text, write_trace
@@ -86,7 +86,7 @@ def _refuse_with_file(path: str, size: dict[str, int | None]) -> None:
 
 def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int | None], Schedule]:
     own = {option: size[option] for option in OPTIONS}
-    return lambda batches: build(
+    return lambda batches: make_schedule(
         name, ranks=size["stages"], microbatches=size["microbatches"], chunks=size["chunks"], batches=batches, **own
     )
 

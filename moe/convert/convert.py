@@ -21,8 +21,7 @@ from moe.convert.checks import Settings, check_convertible
 from moe.convert.layers import Conversion, Values
 from moe.model.transformer import Transformer, extra_state, global_name
 from moe.parallelize.build import build, start_engine
-from moe.recipe.load import build as build_run
-from moe.recipe.load import load, resolved_yaml
+from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
 from moe.records.results import write_json

@@ -176,7 +176,7 @@ def spread_experts(model: nn.Module, mesh: Mesh, *, settings: sections.Dispatch,
         each, units = layer.experts.num_experts // ep.size, layer.experts.d_ff // etp.size
         held = range(ep.index * each, (ep.index + 1) * each)
         layer.experts.hold(held, hidden=slice(etp.index * units, (etp.index + 1) * units))
-        layer.dispatcher = dispatch.build(settings, mesh, kernels=kernels, label=f"layers.{layer.layer}")
+        layer.dispatcher = dispatch.dispatcher_of(settings, mesh, kernels=kernels, label=f"layers.{layer.layer}")
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:

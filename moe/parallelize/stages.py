@@ -16,7 +16,7 @@ from moe.recipe.sections import Run
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
 from parallel.weight_gradient import splittable
@@ -84,7 +84,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
         mesh.part("pp", ranks, label="replicas")
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
-    replicas = Replicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
+    replicas = StageReplicas(dict(model.named_parameters()), layouts, mesh, of_stage=_names_of(model, parts_of(run, schedule)))
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)  # in 16 bits too: else every micro-batch in flight keeps a cast copy of each weight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)

@@ -17,7 +17,7 @@ from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import Clocked, read_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cut import cut
 
@@ -59,7 +59,9 @@ def _named(run: Run, batches: int) -> Schedule:
         return _from_file(run)
     size = {"ranks": run.degrees.pp, "microbatches": p.microbatches}
     try:
-        made = build(p.schedule, **size, chunks=p.chunks, batches=batches, vertical_sync=p.vertical_sync or None, pipelines=p.pipelines)
+        made = make_schedule(
+            p.schedule, **size, chunks=p.chunks, batches=batches, vertical_sync=p.vertical_sync or None, pipelines=p.pipelines
+        )
     except BadInput as refused:
         what = _KEYS.get(refused.what, refused.what)
         fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)

@@ -140,7 +140,7 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
         assert field is not None
         held[key] = _read_value(text, field.annotation)
         origins[dotted] = "command line"
-    run = build(values)
+    run = build_run(values)
     for dotted in known_keys():
         origins.setdefault(dotted, "default")
     for key, value in run.router:
@@ -158,7 +158,7 @@ def _read_value(text: str, annotation: Any) -> Any:
     return text if value is not None and str in (annotation, *get_args(annotation)) else value
 
 
-def build(values: dict[str, Any]) -> Run:
+def build_run(values: dict[str, Any]) -> Run:
     """A Run from plain values, or BadInput for the first thing that is wrong in them."""
     try:
         return Run.model_validate(values)

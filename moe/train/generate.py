@@ -15,7 +15,7 @@ from moe.data import Tokenizer
 from moe.data import load as load_tokenizer
 from moe.model.transformer import Output, Transformer, global_name
 from moe.parallelize.build import build
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from moe.train.state import load_extra
 from parallel import checkpoint
 from parallel.checkpoint import Reader, check_same_parameters

@@ -92,7 +92,7 @@ class Rebalancer:
         self.engine.load_state(states, steps=updates)
         places = len(then) // ep.size
         layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
-        layer.dispatcher = dispatch.build(
+        layer.dispatcher = dispatch.dispatcher_of(
             self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
         )
 

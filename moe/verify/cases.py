@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
@@ -117,7 +117,7 @@ class Case:
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
             values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}
-        return build(values)
+        return build_run(values)
 
     @property
     def delayed(self) -> bool:

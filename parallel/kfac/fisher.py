@@ -26,7 +26,7 @@ from parallel.errors import BadInput
 from parallel.kfac.kfac import Item, Kfac
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.simulator.bubbles import Packing, Placed, Work, bubbles, pack
+from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Span, Timeline
 
 _MARGIN = 1.05
@@ -34,7 +34,7 @@ _BACKWARDS = (Op.B, Op.I)  # after either the gradients of a stage's outputs are
 Factors = Mapping[int, Sequence[tuple[str, str]]]  # of each stage: ("A" or "G", linear)
 
 
-class Unit(NamedTuple):
+class KfacWork(NamedTuple):
     """One rank's part of K-FAC: "curvature" of a micro-batch, "sum" over replicas, or "inversion", of one factor of one linear."""
 
     kind: str
@@ -49,27 +49,27 @@ class Unit(NamedTuple):
         return f"{self.kind} {self.factor} {self.linear}{of} rank {self.rank}"
 
 
-def units_of(schedule: Schedule, factors: Factors) -> list[Unit]:
+def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
     """All of them in order of priority: curvature, sums where a stage has several ranks, inversions."""
     each = [(stage, rank, *key) for stage, homes in enumerate(schedule.homes) for rank in homes for key in factors.get(stage, ())]
     curvature = [
-        Unit("curvature", factor, linear, stage, rank, a.microbatch)
+        KfacWork("curvature", factor, linear, stage, rank, a.microbatch)
         for stage, rank, factor, linear in each
         for a in schedule.orders[rank]
         if a.stage == stage and a.op is Op.F
     ]
-    sums = [Unit("sum", factor, linear, stage, rank) for stage, rank, factor, linear in each if len(schedule.homes[stage]) > 1]
+    sums = [KfacWork("sum", factor, linear, stage, rank) for stage, rank, factor, linear in each if len(schedule.homes[stage]) > 1]
     inversions = [
-        Unit("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take them in turn
+        KfacWork("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take them in turn
         for stage, homes in enumerate(schedule.homes)
         for i, (factor, linear) in enumerate(factors.get(stage, ()))
     ]
     return [*curvature, *sums, *inversions]
 
 
-def works(schedule: Schedule, factors: Factors, seconds: Callable[[Unit], float]) -> list[Work]:
+def works(schedule: Schedule, factors: Factors, seconds: Callable[[KfacWork], float]) -> list[BubbleWork]:
     """The same as work for `pack`, each with what it must come after; its name is the unit's."""
-    units = units_of(schedule, factors)
+    units = kfac_work(schedule, factors)
     made: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for unit in units:
         made[unit.kind, unit.factor, unit.linear].append(str(unit))
@@ -83,11 +83,11 @@ def works(schedule: Schedule, factors: Factors, seconds: Callable[[Unit], float]
             needs = (str(unit._replace(kind="sum")),)
         else:
             needs = tuple(made["curvature", unit.factor, unit.linear])
-        found.append(Work(str(unit), unit.rank, seconds(unit), after, needs))
+        found.append(BubbleWork(str(unit), unit.rank, seconds(unit), after, needs))
     return found
 
 
-def _maker(schedule: Schedule, unit: Unit) -> Action:
+def _maker(schedule: Schedule, unit: KfacWork) -> Action:
     """The action after which a micro-batch's rows are there."""
     wanted = (Op.F,) if unit.factor == "A" else _BACKWARDS
     order = schedule.orders[unit.rank]
@@ -97,7 +97,7 @@ def _maker(schedule: Schedule, unit: Unit) -> Action:
 def check_rules(packing: Packing, factors: Factors) -> None:
     """Refuse a packing in which a unit is missing, comes twice or comes too early. Raises BadInput."""
     schedule = packing.timeline.schedule
-    units = units_of(schedule, factors)
+    units = kfac_work(schedule, factors)
     counts = Counter(placed.work.name for placed in packing.placed)
     for unit in units:
         if counts[str(unit)] != 1:
@@ -193,7 +193,7 @@ class Filler:
             longest = max((hole.end - hole.start for hole in bubbles(timeline)), default=0.0)
             fitting = [name for name in items if 0 < _MARGIN * cost[name] <= longest]
             total += sum(cost.values())
-            for placed in pack(timeline, [Work(n, 0, cost[n], self._after(items[n])) for n in fitting], margin=_MARGIN).placed:
+            for placed in pack(timeline, [BubbleWork(n, 0, cost[n], self._after(items[n])) for n in fitting], margin=_MARGIN).placed:
                 if placed.step < steps:
                     self.slots[begin + placed.step, self._place(timeline, placed)].append(items[placed.work.name])
                     room += placed.work.time

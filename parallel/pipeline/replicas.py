@@ -16,7 +16,7 @@ from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 
 
-class Replicas:
+class StageReplicas:
     """`parameters` and `layouts` of this rank by name; `of_stage`: names that belong to one stage alone."""
 
     def __init__(

@@ -24,7 +24,7 @@ from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.mesh import Axis
 from parallel.pipeline.links import Links, Traffic
-from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.schedule import COMPUTE, Action, Message, Node, Op, Schedule
 from parallel.weight_gradient import Owed, put_off
 
@@ -100,7 +100,7 @@ class Runtime:
     schedule: Schedule
     axis: Axis
     links: Links
-    replicas: Replicas | None = None
+    replicas: StageReplicas | None = None
     record: list[Took] | None = None
     between: Callable[[int], None] | None = None
     before: Callable[[Action], None] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe.experts.dispatch import build
+from moe.experts.dispatch import dispatcher_of
 from moe.recipe import sections
 from moe.verify.verify import Case
 from parallel import collectives, process
@@ -159,7 +159,7 @@ def _agreed_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2, ep_inner=2), World(rank, 2))
     found: list[Any] = [collectives.comparing() == (DEBUG in os.environ)]
     for settings in SETTINGS.values():
-        way = build(sections.Dispatch(**settings), mesh, label=LAYER)
+        way = dispatcher_of(sections.Dispatch(**settings), mesh, label=LAYER)
         found += run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False)
     tiny = start(Case("switch", "ddp", 2, 2, 1, "fp32"), rank)
     return [*found, tiny.step(0).total, tiny.step(1).total]

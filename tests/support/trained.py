@@ -23,7 +23,7 @@ import torch
 import moe.report
 from moe.data import open_data
 from moe.data.order import TrainSet
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train import trainer
@@ -87,7 +87,7 @@ def recipe(home: Path, **sections: dict[str, Any]) -> Run:
     values["data"]["path"] = str(home / "text.txt")
     for name, fields in sections.items():
         values.setdefault(name, {}).update(fields)
-    return build(values)
+    return build_run(values)
 
 
 def train(

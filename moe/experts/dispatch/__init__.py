@@ -30,10 +30,10 @@ from parallel.mesh import Mesh
 if TYPE_CHECKING:
     from moe.recipe import sections
 
-__all__ = ["AllGather", "AllToAll", "Chunked", "Dispatcher", "Dropout", "Hierarchical", "Local", "Padded", "Split", "build"]
+__all__ = ["AllGather", "AllToAll", "Chunked", "Dispatcher", "Dropout", "Hierarchical", "Local", "Padded", "Split", "dispatcher_of"]
 
 
-def build(
+def dispatcher_of(
     settings: sections.Dispatch, mesh: Mesh, *, kernels: str = "auto", label: str = "", placement: tuple[int, ...] | None = None
 ) -> Dispatcher:
     """The dispatcher of one layer for checked settings. `placement`: the expert at each place, None: expert p at place p."""

@@ -40,7 +40,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """`chunks`: the only possible number a rank, or None where it is a choice. `option`: the field of Size that is its own.
 
     continuous: updates do not wait for the pipeline to drain (the weights that a gradient is of are older than those it changes).
@@ -54,42 +54,42 @@ class Kind:
     option: str | None = None
 
 
-SCHEDULES: dict[str, Kind] = {
-    "naive": Kind(lambda s: s.one_after_the_other(naive), "one rank works at a time"),
-    "gpipe": Kind(lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards"),
-    "pipedream": Kind(
+SCHEDULES: dict[str, ScheduleKind] = {
+    "naive": ScheduleKind(lambda s: s.one_after_the_other(naive), "one rank works at a time"),
+    "gpipe": ScheduleKind(lambda s: s.one_after_the_other(gpipe), "all forwards, then all backwards"),
+    "pipedream": ScheduleKind(
         lambda s: pipedream(s.ranks, s.microbatches, batches=s.batches, vertical_sync=s.vertical_sync),
         "an update a micro-batch, stashed weights",
         continuous=True,
         option="vertical_sync",
     ),
-    "two_bw": Kind(
+    "two_bw": ScheduleKind(
         lambda s: two_bw(s.ranks, s.microbatches, batches=s.batches),
         "two weight versions, updates one batch late",
         batches=2,
         continuous=True,
     ),
-    "1f1b": Kind(lambda s: s.one_after_the_other(one_f_one_b), "PipeDream-Flush: forward and backward in turn"),
-    "interleaved": Kind(
+    "1f1b": ScheduleKind(lambda s: s.one_after_the_other(one_f_one_b), "PipeDream-Flush: forward and backward in turn"),
+    "interleaved": ScheduleKind(
         lambda s: interleaved(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "1F1B over several chunks a rank", chunks=None
     ),
-    "chimera": Kind(
+    "chimera": ScheduleKind(
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
         "two directions, replicas of each stage",
         option="pipelines",
     ),
-    "zb_h1": Kind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
-    "zb_h2": Kind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
-    "zb_v": Kind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2),
-    "dualpipe_v": Kind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2),
-    "looped_bfs": Kind(
+    "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
+    "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
+    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2),
+    "dualpipe_v": ScheduleKind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2),
+    "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
     ),
 }
 DEFAULT_CHUNKS = 2  # where they are a choice and nothing is said
 
 
-def build(
+def make_schedule(
     name: str,
     *,
     ranks: int,
@@ -128,7 +128,7 @@ def build(
     return kind.make(Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given))  # type: ignore[arg-type]
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> ScheduleKind:
     """What is known of a schedule by its name. Raises BadInput for one that there is not."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)

@@ -20,7 +20,7 @@ from parallel.pipeline.simulator.simulate import Timeline
 _MOST_STEPS = 1000
 
 
-class Work(NamedTuple):
+class BubbleWork(NamedTuple):
     """Something a rank can do in a bubble, once actions of its rank have ended in the first step and other work is done, on any rank.
 
     `needs` are names; names are unique.
@@ -36,7 +36,7 @@ class Work(NamedTuple):
 class Placed(NamedTuple):
     """Work with its time, counted from the start of the first step."""
 
-    work: Work
+    work: BubbleWork
     step: int
     start: float
     end: float
@@ -75,7 +75,7 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
     return sorted(found, key=lambda bubble: (bubble.start, bubble.rank))
 
 
-def pack(timeline: Timeline, works: Sequence[Work], *, margin: float = 1.05) -> Packing:
+def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
     """Place all work. `works` in order of priority; `margin`: what a bubble must be longer than the work by, as measured times vary.
 
     Raises BadInput for work that no bubble of its rank can hold, and for needs that nothing makes or that go in a circle.
@@ -83,7 +83,7 @@ def pack(timeline: Timeline, works: Sequence[Work], *, margin: float = 1.05) -> 
     holes = _of_steps(timeline)
     _check(timeline, works, holes, margin)
     ends = {(rank, span.action): span.end for rank, spans in enumerate(timeline.spans) for span in spans}
-    waiting: dict[int, list[Work]] = {rank: [w for w in works if w.rank == rank] for rank in range(timeline.schedule.num_ranks)}
+    waiting: dict[int, list[BubbleWork]] = {rank: [w for w in works if w.rank == rank] for rank in range(timeline.schedule.num_ranks)}
     done: dict[str, Placed] = {}
     for step in range(_MOST_STEPS):
         for hole in holes:
@@ -115,10 +115,10 @@ def _of_steps(timeline: Timeline) -> list[Bubble]:
 
 
 def _earliest(
-    queue: Sequence[Work], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
-) -> tuple[float, Work] | None:
+    queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
+) -> tuple[float, BubbleWork] | None:
     """What can start first before `end` and fits, the first in the queue among equals, with its start; None where nothing does."""
-    best: tuple[float, Work] | None = None
+    best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
             start = max([at, *(ends[work.rank, action] for action in work.after), *(done[need].end for need in work.needs)])
@@ -138,7 +138,7 @@ def _packing(timeline: Timeline, done: dict[str, Placed], steps: int) -> Packing
     return Packing(timeline, placed, steps, busy / whole, (steps * busy + added) / (steps * whole))
 
 
-def _check(timeline: Timeline, works: Sequence[Work], holes: Sequence[Bubble], margin: float) -> None:
+def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubble], margin: float) -> None:
     names = {work.name for work in works}
     if len(names) < len(works):
         raise BadInput("works", got=f"{len(works)} with {len(names)} names", needed="a name for each", fix="number them")
@@ -159,7 +159,7 @@ def _check(timeline: Timeline, works: Sequence[Work], holes: Sequence[Bubble], m
             )
 
 
-def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[Work]:
+def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[BubbleWork]:
     """K-FAC's work for every stage of a schedule of one batch, in PipeFisher's order of priority.
 
     curvature: time of one micro-batch and stage for both factors, half each: of the inputs after its forward, of the output gradients after
@@ -171,7 +171,7 @@ def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, b
         for half, factor in enumerate("AB"):
             ops = (Op.F,) if factor == "A" else (Op.B, Op.W)
             made = [
-                Work(f"curvature {factor} stage {stage} micro-batch {a.microbatch} part {part}", rank, curvature / 2 / blocks, (a,))
+                BubbleWork(f"curvature {factor} stage {stage} micro-batch {a.microbatch} part {part}", rank, curvature / 2 / blocks, (a,))
                 for rank in homes
                 for a in schedule.orders[rank]
                 if a.stage == stage and a.op in ops
@@ -179,10 +179,10 @@ def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, b
             ]
             before = tuple(work.name for work in made)
             if len(homes) > 1:
-                sums += [Work(f"sum {factor} stage {stage} rank {rank}", rank, synchronise, needs=before) for rank in homes]
+                sums += [BubbleWork(f"sum {factor} stage {stage} rank {rank}", rank, synchronise, needs=before) for rank in homes]
                 before = tuple(f"sum {factor} stage {stage} rank {rank}" for rank in homes)
             curvatures += made
             for part in range(blocks):
                 rank = homes[(half * blocks + part) % len(homes)]
-                inversions.append(Work(f"inversion {factor} stage {stage} part {part}", rank, inversion / 2 / blocks, needs=before))
+                inversions.append(BubbleWork(f"inversion {factor} stage {stage} part {part}", rank, inversion / 2 / blocks, needs=before))
     return curvatures + sums + inversions

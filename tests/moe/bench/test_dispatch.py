@@ -11,21 +11,24 @@ import pytest
 import torch
 
 from moe.bench import dispatch
-from moe.bench.layers import Case, Shape
+from moe.bench.layers import LayerCase, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
 from parallel.errors import BadInput
 
 SHAPES = (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4))
 
 
-def cases() -> list[Case]:
+def cases() -> list[LayerCase]:
     return [
-        Case(shape, dtype, routing) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16) for routing in ("balanced", "skewed")
+        LayerCase(shape, dtype, routing)
+        for shape in SHAPES
+        for dtype in (torch.float32, torch.bfloat16)
+        for routing in ("balanced", "skewed")
     ]
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_inputs_are_routed_as_they_are_made_to(case: Case) -> None:
+def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
     """Balanced: every expert has the same number of rows; skewed: one has half of them, or every token once."""
     s = case.shape
     chosen_TK = (case.inputs().float() @ case.router().t()).topk(s.k).indices

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.bench import dispatch, gpu_layers, layers, moves
-from moe.bench.layers import Case, Shape
+from moe.bench.layers import LayerCase, Shape
 
-CASE = Case(Shape(48, 24, 20, 6, 3), torch.float32, "skewed")
+CASE = LayerCase(Shape(48, 24, 20, 6, 3), torch.float32, "skewed")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -179,7 +179,7 @@ def test_absent_ones_are_listed_in_both_tables(capsys: pytest.CaptureFixture[str
 
 
 def test_a_package_that_refuses_this_gpu_does_not_end_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(case: Case) -> Any:
+    def refuse(case: LayerCase) -> Any:
         raise RuntimeError("only sm90\nand more")
 
     monkeypatch.setattr(gpu_layers, "why_not", lambda name, device: None)
@@ -190,7 +190,7 @@ def test_a_package_that_refuses_this_gpu_does_not_end_the_bench(monkeypatch: pyt
 
 def test_moved_rows_are_counted_and_compared_with_a_copy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "_MOST", 3)
-    rows = moves.measure([CASE, Case(CASE.shape, torch.bfloat16, "balanced")], rounds=3)
+    rows = moves.measure([CASE, LayerCase(CASE.shape, torch.bfloat16, "balanced")], rounds=3)
     s = CASE.shape
     assert [(row["what"], row["bytes"]) for row in rows] == [
         (what, numbers * s.width * size) for size in (4, 2) for what, numbers in (("permute", 2 * s.rows), ("unpermute", s.rows + s.tokens))

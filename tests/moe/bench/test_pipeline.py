@@ -17,7 +17,7 @@ from moe.bench.pipeline_times import WITHIN, times_rows
 from moe.model.transformer import Transformer
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 
 
@@ -40,7 +40,7 @@ def test_torch_runs_the_same() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_bytes_kept_have_the_peaks_of_the_counts(name: str) -> None:
-    schedule = build(name, ranks=4, microbatches=8)
+    schedule = make_schedule(name, ranks=4, microbatches=8)
     assert peak_kept(schedule, lambda _: 1, lambda _: 0) == peak_activations(schedule)
     assert peak_kept(schedule, lambda _: 3, lambda _: 3) == tuple(3 * n for n in peak_held(schedule))
 

@@ -16,7 +16,7 @@ from moe.bench import comm, kinds, memory, tiles
 from moe.bench.held import storages
 from moe.bench.memory import Shape
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
-from moe.bench.sharded import Kind, kind_of, kinds_of, load_engines
+from moe.bench.sharded import ShardedKind, kind_of, kinds_of, load_engines
 from parallel.collectives import counts, reset_counts
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
@@ -183,7 +183,7 @@ def _found(*, ours: float, deepspeed: float, loss: float = 2.0) -> list[dict[str
 
 
 def test_a_kind_fails_where_it_is_slower_than_its_engine_or_finds_another_loss() -> None:
-    kind = Kind("zero2", 2, {"kind": "zero", "stage": 2})
+    kind = ShardedKind("zero2", 2, {"kind": "zero", "stage": 2})
     good = kinds.row_of(kind, _found(ours=1.2, deepspeed=1.18))
     assert good["passed"] and good["over_torch"] == pytest.approx(1.2) and good["over_deepspeed"] == pytest.approx(1.2 / 1.18)
     assert not kinds.row_of(kind, _found(ours=1.25, deepspeed=1.18))["passed"]

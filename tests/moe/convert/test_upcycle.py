@@ -24,7 +24,7 @@ from moe.convert.upcycle import Network
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.build import build as build_model
-from moe.recipe.load import build, resolved_yaml
+from moe.recipe.load import build_run, resolved_yaml
 from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
@@ -305,7 +305,7 @@ def test_a_selection_bias_goes_along_with_its_experts(home: Path, tmp_path: Path
 
 def test_the_load_is_the_mean_of_a_runs_last_lines_up_to_the_checkpoint(source: Callable[..., Path]) -> None:
     run = source(sparse=True)
-    before = build(Reader(find(run)).state["recipe"])
+    before = build_run(Reader(find(run)).state["recipe"])
     lines = [line for line in metrics.read(run) if line["kind"] == "train"]
     got = loads(run, before, step=2)
     for at, layer in enumerate((1, 3)):
@@ -361,7 +361,7 @@ def test_a_check_prints_how_far_apart_the_models_are(home: Path, source: Callabl
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_gates_sum_to_is_what_the_router_gives(preset: str) -> None:
     """A constant where it says so, and no constant where it says None."""
-    settings = build({"router": {"preset": preset}}).router
+    settings = build_run({"router": {"preset": preset}}).router
     if preset != "expert_choice":  # which cannot be without
         settings = settings.model_copy(update={"capacity_factor": None, "eval_capacity_factor": None})
     router = Router(settings.spec, num_experts=64, d_model=8).eval()

@@ -19,7 +19,7 @@ from moe.nn.linear import FeedForward
 from moe.parallelize.build import lay_out
 from moe.plan.flops import size
 from moe.recipe import sections
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.records import metrics
 from moe.report.experts import expert_load
 from moe.report.history import History
@@ -227,7 +227,7 @@ def test_a_list_of_equal_numbers_is_the_number() -> None:
 
 @pytest.mark.parametrize(("world", "ep"), [(1, 1), (2, 2), (4, 2), (6, 2)])
 def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
-    run = build({"model": {"num_layers": 6, "moe_every": 2}, "experts": PYRAMID, "train": {"global_batch": 12, "eval_sequences": 12}})
+    run = build_run({"model": {"num_layers": 6, "moe_every": 2}, "experts": PYRAMID, "train": {"global_batch": 12, "eval_sequences": 12}})
     assert check_run(run, world).degrees.ep == ep
 
 
@@ -250,7 +250,7 @@ def test_auto_ep_divides_every_layers_experts(world: int, ep: int) -> None:
 def test_what_does_not_fit_is_refused_in_one_line(experts: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as refused:
         model, degrees = {"num_layers": 6, "moe_every": 2}, {"ep": 2}
-        check_run(build({"model": model, "experts": experts, "degrees": degrees, "router": {"preset": "glam"}}), 2)
+        check_run(build_run({"model": model, "experts": experts, "degrees": degrees, "router": {"preset": "glam"}}), 2)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -17,7 +17,7 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
 from moe.parallelize.build import build
 from moe.recipe import sections
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 

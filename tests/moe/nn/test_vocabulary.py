@@ -18,7 +18,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.vocabulary import PADDING, Rows, look_up, project, rows_of, summed_loss
 from moe.recipe import sections
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.verify.verify import Case
 from parallel.data.tiling import Tiled
 from parallel.errors import BadInput
@@ -189,5 +189,5 @@ def test_a_step_on_two_ranks_is_the_same_in_chunks(kind: str) -> None:
 def test_more_chunks_than_tokens_of_a_micro_batch_are_refused() -> None:
     values = {"model": {"max_length": 16}, "train": {"global_batch": 8}, "recompute": {"loss_chunks": 65}, "pipeline": {"microbatches": 2}}
     with pytest.raises(BadInput, match=r"recompute.loss_chunks: got 65, needed at most the 64 tokens of a micro-batch"):
-        check_run(build(values), 1)
-    check_run(build(values | {"recompute": {"loss_chunks": 64}}), 1)
+        check_run(build_run(values), 1)
+    check_run(build_run(values | {"recompute": {"loss_chunks": 64}}), 1)

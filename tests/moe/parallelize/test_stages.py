@@ -15,7 +15,7 @@ from moe.model.transformer import Transformer
 from moe.parallelize import stages
 from moe.parallelize.build import lay_out, whole_layouts
 from moe.plan.pipeline import described, layers_of, schedule_of
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
@@ -27,7 +27,7 @@ SIZES = {"num_layers": 8, "d_model": 16, "num_heads": 2, "d_ff": 20, "max_length
 
 def recipe(**sections: dict[str, Any]) -> Run:
     values: dict[str, dict[str, Any]] = {"model": SIZES, "experts": {"num_experts": 4}, "train": {"global_batch": 48}}
-    return build({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections})
+    return build_run({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections})
 
 
 def staged(name: str, *, pp: int, dp: int = 1, tied: bool = True, **pipeline: Any) -> Run:

@@ -24,7 +24,7 @@ from parallel.pipeline.energy.energy import EnergyPlan, plan_clocks
 from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
 from parallel.pipeline.energy.plan_file import read_plan, write_plan
 from parallel.pipeline.schedule import Action, Op, Schedule
-from parallel.pipeline.schedules.catalog import build
+from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from tests.support import trained
 from tests.support.fake_nvml import FakeNvml
@@ -69,7 +69,7 @@ def planned(folder: Path, plan: EnergyPlan = AHEAD) -> Path:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "chimera", "zb_h1", "dualpipe_v"])
 def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
-    schedule = build(name, ranks=2, microbatches=MICROBATCHES)
+    schedule = make_schedule(name, ranks=2, microbatches=MICROBATCHES)
     plan = plan_of(schedule)
     found = read_plan(planned(tmp_path, plan), schedule, what="plan", fix="none")
     assert found.schedule == schedule
@@ -144,7 +144,7 @@ def test_an_order_that_cannot_end_and_plans_that_nothing_can_use_are_refused(hom
         run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in changed.items()})
         with pytest.raises(BadInput, match=said):
             check_pipeline(run)
-    pairs = plan_of(build("dualpipe_v", ranks=2, microbatches=MICROBATCHES))
+    pairs = plan_of(make_schedule("dualpipe_v", ranks=2, microbatches=MICROBATCHES))
     orders = tuple((order[1], order[0], *order[2:]) for order in pairs.schedule.orders)
     with pytest.raises(BadInput, match="another order"):
         read_plan(planned(tmp_path, replace(pairs, schedule=replace(pairs.schedule, orders=orders))), pairs.schedule, what="p", fix="f")

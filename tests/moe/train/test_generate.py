@@ -10,7 +10,7 @@ import torch
 
 from moe.data import Tokenizer
 from moe.model.transformer import global_name
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from moe.train import generate
 from moe.train.generate import load_model, sample
 from parallel.checkpoint import Reader

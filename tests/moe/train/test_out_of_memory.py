@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.train.out_of_memory import PASSES, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
 
@@ -27,7 +27,7 @@ def run_with(flags: str = "") -> Run:
         for name in path:
             place = place.setdefault(name, {})
         place[last] = int(value) if value.isdecimal() else value
-    return build(values)
+    return build_run(values)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from moe.nn.linear import Linear
-from moe.recipe.load import build as build_run
+from moe.recipe.load import build_run
 from moe.train import advance, place, trainer
 from moe.verify.verify import Case, batch
 from parallel.data.ddp import DDP

@@ -23,7 +23,7 @@ from moe.experts.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.router.router import Routing
 from parallel.errors import BadInput
 from parallel.mesh import Axis
@@ -83,7 +83,7 @@ def test_every_nth_block_is_the_recipes_choice() -> None:
 @pytest.mark.parametrize(("values", "line"), [({"kind": "ful"}, "recompute.kind: got 'ful'"), ({"every": 0}, "recompute.every: got 0")])
 def test_what_does_not_exist_is_refused(values: dict[str, Any], line: str) -> None:
     with pytest.raises(BadInput) as refused:
-        build({"recompute": values})
+        build_run({"recompute": values})
     assert str(refused.value).startswith(line), refused.value
 
 

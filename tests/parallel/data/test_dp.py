@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moe.checks.together import check_run
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -137,4 +137,4 @@ def test_a_replica_that_fails_ends_the_pass_with_its_own_error() -> None:
 def test_what_replicas_cannot_do_is_refused(values: dict[str, Any], world: int, line: str) -> None:
     sizes = {"model": {"moe_every": 2}, "train": {"global_batch": 8}, "sharding": {"kind": "dp", "replicas": 2}}
     with pytest.raises(BadInput, match=line):
-        check_run(build(sizes | values), world)
+        check_run(build_run(sizes | values), world)

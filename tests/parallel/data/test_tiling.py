@@ -23,7 +23,7 @@ from moe.nn.linear import FeedForward, feed_forward
 from moe.parallelize.build import build as build_model
 from moe.parallelize.build import lay_out
 from moe.recipe import sections
-from moe.recipe.load import build
+from moe.recipe.load import build_run
 from moe.train import state
 from moe.train.state import Counters
 from moe.verify.verify import FP32_TOLERANCE, Case
@@ -172,8 +172,8 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
     """And every element of the untiled model is in one tile: pieces by global names tile each tensor once."""
     values = SPARSE | {"model": SPARSE["model"] | {"tied_embeddings": tied}, "experts": SPARSE["experts"] | beside}
     mesh = Mesh.of(Degrees())
-    plain, _ = build_model(check_run(build(values), 1), mesh, device=CPU)
-    tiled, layouts = build_model(check_run(build(values | TILES), 1), mesh, device=CPU)
+    plain, _ = build_model(check_run(build_run(values), 1), mesh, device=CPU)
+    tiled, layouts = build_model(check_run(build_run(values | TILES), 1), mesh, device=CPU)
     want = {p.name: p.tensor for n, t in plain.named_parameters() for p in pieces(global_name(n), lay_out(plain)[n], mesh, t)}
     got = {name: torch.full_like(t, torch.nan) for name, t in want.items()}
     for name, parameter in tiled.named_parameters():
@@ -189,7 +189,7 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
 
 def test_a_model_made_alone_is_the_one_that_is_laid_out() -> None:
     """Without a mesh, and not on the meta device."""
-    run = build(SPARSE | TILES)
+    run = build_run(SPARSE | TILES)
     alone = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, tiling=run.tiling)
     made, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=CPU)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), made.parameters(), strict=True))
@@ -203,7 +203,7 @@ def test_a_tiled_model_computes_what_the_untiled_one_does() -> None:
     tokens = torch.randint(256, (B, L + 1), generator=torch.Generator().manual_seed(4))
     found = []
     for extra in ({}, TILES, TILES | {"recompute": {"kind": "selective", "loss_chunks": 3}}):
-        run = check_run(build(values | extra), 1)
+        run = check_run(build_run(values | extra), 1)
         model, layouts = build_model(run, Mesh.of(Degrees()), device=CPU)
         output = model(tokens[:, :-1], Context.of(tokens[:, :-1], seed=1), tokens[:, 1:])
         output.loss.backward()
@@ -377,7 +377,9 @@ def test_live_weights_fall_with_the_tiles(tiles: int, ahead: int, compute: torch
 @pytest.mark.parametrize("part", ["ffn", "experts", "head"])
 def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None:
     """Weights that leave between the forward and the backward pass are read nowhere in between: of networks, experts and the head."""
-    run = check_run(build(SPARSE | {"tiling": {"ffn": 3, "head": 4}, "recompute": {"loss_chunks": 2}, "precision": {"compute": "bf16"}}), 1)
+    run = check_run(
+        build_run(SPARSE | {"tiling": {"ffn": 3, "head": 4}, "recompute": {"loss_chunks": 2}, "precision": {"compute": "bf16"}}), 1
+    )
     tokens = torch.randint(256, (B, L + 1), generator=torch.Generator().manual_seed(4))
 
     def passed(streamed: bool) -> list[Tensor]:
@@ -416,12 +418,12 @@ def test_streamed_tiles_give_the_gradients_of_those_that_stay(part: str) -> None
 )
 def test_tiles_that_do_not_fit_are_refused(values: dict[str, Any], line: str) -> None:
     with pytest.raises(BadInput, match=line):
-        check_run(build(SPARSE | values), 1)
+        check_run(build_run(SPARSE | values), 1)
 
 
 def test_tiles_of_split_experts_divide_what_a_rank_holds() -> None:
     with pytest.raises(BadInput, match=r"tiling.ffn: got 4, needed a divisor of the experts' d_ff / degrees.etp=2=6"):
-        check_run(build(SPARSE | {"tiling": {"ffn": 4}, "degrees": {"etp": 2, "ep": 1}}), 2)
+        check_run(build_run(SPARSE | {"tiling": {"ffn": 4}, "degrees": {"etp": 2, "ep": 1}}), 2)
 
 
 def test_tiling_is_a_section_with_the_untiled_model_as_default() -> None:

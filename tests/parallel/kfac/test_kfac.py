@@ -484,7 +484,7 @@ SECONDS = {"curvature": 0.15, "sum": 0.1, "inversion": 0.4}
 
 def packed(name: str, *, without: str = "") -> Packing:
     """K-FAC in a schedule's bubbles; `without`: a kind of work that nothing waits for any more."""
-    schedule = catalog.build(name, ranks=4, microbatches=4)
+    schedule = catalog.make_schedule(name, ranks=4, microbatches=4)
     timeline = simulate(schedule, costs(1, 2, summation=0.5))
     made = works(schedule, FACTORS, lambda unit: SECONDS[unit.kind])
     kept = [w._replace(needs=tuple(need for need in w.needs if not need.startswith(f"{without} "))) if without else w for w in made]

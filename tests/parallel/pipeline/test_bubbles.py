@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
-from parallel.pipeline.simulator.bubbles import Packing, Work, bubbles, curvature_works, pack
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, bubbles, curvature_works, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
 
 # Milliseconds of one block and micro-batch of 32 (of 16 on V100): forward, backward, curvature, inversion; a stage of the pipeline here.
@@ -24,7 +24,7 @@ PROFILES = {
 }
 
 
-def check_packing(packing: Packing, works: list[Work], margin: float = 1.0) -> None:
+def check_packing(packing: Packing, works: list[BubbleWork], margin: float = 1.0) -> None:
     timeline = packing.timeline
     period = timeline.makespan
     assert Counter(placed.work for placed in packing.placed) == Counter(works)
@@ -51,7 +51,7 @@ def test_k_fac_fits_into_the_bubbles_of_few_steps(name: str, profile: str) -> No
     needs at least ceil(work / bubble) steps. That it comes in pieces costs one or, with Chimera's short bubbles, two more."""
     forward, backward, curvature, inversion = PROFILES[profile]
     p = 8
-    timeline = simulate(build(name, ranks=p, microbatches=p), costs(forward, backward))
+    timeline = simulate(make_schedule(name, ranks=p, microbatches=p), costs(forward, backward))
     F, B = (p, 2 * p - 2) if name == "chimera" else (2 * p - 1, 2 * p - 1)
     assert timeline.makespan == pytest.approx(F * forward + B * backward)
     bubble = timeline.makespan - p * (forward + backward)
@@ -71,7 +71,7 @@ def test_utilisation_of_the_papers_example() -> None:
     """From the artifact's own profile, p = 8: Chimera 0.680 of 506.1 ms, a bubble of 161.7 ms; 1F1B 0.533 of 645.8 ms, 301.4 ms."""
     forward, backward, *_ = PROFILES["bert-large P100"]
     for name, share, took, wait in (("chimera", 0.680, 506.1, 161.7), ("1f1b", 0.533, 645.8, 301.4)):
-        timeline = simulate(build(name, ranks=8, microbatches=8), costs(forward, backward))
+        timeline = simulate(make_schedule(name, ranks=8, microbatches=8), costs(forward, backward))
         packing = pack(timeline, [])
         assert (packing.utilisation_before, timeline.makespan, timeline.idle(0)) == pytest.approx((share, took, wait), abs=0.06)
         assert packing.utilisation == packing.utilisation_before and packing.steps == 1
@@ -86,7 +86,7 @@ def test_utilisation_of_the_papers_example() -> None:
     blocks=st.integers(1, 3),
 )
 def test_any_packing_keeps_the_rules(name: str, size: tuple[int, int], curvature: float, inversion: float, blocks: int) -> None:
-    timeline = simulate(build(name, ranks=size[0], microbatches=size[1]), costs(1, 2, summation=0.5))
+    timeline = simulate(make_schedule(name, ranks=size[0], microbatches=size[1]), costs(1, 2, summation=0.5))
     works = curvature_works(timeline.schedule, curvature=curvature, inversion=inversion, blocks=blocks, synchronise=0.1)
     holes = bubbles(timeline)
     if any(all(1.05 * work.time > hole.end - hole.start for hole in holes if hole.rank == work.rank) for work in works):
@@ -96,14 +96,15 @@ def test_any_packing_keeps_the_rules(name: str, size: tuple[int, int], curvature
 
 def test_bubbles_are_the_idle_time_of_each_rank() -> None:
     for name in SCHEDULES:
-        timeline = simulate(build(name, ranks=4, microbatches=8), costs(1, 3, summation=2))
+        timeline = simulate(make_schedule(name, ranks=4, microbatches=8), costs(1, 3, summation=2))
         for rank in range(4):
             assert sum(hole.end - hole.start for hole in bubbles(timeline) if hole.rank == rank) == pytest.approx(timeline.idle(rank))
 
 
 def test_the_sum_over_replicas_comes_between_curvature_and_inversion() -> None:
     works = {
-        work.name: work for work in curvature_works(build("chimera", ranks=2, microbatches=2), curvature=2, inversion=4, synchronise=1)
+        work.name: work
+        for work in curvature_works(make_schedule("chimera", ranks=2, microbatches=2), curvature=2, inversion=4, synchronise=1)
     }
     assert works["sum A stage 0 rank 1"].needs == ("curvature A stage 0 micro-batch 0 part 0", "curvature A stage 0 micro-batch 1 part 0")
     inverted = [work for name, work in works.items() if name.startswith("inversion A stage 0")]
@@ -114,8 +115,8 @@ def test_the_sum_over_replicas_comes_between_curvature_and_inversion() -> None:
 
 def test_priority_decides_among_what_is_ready_and_the_margin_keeps_a_gap_free() -> None:
     """GPipe, p = 2, m = 2, F = 1, B = 2: rank 0 waits from 2 to 5."""
-    timeline = simulate(build("gpipe", ranks=2, microbatches=2))
-    first, second = Work("first", 0, 2), Work("second", 0, 1)
+    timeline = simulate(make_schedule("gpipe", ranks=2, microbatches=2))
+    first, second = BubbleWork("first", 0, 2), BubbleWork("second", 0, 1)
     assert [(p.work.name, p.start) for p in pack(timeline, [first, second], margin=1).placed] == [("first", 2), ("second", 4)]
     packing = pack(timeline, [first, second])  # with 1.05 the rest of the bubble is too short for the second
     assert [(p.work.name, p.step) for p in packing.placed] == [("first", 0), ("second", 1)] and packing.steps == 2
@@ -123,22 +124,22 @@ def test_priority_decides_among_what_is_ready_and_the_margin_keeps_a_gap_free() 
 
 def test_a_wait_at_the_end_goes_on_into_the_next_step() -> None:
     """1F1B, p = 2, m = 2: rank 1 is done at 7 of 9 and starts at 1, so 3 in a row between steps."""
-    timeline = simulate(build("1f1b", ranks=2, microbatches=2))
-    (placed,) = pack(timeline, [Work("long", 1, 2.5)]).placed
+    timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=2))
+    (placed,) = pack(timeline, [BubbleWork("long", 1, 2.5)]).placed
     assert (placed.start, placed.end) == (7, 9.5)
 
 
 def test_work_that_cannot_be_placed_is_refused() -> None:
-    timeline = simulate(build("gpipe", ranks=2, microbatches=2))
+    timeline = simulate(make_schedule("gpipe", ranks=2, microbatches=2))
     with pytest.raises(
         BadInput, match="long: got 3 long, 3.15 with its margin, needed at most 3, the longest bubble of rank 0; fix: cut it into parts"
     ):
-        pack(timeline, [Work("long", 0, 3)])
+        pack(timeline, [BubbleWork("long", 0, 3)])
     with pytest.raises(BadInput, match="a: got the need b, needed a name among the works"):
-        pack(timeline, [Work("a", 0, 1, needs=("b",))])
+        pack(timeline, [BubbleWork("a", 0, 1, needs=("b",))])
     with pytest.raises(BadInput, match="needs: got a that waits for b, needed no circle"):
-        pack(timeline, [Work("a", 0, 1, needs=("b",)), Work("b", 1, 1, needs=("a",))])
+        pack(timeline, [BubbleWork("a", 0, 1, needs=("b",)), BubbleWork("b", 1, 1, needs=("a",))])
     with pytest.raises(BadInput, match="a: got after 1F0, needed actions of rank 0"):
-        pack(timeline, [Work("a", 0, 1, after=(Action(Op.F, 1, 0),))])
+        pack(timeline, [BubbleWork("a", 0, 1, after=(Action(Op.F, 1, 0),))])
     with pytest.raises(BadInput, match="works: got 2 with 1 names"):
-        pack(timeline, [Work("a", 0, 1), Work("a", 1, 1)])
+        pack(timeline, [BubbleWork("a", 0, 1), BubbleWork("a", 1, 1)])

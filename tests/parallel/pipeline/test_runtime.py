@@ -20,10 +20,10 @@ from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
-from parallel.pipeline.replicas import Replicas
+from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime, forwards
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.process import World
 from parallel.weight_gradient import linear
@@ -101,7 +101,7 @@ def start(schedule: Schedule, rank: int, mesh: Mesh | None = None) -> tuple[Runt
     work = Layers(weights(schedule.num_stages))
     mine = {str(s): work.weights[s] for s in schedule.stages_of(rank)}
     layouts = {n: Layout((WIDTH, WIDTH), holders=homes if len(homes) > 1 else ()) for n in mine for homes in [schedule.homes[int(n)]]}
-    replicas = Replicas(mine, layouts, mesh, of_stage={int(n): [n] for n in mine})
+    replicas = StageReplicas(mine, layouts, mesh, of_stage={int(n): [n] for n in mine})
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas), work
 
 
@@ -140,7 +140,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(ranks: int, microbatc
         m = microbatches - microbatches % ranks if name in ("chimera", "interleaved") else microbatches
         if name == "chimera" and ranks % 2:
             continue
-        schedules.append(build(name, ranks=ranks, microbatches=m, batches=1 if kind.batches == 1 else 2))
+        schedules.append(make_schedule(name, ranks=ranks, microbatches=m, batches=1 if kind.batches == 1 else 2))
     if ranks == 4:
         schedules.append(chimera(4, 8, pipelines=4))
     for schedule, found in zip(schedules, carried_out(schedules), strict=True):
@@ -178,7 +178,7 @@ def test_an_output_is_gone_once_it_has_arrived() -> None:
     """GPipe's first backward pass begins when every output has been taken: what is kept of a micro-batch is its graph and its input."""
 
     def work(rank: int) -> list[int]:
-        runtime, layers = start(build("gpipe", ranks=3, microbatches=5), rank)
+        runtime, layers = start(make_schedule("gpipe", ranks=3, microbatches=5), rank)
         runtime.run(layers)
         return layers.alive
 
@@ -190,7 +190,7 @@ def test_forward_alone_takes_any_number_of_micro_batches(name: str) -> None:
     """Also fewer and more than the schedule trains, on the ranks that train them."""
 
     def work(rank: int) -> list[dict[int, float]]:
-        runtime, layers = start(build(name, ranks=2, microbatches=4), rank)
+        runtime, layers = start(make_schedule(name, ranks=2, microbatches=4), rank)
         found = []
         for count in (1, 3, 9):
             layers.losses.clear()
@@ -200,7 +200,7 @@ def test_forward_alone_takes_any_number_of_micro_batches(name: str) -> None:
         return found
 
     ranks = run_on_ranks(work, 2, timeout_s=30)
-    schedule = build(name, ranks=2, microbatches=4)
+    schedule = make_schedule(name, ranks=2, microbatches=4)
     for i, count in enumerate((1, 3, 9)):
         losses = {j: loss for found in ranks for j, loss in found[i].items()}
         assert [losses[j] for j in range(count)] == pytest.approx(twin(schedule.num_stages, count)[0], rel=1e-6)
@@ -211,7 +211,7 @@ def test_forward_alone_takes_any_number_of_micro_batches(name: str) -> None:
 
 def test_bytes_sent_are_those_of_the_messages() -> None:
     def work(rank: int) -> tuple[int, int]:
-        schedule = build("1f1b", ranks=3, microbatches=4)
+        schedule = make_schedule("1f1b", ranks=3, microbatches=4)
         runtime, layers = start(schedule, rank)
         reset_counts()
         runtime.run(layers)
@@ -226,7 +226,7 @@ def test_ranks_with_different_orders_are_told_so() -> None:
     """Before anything is sent, on every rank; and again with the right one the same group works."""
 
     def work(rank: int) -> str:
-        schedules = [build(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")]
+        schedules = [make_schedule(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")]
         runtime, layers = start(schedules[rank], rank)
         with pytest.raises(BadInput) as refused:
             runtime.run(layers)
@@ -239,7 +239,7 @@ def test_ranks_with_different_orders_are_told_so() -> None:
 
 def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
     def work(rank: int) -> None:
-        runtime, layers = start(build("1f1b", ranks=2, microbatches=4), rank)
+        runtime, layers = start(make_schedule("1f1b", ranks=2, microbatches=4), rank)
         if rank == 1:
             layers.weights[1] = nn.Parameter(torch.zeros(WIDTH + 1, WIDTH))
         runtime.run(layers)
@@ -250,7 +250,7 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
 
 def test_between_is_called_in_every_gap() -> None:
     def work(rank: int) -> list[int]:
-        runtime, layers = start(build("1f1b", ranks=2, microbatches=3), rank)
+        runtime, layers = start(make_schedule("1f1b", ranks=2, microbatches=3), rank)
         called: list[int] = []
         runtime = replace(runtime, between=called.append, record=[])
         runtime.run(layers)

@@ -20,7 +20,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.check import check, linear
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.simulator.held import peak_activations, weight_versions
@@ -35,7 +35,7 @@ def fits(name: str, p: int, m: int) -> bool:
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), [s for s in SIZES if fits(*s[:3]) and (s[1] < 8 or s[2] < 32)])
 def test_every_schedule_is_whole_and_ends_batch_after_batch(name: str, p: int, m: int, v: int) -> None:
-    schedule = check(build(name, ranks=p, microbatches=m, chunks=v, batches=2))
+    schedule = check(make_schedule(name, ranks=p, microbatches=m, chunks=v, batches=2))
     assert schedule.num_ranks == p and schedule.microbatches == 2 * m
     assert schedule.num_stages == p * (1 if name == "chimera" else v)
     assert len(linear(schedule, sums_block=True)) == sum(map(len, schedule.orders))
@@ -47,7 +47,7 @@ def test_any_size_is_whole_or_refused_with_a_size_that_works(name: str, p: int, 
     size = {"stages": p, "microbatches": m}
     for _ in range(3):  # stages first, then micro-batches
         try:
-            check(build(name, ranks=size["stages"], microbatches=size["microbatches"], chunks=chunks))
+            check(make_schedule(name, ranks=size["stages"], microbatches=size["microbatches"], chunks=chunks))
             return
         except BadInput as bad:
             found = re.fullmatch(r".*fix: set (\w+) to (\d+)( or \d+)?", str(bad))
@@ -77,7 +77,7 @@ def test_any_size_is_whole_or_refused_with_a_size_that_works(name: str, p: int, 
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(size: dict[str, object], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        build(**({"ranks": 4, "microbatches": 8} | size))  # type: ignore[arg-type]
+        make_schedule(**({"ranks": 4, "microbatches": 8} | size))  # type: ignore[arg-type]
 
 
 def swapped(schedule: Schedule, rank: int, a: int, b: int) -> Schedule:
@@ -116,7 +116,7 @@ def test_what_is_missing_double_or_elsewhere_is_refused() -> None:
 
 
 def test_replicas_sum_in_one_order() -> None:
-    schedule = build("chimera", ranks=4, microbatches=4)
+    schedule = make_schedule("chimera", ranks=4, microbatches=4)
     places = [i for i, a in enumerate(schedule.orders[1]) if a.op is Op.S]
     with pytest.raises(BadInput, match="got sums in different orders on ranks 1 and 2, needed one order"):
         check(swapped(schedule, 1, *places))
@@ -149,7 +149,7 @@ def test_vertical_sync_reads_one_version_on_all_stages(p: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 5), (4, 4), (4, 8)])
 def test_two_bw_is_one_update_late_with_two_versions(p: int, m: int) -> None:
     """PipeDream-2BW, section 3.1: W(t + 1) = W(t) - lr grad f(W(t - 1)), for every stage."""
-    schedule = check(build("two_bw", ranks=p, microbatches=m, batches=4))
+    schedule = check(make_schedule("two_bw", ranks=p, microbatches=m, batches=4))
     for _, action in schedule.nodes():
         if action.op in (Op.F, Op.B):
             assert action.version == max(0, action.microbatch // m - 1)
@@ -166,7 +166,7 @@ def test_a_version_that_is_not_there_yet_is_a_deadlock() -> None:
 def test_schedules_with_a_flush_keep_one_version() -> None:
     for name, kind in SCHEDULES.items():
         if not kind.continuous:
-            assert weight_versions(build(name, ranks=4, microbatches=8, batches=2)) == (1,) * 4
+            assert weight_versions(make_schedule(name, ranks=4, microbatches=8, batches=2)) == (1,) * 4
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_schedules_with_a_flush_keep_one_version() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_are_alike_from_both_ends_and_cross_every_boundary(name: str) -> None:
     """The runtime takes what to send and to receive from these two; what is not received before use was never needed."""
-    schedule = build(name, ranks=4, microbatches=8)
+    schedule = make_schedule(name, ranks=4, microbatches=8)
     sent = [message for node, _ in schedule.nodes() for message in schedule.sends(node)]
     received = [message for node, _ in schedule.nodes() for message in schedule.receives(node)]
     assert sorted(sent) == sorted(received) and len(set(sent)) == len(sent)
@@ -224,7 +224,7 @@ def ours(schedule: Schedule) -> list[list[str]]:
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 4), (4, 8), (8, 16), (8, 32)])
 def test_orders_equal_torchs(name: str, theirs: str, p: int, m: int) -> None:
     for v in CHUNKS[name] if fits(name, p, m) else ():
-        assert ours(build(name, ranks=p, microbatches=m, chunks=v)) == of_torch(getattr(torch_schedules, theirs), p, m, v)
+        assert ours(make_schedule(name, ranks=p, microbatches=m, chunks=v)) == of_torch(getattr(torch_schedules, theirs), p, m, v)
 
 
 def printed_by_torch(kind: type, p: int, m: int) -> list[list[str]]:
@@ -251,16 +251,16 @@ def run_by_torch(kind: type, p: int, m: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (3, 6), (4, 4), (4, 8), (8, 16)])
 def test_gpipe_and_1f1b_run_as_torch_runs_them(p: int, m: int) -> None:
-    assert run_by_torch(torch_schedules.ScheduleGPipe, p, m) == ours(build("gpipe", ranks=p, microbatches=m))
-    assert printed_by_torch(torch_schedules.ScheduleGPipe, p, m) == ours(build("gpipe", ranks=p, microbatches=m))
-    assert run_by_torch(torch_schedules.Schedule1F1B, p, m) == ours(build("1f1b", ranks=p, microbatches=m))
+    assert run_by_torch(torch_schedules.ScheduleGPipe, p, m) == ours(make_schedule("gpipe", ranks=p, microbatches=m))
+    assert printed_by_torch(torch_schedules.ScheduleGPipe, p, m) == ours(make_schedule("gpipe", ranks=p, microbatches=m))
+    assert run_by_torch(torch_schedules.Schedule1F1B, p, m) == ours(make_schedule("1f1b", ranks=p, microbatches=m))
 
 
 def test_torchs_printed_1f1b_differs_from_what_it_runs_on_the_last_rank_alone() -> None:
     """Printed, not run: `forward_mb` starts at the last warm-up forward and is raised before each further one; the last rank has no
     warm-up, so it is printed as F1 ... Fm instead of F0 ... F(m - 1). Should torch mend it, this test fails and goes."""
     p, m = 4, 8
-    printed, right = printed_by_torch(torch_schedules.Schedule1F1B, p, m), ours(build("1f1b", ranks=p, microbatches=m))
+    printed, right = printed_by_torch(torch_schedules.Schedule1F1B, p, m), ours(make_schedule("1f1b", ranks=p, microbatches=m))
     assert printed[:-1] == right[:-1]
     assert printed[-1] == [re.sub(r"F(\d+)", lambda found: f"F{int(found[1]) + 1}", action) for action in right[-1]]
 
@@ -275,7 +275,7 @@ def test_torchs_printed_1f1b_differs_from_what_it_runs_on_the_last_rank_alone() 
 )
 def test_chimeras_order_is_that_of_its_figure(p: int, m: int, rank: int, slots: str) -> None:
     """Chimera, figure 3 (p = 4, m = 4), and blocks that follow each other directly for m > p, section 3.3."""
-    assert ours(build("chimera", ranks=p, microbatches=m))[rank] == slots.split()
+    assert ours(make_schedule("chimera", ranks=p, microbatches=m))[rank] == slots.split()
 
 
 # --- CSV -----------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_chimeras_order_is_that_of_its_figure(p: int, m: int, rank: int, slots: 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_gives_back_the_same_schedule(name: str, tmp_path: Path) -> None:
-    schedule = build(name, ranks=4, microbatches=8, batches=2)
+    schedule = make_schedule(name, ranks=4, microbatches=8, batches=2)
     write_order(schedule, tmp_path / f"{name}.csv")
     assert read_order(tmp_path / f"{name}.csv") == schedule
 
@@ -292,11 +292,11 @@ def test_torchs_compute_only_csv_is_read(tmp_path: Path) -> None:
     """Waits are empty cells there; updates are added at each rank's end."""
     (tmp_path / "order.csv").write_text("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n")
     schedule = read_order(tmp_path / "order.csv")
-    assert ours(schedule) == ours(build("1f1b", ranks=2, microbatches=2)) and schedule.orders[1][-1] == Action(Op.U, 1, version=1)
+    assert ours(schedule) == ours(make_schedule("1f1b", ranks=2, microbatches=2)) and schedule.orders[1][-1] == Action(Op.U, 1, version=1)
 
 
 def test_pairs_start_and_send_together(tmp_path: Path) -> None:
-    schedule = build("dualpipe_v", ranks=2, microbatches=6)
+    schedule = make_schedule("dualpipe_v", ranks=2, microbatches=6)
     write_order(schedule, tmp_path / "order.csv")
     assert ")OVERLAP_F_B" in (tmp_path / "order.csv").read_text()
     for first in schedule.pairs:

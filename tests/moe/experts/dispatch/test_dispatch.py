@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, build
+from moe.experts.dispatch import AllGather, AllToAll, Chunked, Dispatcher, Dropout, Hierarchical, Local, Padded, dispatcher_of
 from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.nn.context import Context
 from moe.recipe import sections
@@ -114,7 +114,7 @@ def on_rank(rank: int, degrees: dict[str, int], settings: dict[str, Any], placem
     world = degrees["dp"]
     mesh = process.connect(Degrees(**degrees), World(rank, world))
     placed = None if placement is None else tuple(placement)
-    dispatcher = build(sections.Dispatch(**settings), mesh, placement=placed)
+    dispatcher = dispatcher_of(sections.Dispatch(**settings), mesh, placement=placed)
     experts = experts_of(mesh, placed)
     dtype = torch.bfloat16 if bf16 else torch.float32
     return [run_once(dispatcher, experts, rank, kind, k, dtype, dropout) for kind, k in CASES]
@@ -298,6 +298,6 @@ def test_the_settings_and_the_mesh_choose_the_dispatcher() -> None:
     one, four = Mesh.of(Degrees()), Mesh.of(Degrees(dp=4, ep=4, ep_inner=2))
     kinds = {"all_to_all": AllToAll, "padded": Padded, "all_gather": AllGather, "hierarchical": Hierarchical, "chunked": Chunked}
     for name, settings in SETTINGS.items():
-        assert type(build(sections.Dispatch(**settings), one)) is Local
-        assert type(build(sections.Dispatch(**settings), four)) is kinds[name]
-    assert type(build(sections.Dispatch(), Mesh.of(Degrees(dp=2, etp=2)))) is AllToAll
+        assert type(dispatcher_of(sections.Dispatch(**settings), one)) is Local
+        assert type(dispatcher_of(sections.Dispatch(**settings), four)) is kinds[name]
+    assert type(dispatcher_of(sections.Dispatch(), Mesh.of(Degrees(dp=2, etp=2)))) is AllToAll

@@ -17,7 +17,7 @@ from parallel.pipeline.energy.energy import EnergyPlan, envelope, envpipe, extra
 from parallel.pipeline.energy.plan_file import write_plan
 from parallel.pipeline.energy.slack import Graph
 from parallel.pipeline.schedule import Action, Node, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.held import peak_activations
 from parallel.pipeline.simulator.simulate import costs, simulate
@@ -141,7 +141,7 @@ def test_a_longer_step_saves_more_and_uniform_slow_clocks_cost_time() -> None:
 @pytest.mark.parametrize("name", [n for n, kind in SCHEDULES.items() if not kind.continuous])
 def test_any_schedule_can_be_planned(name: str) -> None:
     """Also those whose backward is cut in two and those with replicas; links cost time as well."""
-    schedule = build(name, ranks=2, microbatches=4)
+    schedule = make_schedule(name, ranks=2, microbatches=4)
     third = {Op.F: v100(0.01), Op.B: v100(0.02), Op.I: v100(0.01), Op.W: v100(0.01), Op.S: [Clock(0, 0.002, 0.1)], Op.U: [Clock(0, 0, 0)]}
     assert Graph(schedule, 0.001).makespan({node: third[a.op][0] for node, a in schedule.nodes()}) == pytest.approx(
         simulate(schedule, lambda r, a: third[a.op][0].time, transfer_time=0.001).makespan

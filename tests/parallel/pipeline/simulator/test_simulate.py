@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_owed
 from parallel.pipeline.simulator.simulate import Timeline, costs, period, simulate
@@ -26,7 +26,7 @@ THIRDS = [(1, 1, 1), (2, 2, 1), (2, 3, 1), (3, 2, 2)]  # F, I, W
 
 
 def run(name: str, p: int, m: int, F: int = 1, B: int = 2, **size: int) -> Timeline:
-    return simulate(build(name, ranks=p, microbatches=m, **size), costs(F, B))
+    return simulate(make_schedule(name, ranks=p, microbatches=m, **size), costs(F, B))
 
 
 def idle(timeline: Timeline, ideal: int) -> Fraction:
@@ -68,7 +68,7 @@ def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: i
     timeline = run(name, p, m, batches=2)
     assert timeline.makespan == 2 * m * 3 + (p - 1) * 3
     fill = -(-2 * p // m)
-    assert period(lambda n: build(name, ranks=p, microbatches=m, batches=n), batches=fill) == m * 3
+    assert period(lambda n: make_schedule(name, ranks=p, microbatches=m, batches=n), batches=fill) == m * 3
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
@@ -81,7 +81,7 @@ def test_chimeras_bubble_where_forward_and_backward_take_as_long(p: int, m: int)
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_chimera_of_more_pipelines(p: int, n: int, blocks: int) -> None:
     """Chimera, section 3.6, n = 2 f, F = B: bubble (p - n) / (n m + p - n) of the time, p - p / n + 1 to p in flight, n stages a rank."""
-    schedule = check(build("chimera", ranks=p, microbatches=blocks * p, pipelines=n))
+    schedule = check(make_schedule("chimera", ranks=p, microbatches=blocks * p, pipelines=n))
     timeline = simulate(schedule, costs(1, 1))
     assert idle(timeline, int(timeline.makespan)) == Fraction(p - n, n * blocks * p + p - n)
     in_flight = peak_activations(schedule)
@@ -117,7 +117,7 @@ def test_bubble_of_zero_bubble_h1(p: int, m: int, F: int, I: int, W: int) -> Non
     That is for W not longer than F and I. A longer W does not fit where it would be needed: what is left is the longest of the three.
     """
     forward, backward, share = split(F, I, W)
-    timeline = simulate(build("zb_h1", ranks=p, microbatches=m), costs(forward, backward, weight_share=share))
+    timeline = simulate(make_schedule("zb_h1", ranks=p, microbatches=m), costs(forward, backward, weight_share=share))
     assert idle(timeline, p - 1) == max(F + I - W, F, I)
 
 
@@ -127,10 +127,10 @@ def test_zero_bubble_h2_and_v_have_none_where_all_three_take_as_long(p: int, m: 
     for F, I, W in THIRDS:  # noqa: E741
         forward, backward, share = split(F, I, W)
         cost = costs(forward, backward, weight_share=share)
-        took = period(lambda n: build("zb_h2", ranks=p, microbatches=m, batches=n), lambda s, cost=cost: simulate(s, cost))
+        took = period(lambda n: make_schedule("zb_h2", ranks=p, microbatches=m, batches=n), lambda s, cost=cost: simulate(s, cost))
         assert took - m * (F + I + W) == (p - 1) * (F + I - 2 * W)
     for name, v in (("zb_h2", 1), ("zb_v", 2)):
-        assert period(lambda n, name=name: build(name, ranks=p, microbatches=m, batches=n)) == 3 * v * m
+        assert period(lambda n, name=name: make_schedule(name, ranks=p, microbatches=m, batches=n)) == 3 * v * m
         assert run(name, p, m).makespan == 3 * v * m + p - 1
 
 
@@ -158,7 +158,7 @@ def test_micro_batches_in_flight(p: int, m: int) -> None:
     ranks = range(p)
 
     def kept(name: str) -> Schedule:
-        return build(name, ranks=p, microbatches=m)
+        return make_schedule(name, ranks=p, microbatches=m)
 
     assert peak_activations(kept("naive")) == (1,) * p
     assert peak_activations(kept("gpipe")) == (m,) * p
@@ -172,25 +172,25 @@ def test_micro_batches_in_flight(p: int, m: int) -> None:
 @pytest.mark.parametrize("v", [1, 2, 4])
 def test_chunks_in_flight_of_interleaved(p: int, m: int, v: int) -> None:
     """Megatron-LM's warm-up: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks; on rank 0 1 + (p - 1) / (p v) (2205.05198, 4.2.3)."""
-    schedule = build("interleaved", ranks=p, microbatches=m, chunks=v)
+    schedule = make_schedule("interleaved", ranks=p, microbatches=m, chunks=v)
     assert peak_activations(schedule) == tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * p + 1) for r in range(p))
     if m > p:
         layers = Fraction(int(peak_activations(schedule, size=lambda stage: 1)[0]), v * p)  # of all layers, in micro-batches
         assert layers == 1 + Fraction(p - 1, p * v)
-    assert peak_activations(build("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
+    assert peak_activations(make_schedule("looped_bfs", ranks=p, microbatches=m, chunks=v)) == (m * v,) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[1] >= 2 * s[0]])
 def test_chunks_in_flight_on_a_v(p: int, m: int) -> None:
     """Zero bubble, section 6: 2 p chunks, half a stage each, on every rank. DualPipe's README: 2 p + 1."""
-    assert peak_activations(build("zb_v", ranks=p, microbatches=m)) == (2 * p,) * p
-    assert peak_activations(build("dualpipe_v", ranks=p, microbatches=m)) == (2 * p + 1,) * p
+    assert peak_activations(make_schedule("zb_v", ranks=p, microbatches=m)) == (2 * p,) * p
+    assert peak_activations(make_schedule("dualpipe_v", ranks=p, microbatches=m)) == (2 * p + 1,) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
 def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
     """Chimera, table 2: p / 2 + 1 on the outer ranks to p on the inner ones."""
-    assert peak_activations(build("chimera", ranks=p, microbatches=m)) == tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p))
+    assert peak_activations(make_schedule("chimera", ranks=p, microbatches=m)) == tuple(p // 2 + 1 + min(r, p - 1 - r) for r in range(p))
 
 
 # --- unequal stages, and times that were measured --------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_time_of_unequal_stages(times: list[tuple[int, int]], m: int) -> None:
     """1F1B takes at most sum t_i + (m - 1) max t_i, t_i = F_i + B_i, and exactly that where the last stage is the slowest."""
     forward, backward = zip(*times, strict=True)
     whole = [f + b for f, b in times]
-    took = simulate(build("1f1b", ranks=len(times), microbatches=m), costs(forward, backward)).makespan
+    took = simulate(make_schedule("1f1b", ranks=len(times), microbatches=m), costs(forward, backward)).makespan
     form = sum(whole) + (m - 1) * max(whole)
     assert m * max(whole) <= took <= form
     if whole[-1] == max(whole):
@@ -238,7 +238,7 @@ MEASURED = """
 def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
     """Within 2 %, from below: transfers between stages and the optimizer's step are not in the stage times."""
     seconds, *stages = map(float, row.split()[3:])
-    took = simulate(build("1f1b", ranks=8, microbatches=128), costs(stages[:8], stages[8:])).makespan / 1e6
+    took = simulate(make_schedule("1f1b", ranks=8, microbatches=128), costs(stages[:8], stages[8:])).makespan / 1e6
     assert -0.02 < took / seconds - 1 < 0
 
 
@@ -248,12 +248,12 @@ def test_measured_stage_times_give_the_measured_step_time(row: str) -> None:
 def test_a_message_arrives_a_transfer_after_it_was_made() -> None:
     """p = 2, m = 1: F, over, F B, over, B."""
     for overlap in (True, False):
-        assert simulate(build("1f1b", ranks=2, microbatches=1), transfer_time=5, overlap=overlap).makespan == 1 + 5 + 1 + 2 + 5 + 2
+        assert simulate(make_schedule("1f1b", ranks=2, microbatches=1), transfer_time=5, overlap=overlap).makespan == 1 + 5 + 1 + 2 + 5 + 2
 
 
 def test_overlap_hides_transfers_behind_compute_and_without_it_the_sender_waits() -> None:
     """GPipe, p = 2, F = 3, B = 4, a transfer 2: with overlap F of rank 1 trails by 3 + 2; without, rank 0 needs 5 for each forward."""
-    schedule, cost = build("gpipe", ranks=2, microbatches=4), costs(3, 4)
+    schedule, cost = make_schedule("gpipe", ranks=2, microbatches=4), costs(3, 4)
     beside = simulate(schedule, cost, transfer_time=2)
     assert [span.start for span in beside.spans[1][:4]] == [5, 8, 11, 14]
     after = simulate(schedule, cost, transfer_time=2, overlap=False)
@@ -264,7 +264,7 @@ def test_overlap_hides_transfers_behind_compute_and_without_it_the_sender_waits(
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     """Transfers of 7 behind forwards of 1: rank 1 gets one every 7, whatever rank 0 does."""
-    timeline = simulate(build("gpipe", ranks=2, microbatches=3), costs(1, 1), transfer_time=7)
+    timeline = simulate(make_schedule("gpipe", ranks=2, microbatches=3), costs(1, 1), transfer_time=7)
     assert [span.start for span in timeline.spans[1][:3]] == [8, 15, 22]
 
 
@@ -286,13 +286,13 @@ def test_transfer_times_and_bytes_can_depend_on_the_message() -> None:
     def slow(message: Message) -> float:
         return 4 if (message.source, message.target) == (0, 1) else 0
 
-    assert simulate(build("1f1b", ranks=3, microbatches=1), transfer_time=slow).makespan == 3 * 3 + 4
+    assert simulate(make_schedule("1f1b", ranks=3, microbatches=1), transfer_time=slow).makespan == 3 * 3 + 4
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 8)])
 def test_sums_of_replicas_hide_in_the_bubbles(p: int, m: int) -> None:
     """Chimera's eager sums: all but the last one run beside compute, so p / 2 times shorter sums cost as much as the last alone."""
-    schedule = build("chimera", ranks=p, microbatches=m)
+    schedule = make_schedule("chimera", ranks=p, microbatches=m)
     bare = simulate(schedule).makespan
     assert simulate(schedule, costs(summation=1)).makespan == bare + 1
     blocking = simulate(schedule, costs(summation=1), overlap=False).makespan
@@ -308,7 +308,7 @@ def test_sums_of_replicas_hide_in_the_bubbles(p: int, m: int) -> None:
 
 
 def test_updates_take_their_time_and_wait_for_sums() -> None:
-    schedule = build("chimera", ranks=2, microbatches=2)
+    schedule = make_schedule("chimera", ranks=2, microbatches=2)
     timeline = simulate(schedule, costs(update=4, summation=3))
     assert timeline.makespan == 1 + 1 + 2 + 3 + 4 + 4  # F F B of the later stage, its sum, two updates: the other sum runs beside the first
     assert timeline.busy(0) == 2 * 3 + 2 * 4
@@ -316,7 +316,7 @@ def test_updates_take_their_time_and_wait_for_sums() -> None:
 
 def test_a_negative_time_is_refused() -> None:
     with pytest.raises(BadInput, match="cost: got -1 for 0F0, needed a time of at least 0"):
-        simulate(build("1f1b", ranks=2, microbatches=2), lambda rank, action: -1)
+        simulate(make_schedule("1f1b", ranks=2, microbatches=2), lambda rank, action: -1)
 
 
 # --- laws of any timeline --------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_any_timeline_keeps_to_needs_and_to_one_thing_at_a_time(
     name: str, half: int, groups: int, data: st.DataObject, transfer: int, overlap: bool
 ) -> None:
     p = 2 * half
-    schedule = build(name, ranks=p, microbatches=groups * p)
+    schedule = make_schedule(name, ranks=p, microbatches=groups * p)
     forward, backward = (data.draw(st.lists(st.integers(1, 6), min_size=n, max_size=n)) for n in [schedule.num_stages] * 2)
     timeline = simulate(schedule, costs(forward, backward, summation=2, update=1), transfer_time=transfer, overlap=overlap)
     for node, action in schedule.nodes():
@@ -360,5 +360,5 @@ def test_costs_can_depend_on_the_rank() -> None:
     def cost(rank: int, action: Action) -> float:
         return (1 if action.op is Op.F else 2) * (3 if rank == 3 else 1) if action.op in (Op.F, Op.B) else 0
 
-    timeline = simulate(build("chimera", ranks=4, microbatches=4), cost)
+    timeline = simulate(make_schedule("chimera", ranks=4, microbatches=4), cost)
     assert timeline.busy(3) == 3 * timeline.busy(0) == 3 * 4 * 3

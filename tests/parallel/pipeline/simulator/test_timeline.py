@@ -14,7 +14,7 @@ import pytest
 from moe.cli import main as cli
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op
-from parallel.pipeline.schedules.catalog import SCHEDULES, build
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.draw import draw
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.pipeline.simulator.timeline import text, trace, write_trace
@@ -28,24 +28,24 @@ def test_text_is_the_staircase_that_the_methods_file_draws(name: str, file: str,
     """Written by hand in the files; figures 3 and 4 of Megatron-LM (2104.04473) in small."""
     drawn = (importlib.import_module(f"parallel.pipeline.schedules.{file}").__doc__ or "").splitlines()
     rows = [line.strip().partition("   ")[0] for line in drawn if line.strip().startswith("rank ")]
-    assert rows == text(simulate(build(name, ranks=p, microbatches=m))).splitlines()[-len(rows) :] and rows
+    assert rows == text(simulate(make_schedule(name, ranks=p, microbatches=m))).splitlines()[-len(rows) :] and rows
 
 
 def test_text_names_the_stage_where_a_rank_has_several_and_cuts_what_is_too_wide() -> None:
-    rows = text(simulate(build("chimera", ranks=2, microbatches=2)), width=33).splitlines()
+    rows = text(simulate(make_schedule("chimera", ranks=2, microbatches=2)), width=33).splitlines()
     assert rows[0] == "rank 0 | 0F0 1F1 1B1 1B1 0B0 ..." and len(rows) == 2
 
 
 @pytest.mark.parametrize(("forward", "backward", "columns"), [(0.5, 1.25, 4 * 2 + 4 * 5), (2, 3, 4 * 5), (1.0, 1.0371, 8)])
 def test_columns_are_a_unit_that_measures_all_times(forward: float, backward: float, columns: int) -> None:
     """Times without a common unit above a twelfth of the shortest are rounded to the shortest."""
-    row = text(simulate(build("gpipe", ranks=1, microbatches=4), costs(forward, backward)))
+    row = text(simulate(make_schedule("gpipe", ranks=1, microbatches=4), costs(forward, backward)))
     assert len(row.partition("| ")[2].split()) == columns
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_trace_has_every_action_and_transfer_at_its_time(name: str, tmp_path: Path) -> None:
-    timeline = simulate(build(name, ranks=4, microbatches=8), costs(summation=2), transfer_time=1)
+    timeline = simulate(make_schedule(name, ranks=4, microbatches=8), costs(summation=2), transfer_time=1)
     write_trace(timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert events == json.loads(json.dumps(trace(timeline)["traceEvents"]))
@@ -65,7 +65,7 @@ def test_a_picture_has_a_bar_for_each_action(name: str, tmp_path: Path) -> None:
 
     from parallel.pipeline.simulator.draw import draw_on
 
-    timeline = simulate(build(name, ranks=4, microbatches=4), costs(summation=2))
+    timeline = simulate(make_schedule(name, ranks=4, microbatches=4), costs(summation=2))
     axes = Figure().add_subplot()
     draw_on(axes, timeline)
     shown = [span for spans in timeline.spans for span in spans if span.end > span.start]
@@ -140,7 +140,7 @@ def test_one_schedule_is_drawn_in_every_form(tmp_path: Path, capsys: pytest.Capt
         )
     said = capsys.readouterr().out
     assert "interleaved: 2 ranks, 4 micro-batches · time " in said and "bubble 8.3% of ideal" in said
-    assert read_order(tmp_path / "a.csv").orders == build("interleaved", ranks=2, microbatches=4, chunks=3).orders
+    assert read_order(tmp_path / "a.csv").orders == make_schedule("interleaved", ranks=2, microbatches=4, chunks=3).orders
     assert (tmp_path / "a.txt").read_text().startswith("rank 0 | 0F0 0F1 2F0") and read_size(tmp_path / "a.png")[1] > 100
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
