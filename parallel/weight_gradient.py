@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parallel.precision import gradient_dtype
 
-Gradients = Callable[[], Sequence[Tensor | None]]  # of some weights, in their order
+Gradients = Callable[[], Sequence[Tensor | None]]  # gives the gradients of some weights, in their order
 
 
 class Owed:

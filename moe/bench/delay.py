@@ -38,7 +38,7 @@ from parallel.precision import LossScale
 from parallel.process import World
 
 CPU = torch.device("cpu")
-Ages = Callable[[int], int]  # of a stage's weights, in updates
+Ages = Callable[[int], int]  # stage -> age of its weights, in updates
 VARIANTS: dict[str, tuple[int, Ages]] = {  # stages, and how old the weights of each are
     "none": (1, lambda stage: 0),
     "two_bw": (8, lambda stage: 1),
@@ -62,7 +62,7 @@ def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[str, int]:
-    """By how many updates the weights that a gradient is of are older than those it changes; those that are not are left out."""
+    """The delay of each parameter's gradient, in updates: how much older the weights are that it was computed from. Zeros are left out."""
     stages, age = VARIANTS[variant]
     if stages == 1:
         return {}

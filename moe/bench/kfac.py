@@ -43,8 +43,8 @@ CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
 LAST = 10  # steps whose mean loss counts
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # of one factor; with these K-FAC is a third of the work of a step that has all of it
-ALLOWED = 1.10  # of AdamW's step time in the same schedule
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # for one factor; with these K-FAC is a third of the work of a step that has all of it
+ALLOWED = 1.10  # times AdamW's step time in the same schedule
 KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
 WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
 

@@ -36,7 +36,7 @@ from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # of plain DeepSpeed's time
+ALLOWED = 1.03  # times plain DeepSpeed's time
 AGREE = 1e-3  # losses after all rounds, relative: rounding grows from step to step
 Step = Callable[[int], float]  # the number of a step -> its loss on this rank
 

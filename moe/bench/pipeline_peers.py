@@ -18,7 +18,7 @@ from parallel.mesh import Axis
 from parallel.pipeline.schedule import Schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved")
-SAME = 1e-6  # of losses, and of gradients over the largest of a weight
+SAME = 1e-6  # largest difference of losses, and of gradients relative to the largest of a weight
 
 
 def compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[str, int], size: int, rounds: int) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
-SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # of a rank's stages together
-ROWS, WIDTH = 32, 256  # of what crosses stages: 32 KiB
+SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # for all stages of a rank together
+ROWS, WIDTH = 32, 256  # what crosses stages: 32 KiB
 WITHIN = 0.10
 
 

@@ -34,7 +34,7 @@ _ONE_TO_ALL = ("reduce_", "broadcast_", "broadcast")
 _EXCHANGE = ("alltoall_base_", "alltoall_", "all_to_all_single")
 _SEND = ("send",)
 _NOTHING = ("barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
-_SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatter_", "alltoall")  # of c10d: the output comes first
+_SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatter_", "alltoall")  # c10d operations whose output comes first
 
 
 class Sent(TorchDispatchMode):

@@ -32,7 +32,7 @@ from parallel.process import World
 from parallel.weight_gradient import gradient_or_later
 
 CPU = torch.device("cpu")
-Loss = Callable[[Tensor, int], Tensor]  # of the last stage's output, and the micro-batch's number
+Loss = Callable[[Tensor, int], Tensor]  # takes the last stage's output and the micro-batch's number
 
 
 class Stages:

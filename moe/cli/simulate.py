@@ -24,7 +24,7 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.pipeline.simulator.timeline import text, write_trace
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # of one schedule each
+OPTIONS = ("vertical_sync", "pipelines")  # each belongs to one schedule
 RANKS, MICROBATCHES = 4, 8
 
 

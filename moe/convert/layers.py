@@ -35,10 +35,10 @@ class Conversion:
     run: Run
     reader: Reader
     settings: Settings
-    shapes: dict[str, tuple[int, ...]]  # of the new model
+    shapes: dict[str, tuple[int, ...]]  # the new model's tensors
     first: Callable[[str], Tensor]  # the value a new model starts with
-    load: dict[int, list[float]] = field(default_factory=dict)  # of the source's layers with experts
-    used: set[str] = field(default_factory=set)  # of the source's tensors
+    load: dict[int, list[float]] = field(default_factory=dict)  # load of each expert in the source's MoE layers
+    used: set[str] = field(default_factory=set)  # the source's tensors that were read
 
     @cached_property
     def source(self) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from parallel.layout import Tile
 
 # R rows, D model, F hidden units, E experts held here
 
-HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2}  # of the stacked matrix
+HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2}  # the hidden dim of each stacked matrix [E, ...]
 
 
 class Weights(NamedTuple):
@@ -33,7 +33,7 @@ class Weights(NamedTuple):
     w3: Tensor | None
 
 
-Part = Weights | slice | None  # of the experts held: some by their matrices, or by their places (of tiles); None: all
+Part = Weights | slice | None  # some of the experts held, by their matrices or (with tiles) by their places; None: all
 
 
 class Routed(NamedTuple):

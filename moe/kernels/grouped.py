@@ -30,7 +30,7 @@ from parallel.weight_gradient import Owed, owed_for
 
 _Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
-_BLOCK_BYTES = 3 * 2**20  # of scratch a thread, in fp32: what a core's cache holds, and little beside the gradients
+_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits a core's cache, and is small beside the gradients
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _Network(torch.autograd.Function):
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # of the same shape and dtype, which is all then
+            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # only its shape and dtype matter then
             a = _activation(h, g, ctx.ffn, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)

@@ -17,7 +17,7 @@ def main() -> int:
     from torch.distributed.run import main as torchrun
 
     codes = Path(sys.argv[1])
-    logging.disable(logging.CRITICAL)  # of this process: the ranks are others
+    logging.disable(logging.CRITICAL)  # in this process only: ranks are processes of their own
     try:
         torchrun(sys.argv[2:])
     except ChildFailedError as failed:

@@ -23,8 +23,8 @@ from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Cost
 from parallel.plan.cut import cut
 
-STATE_BYTES = 16  # of a parameter: fp32 weight and gradient, two moments of AdamW, on every rank that holds it
-WEIGHT_BYTES = 4  # of a parameter in each older version that is kept
+STATE_BYTES = 16  # per parameter on every rank that holds it: fp32 weight and gradient, and two moments of AdamW
+WEIGHT_BYTES = 4  # per parameter, for each older version of the weights that is kept
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from moe.records.summary import clock, fixed, known, percent, size
 
 LABEL = "dim"  # not bright black: some terminal themes make that the background
 LABEL_WIDTH = 14
-MAX_POINTS = 1024  # of the loss curve in one row
+MAX_POINTS = 1024  # most points of the loss curve, which is drawn in one row
 
 
 @dataclass

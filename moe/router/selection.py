@@ -23,7 +23,7 @@ from parallel.random import key_of, uniform
 
 # T tokens, E experts, K choices, G groups, S tokens of a group, N runs of experts
 
-ITERATIONS = 20  # of Sinkhorn: a fixed number, so that time and result do not hang on a tolerance
+ITERATIONS = 20  # Sinkhorn runs a fixed number, so that neither time nor result depends on a tolerance
 
 
 def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, kernels: ModuleType) -> Tensor:

@@ -23,7 +23,7 @@ from parallel.errors import BadInput
 WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
 _NOTE = "during "
 _ZERO_3 = "--sharding.kind zero --sharding.stage 3"
-_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # of torch's allocators, the C library, and the kernel
+_SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # said by torch's allocators, the C library and the kernel
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from parallel.pipeline.simulator.simulate import Span, Timeline
 
 _MARGIN = 1.05
 _BACKWARDS = (Op.B, Op.I)  # after either the gradients of a stage's outputs are there
-Factors = Mapping[int, Sequence[tuple[str, str]]]  # of each stage: ("A" or "G", linear)
+Factors = Mapping[int, Sequence[tuple[str, str]]]  # stage -> its factors: ("A" or "G", linear)
 
 
 class KfacWork(NamedTuple):
@@ -139,7 +139,7 @@ class Filler:
     stages: Mapping[str, int]
     measured: int = 2
     slots: dict[tuple[int, int], list[Item]] | None = None
-    placed_share: float = 0.0  # of the units' time, what the plan has room for
+    placed_share: float = 0.0  # the share of the units' time that the plan has room for
     waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
     _begun: float = 0.0
     _times: list[tuple[float, float]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from math import inf
 
 from parallel.errors import BadInput
 
-_EPSILON = 1e-12  # of a value: what rounding may take for a difference
+_EPSILON = 1e-12  # relative: smaller differences are rounding
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from moe.kernels.triton.device import check_dtype, on
 
 # T tokens, K choices, R rows, D width
 
-_ELEMENTS = 4096  # of one program: 32 a thread, enough loads in flight to fill the memory's bandwidth
+_ELEMENTS = 4096  # per program: 32 per thread, enough loads in flight to fill the memory's bandwidth
 
 
 def _blocks(width: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
-_EPSILON = 1e-9  # of the makespan: what rounding may take for slack
+_EPSILON = 1e-9  # relative to the makespan: less slack than this is rounding
 
 
 @dataclass(frozen=True)
