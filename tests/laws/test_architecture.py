@@ -153,6 +153,18 @@ def test_no_circles_between_the_parts_of_a_folder(folder: str) -> None:
     )
 
 
+@pytest.mark.parametrize("room", ["data", "experts", "kernels", "model", "nn", "report", "router"])
+def test_a_whole_recipe_stays_outside_of(room: str) -> None:
+    """These get an axis, a number or their own section: what they depend on is what they are given."""
+    wrong = [
+        where(path, node.lineno)
+        for path in python_files(f"moe/{room}")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and node.module == "moe.recipe.sections" and "Run" in {alias.name for alias in node.names}
+    ]
+    check(wrong, f"moe/{room} imports Run")
+
+
 def test_moe_itself_holds_its_entry_alone() -> None:
     files = sorted(path.name for path in (ROOT / "moe").glob("*.py"))
     check([f"moe/{name}" for name in files if name not in ("__init__.py", "__main__.py")], "every other file stands in a room")

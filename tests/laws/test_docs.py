@@ -39,6 +39,22 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert sorted({name for name in named if not (ROOT / name).exists()}) == []
 
 
+def test_the_architecture_page_names_every_file_in_its_folder() -> None:
+    """A folder's part of the tree runs to the next folder's line; a bench is found by its own file, so its folder is enough."""
+    tree = (ROOT / "docs/inside/architecture.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
+    parts = dict(re.findall(r"^([\w/]+)/ +(.*?)(?=^\S|\Z)", tree, flags=re.M | re.S))
+    files = [path.relative_to(ROOT) for package in ("moe", "parallel") for path in (ROOT / package).rglob("*.py")]
+    missing = [
+        path.as_posix()
+        for path in files
+        if not path.name.startswith("__") and path.name not in re.findall(r"\w+\.py", parts.get(path.parent.as_posix(), ""))
+    ]
+    assert sorted(path for path in missing if not path.startswith("moe/bench/")) == []
+    named = {f"{folder}/{name}" for folder, text in parts.items() for name in re.findall(r"\b\w+\.py", text)}
+    there = {path.as_posix() for path in files}
+    assert sorted(path for path in named if path.startswith(("moe/", "parallel/")) and path not in there) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_python_on_a_page_is_python(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M):
