@@ -20,6 +20,7 @@ from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
+OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
 KINDS = ("data", "expert", "pipeline")
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -83,6 +84,8 @@ class Case:
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
+    padded: bool = False  # sequences end early: moe/verify/batches.py
+    overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
 
     @property
     def layout(self) -> str:
@@ -92,6 +95,7 @@ class Case:
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
+        parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
 
     def run(self) -> Run:
@@ -140,9 +144,11 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    return (data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() if "data" in kinds else []) + (
-        (expert_cases(nproc) if "expert" in kinds else []) + (pipeline_cases(nproc) if "pipeline" in kinds else [])
-    )
+    found: list[Case] = []
+    if "data" in kinds:
+        found += data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() + batch_cases(nproc)
+    found += expert_cases(nproc) if "expert" in kinds else []
+    return found + (pipeline_cases(nproc) if "pipeline" in kinds else [])
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -239,6 +245,23 @@ def replica_cases() -> list[Case]:
         for model in ("dense", "gshard", "deepseek")
         for microbatches in (1, 3)
         for precision in ("fp32", "bf16", "fp16")
+    ]
+
+
+def batch_cases(nproc: int) -> list[Case]:
+    """Batches in which ranks and micro-batches have different numbers of tokens, and a step that is skipped because one rank's
+    gradient overflows; in fp32, where what is counted and who skips does not differ."""
+    return [
+        Case(model, kind, world, ep, microbatches, "fp32", padded=padded, overflow=not padded)
+        for world in range(1, nproc + 1)
+        if BATCH % world == 0
+        for kind in ("ddp", "fsdp", "zero1")
+        if world > 1 or kind == "ddp"
+        for padded, microbatches in ((True, 3), (False, 1))
+        if (padded or kind != "fsdp") and BATCH % (world * microbatches) == 0
+        for model in ("dense", "gshard", "deepseek")
+        for ep in (dict.fromkeys((1, world)) if model != "dense" else [1])
+        if 4 % ep == 0
     ]
 
 

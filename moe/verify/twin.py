@@ -1,7 +1,11 @@
-"""The plain twin of `moe verify`: a loop over whole batches with plain kernels, torch's AdamW, no engine and no process group.
+"""The plain twin of `moe verify`: ten steps of whole batches in one loop, with a model and an update of its own.
 
-Where a layout's gradients are of older weights (PipeDream, 2BW), so are the twin's: the values that a parameter had `age` updates ago
-are put under it for forward and backward, and the step is made from the newest.
+    moe/verify/plain_layer.py   the MoE layer, from the papers       moe/verify/plain_model.py   everything around it
+    moe/verify/plain_step.py    decay groups, clipping, AdamW, the routers' biases
+
+It shares with what it checks the recipe, the first values of the parameters and the hash of keyed random numbers; no module, kernel,
+engine, process group or optimizer. Where a layout's gradients are of older weights (PipeDream, 2BW), so are the twin's: gradients are
+taken at the values that a parameter had `age` updates ago, and the step is made from the newest.
 """
 
 from __future__ import annotations
@@ -9,16 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe.experts.layer import LayerReport
 from moe.model.transformer import Transformer, extra_state, global_name
-from moe.nn.context import Context
-from moe.parallelize.build import decays, lay_out
-from moe.parallelize.stages import parts_of, stages_with
-from moe.plan.pipeline import schedule_of
-from moe.verify.cases import BATCH, LENGTH, Case
+from moe.parallelize.build import lay_out
+from moe.plan.pipeline import layers_of, schedule_of
+from moe.recipe.sections import Run
+from moe.verify.batches import PADDING, batch
+from moe.verify.cases import OVERFLOWS, Case
+from moe.verify.plain_layer import Layer, Weights
+from moe.verify.plain_model import Rounding, forward
+from moe.verify.plain_step import PlainAdamW, moved_bias, norms
+from moe.verify.tape import TAPED, Step, Tape
 from parallel.checkpoint import pieces
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES
@@ -37,89 +43,108 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def batch(step: int) -> Tensor:
-    """The sequences of one step, int64 [BATCH, LENGTH + 1]; tokens are uneven, so that experts are too.
-
-    The first two differ: attention over equal tokens gives equal states, and a router that ranks tokens would order them by rounding.
-    """
-    generator = torch.Generator().manual_seed(step)
-    tokens = (torch.rand(BATCH, LENGTH + 1, generator=generator) ** 2 * 256).long()
-    tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
-    return tokens
-
-
-def reference(case: Case, *, parts: int = 1) -> Result:
-    """The plain twin of a case's model, in its compute dtype; where its gradients are of older weights, those of the same age.
+def reference(case: Case, *, parts: int = 1, rounding: Rounding | None = None, tape: Tape | None = None) -> Result:
+    """The plain twin of a case's model, in its compute dtype unless `rounding` says otherwise.
 
     `parts`: each batch is cut into so many, whose gradients add up: another order of the same sums.
     """
-    run = case.run()
-    experts = run.experts.model_copy(update={"kernels": "reference"})
-    compute = DTYPES[case.precision]
-    model = Transformer(run.model, experts, run.router, vocab_size=run.vocab_size, compute=compute, seed=run.train.seed)
-    named = dict(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named.items() if decays(n, p)], "weight_decay": run.optimizer.weight_decay},
-        {"params": [p for n, p in named.items() if not decays(n, p)], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=run.optimizer.lr, betas=(run.optimizer.beta1, run.optimizer.beta2), eps=run.optimizer.eps)
-    ages = _ages(case, model)
-    history: list[dict[str, Tensor]] = []
+    run, cast = case.run(), rounding or Rounding(DTYPES[case.precision])
+    parameters, biases = first_values(run)
+    optimizer, ages = PlainAdamW(run.optimizer), _ages(case, [*parameters, *biases])
+    history: list[Weights] = []
     losses: list[float] = []
-    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
+    kept: tuple[float, float, Weights, Weights] | None = None
     for step in range(STEPS):
-        tokens = batch(step)
-        history.append({n: t.detach().clone() for n, t in (named | extra_state(model)).items()} if ages else {})
-        _put(model, {n: history[max(min(step, 1), step - age)][n] for n, age in ages.items()})  # the first step is drained
-        optimizer.zero_grad()
-        reports = [_pass(model, part, number, seed=run.train.seed, step=step) for number, part in enumerate(tokens.chunk(parts))]
-        _put(model, history[-1])
-        losses.append(sum(loss for loss, _ in reports))
-        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
-        for p in named.values():
-            assert p.grad is not None
-            p.grad.mul_(min(1.0, (run.optimizer.clip_norm or norm) / norm))
-        optimizer.step()
-        layers = list(zip(*(found for _, found in reports), strict=True))  # of each layer the reports of all parts
-        for bias_E, of_layer in zip(extra_state(model).values(), layers, strict=False):  # each layer has one, or none has
-            load_E = torch.stack([report.load_E for report in of_layer]).sum(0)
-            bias_E += (run.router.spec.bias_rate or 0.0) * torch.sign(load_E.double().mean() - load_E).float()
+        history.append({name: value.clone() for name, value in (parameters | biases).items()} if ages else parameters | biases)
+        # the first step is drained: the second one's gradients are of what it left
+        read = {name: history[max(min(step, 1), step - ages.get(name, 0))][name] for name in history[-1]} if ages else history[-1]
+        made = _gradients(run, read, set(parameters), batch(step, padded=case.padded), step=step, parts=parts, cast=cast, tape=tape)
+        losses.append(made.loss)
+        norm = norms(made.gradients)
+        if not (case.overflow and step == OVERFLOWS):
+            optimizer.step(parameters, made.gradients)
+            for name in biases:
+                layer = name.removesuffix(".router.bias")
+                biases[name] = moved_bias(biases[name], made.load[layer], run.router.spec.bias_rate or 0.0)
         if kept is None:
-            balance = sum(r.balance_loss.item() for of_layer in layers for r in of_layer) / parts
-            weights = _whole(model, {n: p.detach() for n, p in named.items()}) | {n: b.clone() for n, b in extra_state(model).items()}
-            kept = balance, norm, _whole(model, gradients), weights
+            kept = made.balance, norm["total"], made.gradients, _copy(parameters | biases)
+        if tape is not None and step < TAPED:
+            seen = case.overflow and step == OVERFLOWS
+            gradients = {} if seen else made.gradients
+            moments = _copy(optimizer.exp_avg)
+            tape.steps.append(Step(made.loss, made.reports, gradients, {} if seen else norm, moments, _copy(parameters | biases)))
     assert kept is not None
     return Result(losses, *kept)
 
 
-def _pass(model: Transformer, tokens: Tensor, number: int, *, seed: int, step: int) -> tuple[float, tuple[LayerReport, ...]]:
-    """Forward and backward of an equal part of a batch: its share of the loss, and what its layers report."""
-    share = len(tokens) / BATCH
-    context = Context.of(tokens[:, :-1], seed=seed, step=step, first_sequence=number * len(tokens), auxiliary_scale=share)
-    output = model(tokens[:, :-1], context)
-    loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), tokens[:, 1:].flatten()) * share
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.item(), output.layers
+def first_values(run: Run) -> tuple[Weights, Weights]:
+    """Parameters and routers' biases by the names that checkpoints use, every expert by itself."""
+    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
+    layouts, mesh = lay_out(model), Mesh.of(Degrees())
+    whole = [p for name, t in model.named_parameters() for p in pieces(global_name(name), layouts[name], mesh, t.detach())]
+    return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))
 
 
-def _ages(case: Case, model: Transformer) -> dict[str, int]:
-    """By how many updates the weights that a gradient is of are older than those it changes; {} where by none."""
+@dataclass(frozen=True)
+class _Made:
+    loss: float
+    balance: float
+    gradients: Weights
+    load: dict[str, list[int]]
+    reports: Weights
+
+
+def _gradients(
+    run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, parts: int, cast: Rounding, tape: Tape | None
+) -> _Made:
+    """Forward and backward of one batch. The loss is a mean over predicted tokens, auxiliary ones are means over tokens that are read."""
+    leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
+    read, predicted = (sequences[:, :-1] != PADDING), (sequences[:, 1:] != PADDING).sum().item()
+    loss, balance = 0.0, 0.0
+    load: dict[str, list[int]] = {}
+    reports: Weights = {}
+    for number, part in enumerate(sequences.chunk(parts)):
+        first, share = number * len(part), (part[:, :-1] != PADDING).sum().item() / read.sum().item()
+        places = torch.arange(first * read.shape[1], (first + len(part)) * read.shape[1])
+
+        def note(name: str, values: Tensor, places: Tensor = places) -> None:
+            if tape is not None:
+                tape.note(step, name, places, values)
+
+        passed = forward(run, leaves, part, first=first, step=step, cast=cast, note=note)
+        mean = passed.loss / predicted
+        auxiliary = [share * layer.auxiliary(run.router.spec) for layer in passed.layers.values()]
+        (mean + sum(auxiliary)).backward()  # type: ignore[no-untyped-call]
+        loss += mean.item()
+        balance += share * sum(layer.balance.item() for layer in passed.layers.values())
+        for name, layer in passed.layers.items():
+            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(layer.counts)), layer.counts, strict=True)]
+            said = report(layer, share)
+            reports[f"{name}.router"] = reports[f"{name}.router"] + said if f"{name}.router" in reports else said
+    gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
+    return _Made(loss, balance, gradients, load, reports)
+
+
+def report(layer: Layer, share: float) -> Tensor:
+    """Balance, importance and z loss as shares of the step's mean, kept choices, choices of each expert."""
+    means = [share * loss.item() for loss in (layer.balance, layer.importance, layer.z)]
+    return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
+
+
+def _ages(case: Case, names: list[str]) -> dict[str, int]:
+    """By how many updates the weights that a gradient is taken at are older than those it changes; {} where by none."""
     if not case.delayed:
         return {}
     run = case.run()
-    parts = parts_of(run, schedule_of(run))
-    names = [*dict(model.named_parameters()), *extra_state(model)]
-    return {n: 1 if case.schedule == "two_bw" else case.pp - 1 - stages_with(model, n, parts)[0] for n in names}
+    held = layers_of(run, schedule_of(run))
+
+    def stage(name: str) -> int:
+        if not name.startswith("layers."):
+            return 0 if name == "embedding" else len(held) - 1
+        return next(stage for stage, layers in enumerate(held) if int(name.split(".")[1]) in layers)
+
+    return {name: 1 if case.schedule == "two_bw" else case.pp - 1 - stage(name) for name in names}
 
 
-def _put(model: Transformer, values: dict[str, Tensor]) -> None:
-    everything = dict(model.named_parameters()) | extra_state(model)
-    for name, value in values.items():
-        everything[name].data.copy_(value)
-
-
-def _whole(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    layouts = lay_out(model)
-    mesh = Mesh.of(Degrees())
-    return {p.name: p.tensor.clone() for n, t in tensors.items() for p in pieces(global_name(n), layouts[n], mesh, t)}
+def _copy(tensors: Weights) -> Weights:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe.train import state
 from moe.train.state import Counters
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel import checkpoint
 from parallel.checkpoint import Piece, Reader, check_same_parameters, newest, numbered, pieces, save, verify
 from parallel.data.deepspeed import load_deepspeed

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.verify.verify import Case, Result, reference
+from moe.verify.cases import Case
+from moe.verify.twin import Result, reference
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.data.deepspeed import load_deepspeed
 from parallel.fork import run_on_ranks

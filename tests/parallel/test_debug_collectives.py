@@ -13,7 +13,7 @@ import torch
 
 from moe.experts.dispatch import dispatcher_of
 from moe.recipe import sections
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel import collectives, process
 from parallel.clip import gradient_norm
 from parallel.collectives import all_reduce, all_to_all, reset_counts, sum_over

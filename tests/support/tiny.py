@@ -18,7 +18,8 @@ from moe.parallelize.build import build, start_engine
 from moe.recipe.sections import Run
 from moe.train.numbers import Numbers
 from moe.train.step import accumulate, finish
-from moe.verify.verify import Case, batch
+from moe.verify.batches import batch
+from moe.verify.cases import Case
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine

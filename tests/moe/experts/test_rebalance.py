@@ -16,7 +16,7 @@ from moe.experts.dispatch.placement import balanced_placement, rank_loads
 from moe.kernels.grouped import blocks, grouped_ffn
 from moe.train import state
 from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel import process
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput

@@ -19,7 +19,7 @@ from moe.model.transformer import Transformer
 from moe.nn.vocabulary import PADDING, Rows, look_up, project, rows_of, summed_loss
 from moe.recipe import sections
 from moe.recipe.load import build_run
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel.data.tiling import Tiled
 from parallel.errors import BadInput
 from tests.support.ranks import run_on_ranks

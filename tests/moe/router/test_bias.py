@@ -16,7 +16,8 @@ from moe.router.bias import updated_bias
 from moe.train import state
 from moe.train.state import Counters
 from moe.train.step import update_biases, validation_loss
-from moe.verify.verify import Case, batch
+from moe.verify.batches import batch
+from moe.verify.cases import Case
 from parallel.checkpoint import Reader
 from parallel.data.deepspeed import load_deepspeed
 from parallel.mesh import Degrees, Mesh

@@ -19,8 +19,8 @@ from moe.nn.context import Context
 from moe.train.numbers import LayerNumbers
 from moe.train.passes import PADDING
 from moe.train.step import accumulate, validation_loss
-from moe.verify.cases import BATCH, LENGTH
-from moe.verify.verify import Case, batch
+from moe.verify.batches import batch
+from moe.verify.cases import BATCH, LENGTH, Case
 from parallel.checkpoint import pieces
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from moe.nn.linear import Linear
 from moe.recipe.load import build_run
 from moe.train import advance, place, trainer
-from moe.verify.verify import Case, batch
+from moe.verify.batches import batch
+from moe.verify.cases import Case
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW, Engine

@@ -22,9 +22,10 @@ from moe.experts.dispatch import AllToAll
 from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.router.router import Router
-from moe.verify import verify
-from moe.verify.cases import MODELS, ROUTERS, cases, data_cases, expert_cases, tiled_cases
-from moe.verify.verify import NUMBERS, Case, Result, compare
+from moe.verify import layouts, verify
+from moe.verify.cases import MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
+from moe.verify.compare import NUMBERS, compare
+from moe.verify.twin import Result
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
 from parallel.data import ddp
@@ -303,24 +304,24 @@ def engine_divides_by_dp(patch: pytest.MonkeyPatch) -> None:
 
 
 def loss_turns_nan_half_way(patch: pytest.MonkeyPatch) -> None:
-    real = verify.accumulate
+    real = layouts.accumulate
 
     def wrong(*args: Any, step: int, **rest: Any) -> Any:
         numbers = real(*args, step=step, **rest)
         return replace(numbers, loss=math.nan) if on_ranks() and step >= 5 else numbers
 
-    patch.setattr(verify, "accumulate", wrong)
+    patch.setattr(layouts, "accumulate", wrong)
 
 
 def one_rank_fails(patch: pytest.MonkeyPatch) -> None:
-    real = verify.accumulate
+    real = layouts.accumulate
 
     def wrong(*args: Any, step: int, **rest: Any) -> Any:
         if on_ranks() and dist.get_rank() == 1 and step == 2:
             raise ArithmeticError("the second rank gives up")
         return real(*args, step=step, **rest)
 
-    patch.setattr(verify, "accumulate", wrong)
+    patch.setattr(layouts, "accumulate", wrong)
 
 
 EVERY = set(NUMBERS)

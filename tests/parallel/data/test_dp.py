@@ -26,8 +26,11 @@ import torch
 torch.set_num_threads(1)
 from dataclasses import replace
 from moe.train.step import accumulate, finish
-from moe.verify.verify import batch, compare, compute, reference
+from moe.verify.batches import batch
 from moe.verify.cases import BATCH, Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute
+from moe.verify.twin import reference
 from parallel.data.dp import Replicas, _Meeting
 from tests.support.tiny import start
 """

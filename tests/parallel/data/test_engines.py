@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe.model.transformer import global_name
 from moe.parallelize.build import FAMILIES
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel.clip import gradient_norm
 from parallel.collectives import counts, reset_counts
 from parallel.data.ddp import DDP

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 import moe.parallelize.build
 from moe.model.transformer import global_name, initialise
-from moe.verify.verify import Case, _owned
+from moe.verify.cases import Case
+from moe.verify.layouts import owned
 from parallel import collectives, process
 from parallel.collectives import counts, reset_counts
 from parallel.data.ddp import DDP
@@ -46,9 +47,9 @@ def two_steps(rank: int, case: Case, sharding: dict[str, Any]) -> dict[str, Any]
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(2):
         found["losses"].append(tiny.accumulate(step).loss)
-        found["gradients"] = _owned(tiny.engine, tiny.mesh, "gradient", 1.0)
+        found["gradients"] = owned(tiny.engine, tiny.mesh, "gradient", 1.0)
         found["norms"].append(tiny.finish().total)
-    return found | {"weights": _owned(tiny.engine, tiny.mesh, "weight", 1.0)}
+    return found | {"weights": owned(tiny.engine, tiny.mesh, "weight", 1.0)}
 
 
 def together(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.train import state
 from moe.train.state import Counters
-from moe.verify.verify import FP32_TOLERANCE, Case
+from moe.verify.cases import Case
+from moe.verify.expected import FP32_TOLERANCE
 from parallel import checkpoint
 from parallel.checkpoint import Reader, pieces
 from parallel.data.tiling import Tiled, tile_of, tiles_of, without_tiles

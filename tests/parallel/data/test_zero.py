@@ -23,7 +23,8 @@ from torch import nn
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.sections import Run
-from moe.verify.verify import Case, batch
+from moe.verify.batches import batch
+from moe.verify.cases import Case
 from parallel import process
 from parallel.data import zero3
 from parallel.data.deepspeed import compile_async_io, load_deepspeed

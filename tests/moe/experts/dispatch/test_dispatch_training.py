@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.train import state
-from moe.verify.verify import Case
+from moe.verify.cases import Case
 from parallel.checkpoint import pieces
 from parallel.data.deepspeed import load_deepspeed
 from parallel.fork import run_on_ranks

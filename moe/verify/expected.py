@@ -1,0 +1,105 @@
+"""What a case must give, and how far from it it may be.
+
+    fp32           the plain twin; each number within 1e-5
+    bf16, fp16     one process in that precision; each number within twice what reordering does, measured here: other micro-batches,
+                   the plain kernels. And the plain twin in fp32; each number, and each parameter's gradient, within a bound that
+                   follows from the dtype's unit roundoff, so that one process cannot be wrong in 16 bits unseen
+
+The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
+round (moe/verify/plain_model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
+itself, in the forward and in the backward pass. What comes out differs as much as rounding may make it differ: errors that grow,
+tokens at a near tie that go to another expert. The bound is twice the largest of several such runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from moe.verify.cases import Case
+from moe.verify.compare import NUMBERS, compare, gradient_deviations
+from moe.verify.layouts import compute
+from moe.verify.plain_model import Rounding
+from moe.verify.twin import Result, reference
+from parallel.precision import DTYPES
+
+FP32_TOLERANCE = 1e-5
+CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
+DRAWS = 5  # of random roundings
+
+
+def twin_of(case: Case) -> Case:
+    """What a case is compared with: the same model and precision on one process, in one piece."""
+    alone = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
+    alone = replace(alone, padded=case.padded, overflow=case.overflow)
+    return replace(alone, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else alone
+
+
+def alone(twin: Case) -> Case:
+    """The same model without a pipeline, for what is computed on one process by the trainer's own code."""
+    return replace(twin, pp=1, schedule="1f1b", microbatches=1)
+
+
+@dataclass
+class Expected:
+    """Of one twin: `result`, how far each number may be from it, and in 16 bits the bound to the exact twin."""
+
+    twin: Case
+    result: Result
+    tolerance: dict[str, float]
+    bound: Bound | None = field(default=None)
+
+    @staticmethod
+    def of(twin: Case) -> Expected:
+        if twin.precision == "fp32":
+            return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
+        found = compute(alone(twin))
+        result = reference(twin) if twin.delayed else found
+        measured = spread(alone(twin), found)
+        if twin.delayed:
+            others = [compare(reference(twin, parts=parts), result) for parts in CUTS]
+            measured = {n: max(measured[n], *(other[n] for other in others)) for n in NUMBERS}
+        return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in measured.items()}, Bound(twin))
+
+
+def spread(case: Case, baseline: Result) -> dict[str, float]:
+    """What rounding alone does in this precision, on one process: the largest deviation with other micro-batches or the plain kernels."""
+    found = [compare(compute(replace(case, microbatches=m)), baseline) for m in CUTS]
+    found.append(compare(compute(case, kernels="reference"), baseline))
+    return {number: max(f[number] for f in found) for number in NUMBERS}
+
+
+@dataclass
+class Bound:
+    """How far a run in a 16-bit dtype may be from the twin in fp32."""
+
+    twin: Case
+
+    @property
+    def unit(self) -> float:
+        return torch.finfo(DTYPES[self.twin.precision]).eps / 2
+
+    @cached_property
+    def exact(self) -> Result:
+        return reference(replace(self.twin, precision="fp32"))
+
+    @cached_property
+    def largest(self) -> dict[str, float]:
+        """Of each number, and of each parameter's gradient by name."""
+        wide = replace(self.twin, precision="fp32")
+        found = [_deviations(reference(wide, rounding=Rounding(unit=self.unit, seed=seed)), self.exact) for seed in range(DRAWS)]
+        return {name: max(self.unit, 2 * max(f[name] for f in found)) for name in found[0]}
+
+    def share(self, got: Result) -> tuple[float, str]:
+        """The largest share of its bound that any deviation reaches, and whose it is."""
+        if got.gradients.keys() != self.exact.gradients.keys():
+            return float("inf"), "gradient"
+        found = _deviations(got, self.exact)
+        name = max(found, key=lambda name: found[name] / self.largest[name])
+        return found[name] / self.largest[name], name
+
+
+def _deviations(got: Result, exact: Result) -> dict[str, float]:
+    return compare(got, exact) | gradient_deviations(got.gradients, exact.gradients)

@@ -1,0 +1,217 @@
+"""Ten steps of one layout by the trainer's own code, on forked ranks; what comes back is whole and has global names."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.model.transformer import global_name
+from moe.parallelize.build import build, start_engine
+from moe.plan.pipeline import schedule_of
+from moe.recipe.sections import Run
+from moe.train.numbers import LayerNumbers, Numbers
+from moe.train.state import extra_owned
+from moe.train.step import accumulate, finish
+from moe.train.stream import stream
+from moe.verify.batches import batch
+from moe.verify.cases import OVERFLOWS, Case
+from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
+from moe.verify.twin import STEPS, Result
+from parallel import process
+from parallel.checkpoint import pieces
+from parallel.clip import GradientNorm
+from parallel.data.engine import Engine
+from parallel.fork import run_on_ranks
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
+Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case
+
+
+def compute(
+    case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Degrees, Mesh] | None = None, tape: Tape | None = None
+) -> Result:
+    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already."""
+    run = check_run(case.run(), case.world)
+    run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
+    degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
+    if degrees not in meshes:
+        meshes[degrees] = process.connect(degrees, World(rank, case.world))
+    mesh = meshes[degrees]
+    model, layouts = build(run, mesh, device=torch.device("cpu"))
+    engine = start_engine(run, model, layouts, mesh)
+    if tape is not None:
+        listen(model, tape)
+    return (_streamed if case.delayed else _stepped)(case, run, engine, mesh, tape)
+
+
+def _stepped(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | None) -> Result:
+    scale = LossScale.of(run.precision.loss_scale)
+    spoil = _spoiler(engine, mesh) if case.overflow else None
+    losses: list[float] = []
+    kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
+    for step in range(STEPS):
+        taped, spoilt, used = tape is not None and step < TAPED, case.overflow and step == OVERFLOWS, scale.value
+        if spoil is not None:
+            spoil["now"] = spoilt
+        numbers = accumulate(
+            engine,
+            _mine(step, mesh, padded=case.padded),
+            mesh=mesh,
+            microbatches=case.microbatches,
+            seed=run.train.seed,
+            step=step,
+            loss_scale=used,
+        )
+        losses.append(numbers.loss)
+        gradients = owned(engine, mesh, "gradient", used) if kept is None or (taped and not spoilt) else {}
+        norm = finish(
+            engine,
+            numbers,
+            world=mesh.axis("world"),
+            scale=scale,
+            lr=run.optimizer.lr,
+            clip_norm=run.optimizer.clip_norm,
+            device=torch.device("cpu"),
+        )
+        weights = _weights(engine, mesh) if kept is None or taped else {}
+        kept = kept or (numbers.balance_loss, norm.total, gradients, weights)
+        if tape is not None and taped:
+            norms = {} if spoilt else norm.families | {"total": norm.total}
+            tape.steps.append(Step(numbers.loss, _reports(numbers), gradients, norms, owned(engine, mesh, "exp_avg", 1.0), weights))
+    assert kept is not None
+    return Result(losses, *kept)
+
+
+def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
+    """While `now` is set, one parameter's gradient is infinite where it arises: on the last rank alone, and before any sum."""
+    on = {"now": False}
+    if mesh.rank == mesh.axis("world").size - 1:
+        spoilt = next(p for name, p in reversed(list(engine.module.named_parameters())) if ".experts." in name or ".ffn." in name)
+        spoilt.register_hook(lambda grad: grad * torch.inf if on["now"] else grad)
+    return on
+
+
+def _reports(numbers: Numbers) -> dict[str, Tensor]:
+    def row(n: LayerNumbers) -> Tensor:
+        return torch.tensor([n.balance_loss, n.importance_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)
+
+    return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
+
+
+def _streamed(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | None) -> Result:
+    """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
+    updates: list[Step] = []
+    if tape is not None:
+        _watch_updates(engine, mesh, updates)
+    steps: list[tuple[Numbers, GradientNorm]] = []
+    kept: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    for count in (1, STEPS - 1):
+        steps += stream(
+            engine,
+            [_mine(len(steps) + n, mesh) for n in range(count)],
+            schedule=schedule_of(run, batches=count),
+            mesh=mesh,
+            seed=run.train.seed,
+            step=len(steps),
+            rate=lambda n: run.optimizer.lr,
+        )
+        kept = kept or (owned(engine, mesh, "exp_avg", 1 - run.optimizer.beta1), _weights(engine, mesh))
+    assert kept is not None
+    for step, (numbers, norm) in zip(updates, steps, strict=False):
+        step.loss, step.reports, step.norms = numbers.loss, _reports(numbers), norm.families | {"total": norm.total}
+    if tape is not None:
+        tape.steps += updates
+    numbers, norm = steps[0]
+    return Result([numbers.loss for numbers, _ in steps], numbers.balance_loss, norm.total, *kept)
+
+
+def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
+    """Gradients, then moments and weights, of the first updates of this rank's stage, which no loop outside of it sees."""
+    optimizer: torch.optim.Optimizer = engine.optimizer  # type: ignore[attr-defined]
+    made = [0]
+
+    def before(*_: Any) -> None:
+        made[0] += 1
+        if made[0] <= TAPED:
+            updates.append(Step(gradients=owned(engine, mesh, "gradient", 1.0)))
+
+    def after(*_: Any) -> None:
+        if made[0] <= TAPED:
+            updates[-1].moments = owned(engine, mesh, "exp_avg", 1.0)
+            updates[-1].weights = owned(engine, mesh, "weight", 1.0)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _mine(step: int, mesh: Mesh, *, padded: bool = False) -> Tensor:
+    dp = mesh.axis("dp")
+    return batch(step, padded=padded).chunk(dp.size)[dp.index]
+
+
+def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
+    """With routers' biases."""
+    biases = {name: bias_E.clone() for name, bias_E in extra_owned(engine.module, engine.layouts, mesh)}
+    return owned(engine, mesh, "weight", 1.0) | biases
+
+
+def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
+    """What this rank owns of every parameter's gradient or state, over `scale`, each whole with zeros elsewhere."""
+    found: dict[str, Tensor] = {}
+    for name, layout in engine.layouts.items():
+        tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
+        if layout.is_owner(mesh):
+            for p in pieces(global_name(name), layout, mesh, tensor):
+                whole = found.setdefault(p.name, torch.zeros(p.shape))  # other tiles and ranks have the rest; the ranks' parts are added up
+                whole[tuple(slice(start, start + n) for start, n in zip(p.start, p.tensor.shape, strict=True))] = p.tensor.float() / scale
+    return found
+
+
+# --- on forked ranks --------------------------------------------------------------------------------------------------------
+
+
+def run_world(chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext) -> list[tuple[Case, Ran]]:
+    """Every case of one world on one set of forked ranks; a failure of the set is the result of each of its cases."""
+    if any(c.kind.startswith("zero") for c in chosen):
+        from parallel.data.deepspeed import load_deepspeed
+
+        load_deepspeed()  # once, before forking: it takes seconds to import
+    if any(c.kind == "fsdp" for c in chosen):
+        import parallel.data.fsdp  # noqa: F401  (likewise)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_on_ranks(_ranks, world, chosen, folder, taped, inside, timeout_s=60 + 20 * len(chosen))
+        except RuntimeError as error:
+            return [(case, str(error)) for case in chosen]
+        return [(case, _gather(Path(folder), number, world)) for number, case in enumerate(chosen)]
+
+
+def _ranks(rank: int, chosen: list[Case], folder: str, taped: bool, inside: Inside) -> None:
+    meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
+    for number, case in enumerate(chosen):
+        tape = Tape() if taped else None
+        with inside():
+            found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
+        torch.save({"result": found, "tape": None if tape is None else plain(tape)}, Path(folder) / f"{number}.{rank}.pt")
+
+
+def _gather(folder: Path, number: int, world: int) -> tuple[Result, Tape | None]:
+    parts = [torch.load(folder / f"{number}.{rank}.pt", weights_only=True) for rank in range(world)]
+    first = parts[0]["result"]
+    for part in parts[1:]:
+        for what in ("gradients", "weights"):
+            for name, tensor in part["result"][what].items():
+                first[what][name] = first[what][name] + tensor if name in first[what] else tensor
+    tapes = [part["tape"] for part in parts]
+    return Result(**first), None if tapes[0] is None else of_ranks(tapes)

@@ -1,0 +1,189 @@
+"""The rest of the Transformer as plain functions of a table of whole tensors, by the names that checkpoints use: embedding, norms,
+attention, feed-forward networks, what stands beside the experts, loss. No module, no kernel and no autograd function of the model's.
+
+    x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
+
+What is shared with the model is the recipe and the hash of keyed random numbers (moe/verify/plain_layer.py). `Rounding` says what is
+done with every number that a 16-bit run would round: nothing in fp32; round it; or, to learn what rounding can do, disturb it by as
+much (moe/verify/bounds.py).
+Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
+(2201.05596).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.recipe.sections import Run
+from moe.verify.batches import PADDING
+from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, network
+
+# B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
+
+Note = Callable[[str, Tensor], None]  # told of each part's output [T, ...] in order of depth
+
+
+@dataclass
+class Rounding:
+    """`dtype`: what products run in. `unit`: with fp32, every number is disturbed by up to this share of itself, forward and backward,
+    as rounding to a format with this unit roundoff would; 0: not at all."""
+
+    dtype: torch.dtype = torch.float32
+    unit: float = 0.0
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.unit:
+            return x.to(self.dtype)
+        out: Tensor = _Disturb.apply(x.float(), self)
+        return out
+
+    def disturbed(self, x: Tensor) -> Tensor:
+        return x * (1 + self.unit * (2 * torch.rand(x.shape, generator=self.generator) - 1))
+
+
+class _Disturb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Rounding) -> Tensor:
+        ctx.rounding = rounding
+        return rounding.disturbed(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.rounding.disturbed(grad), None
+
+
+@dataclass(frozen=True)
+class Passed:
+    """`loss`: cross-entropy summed over the predicted tokens; `layers` with experts by name."""
+
+    loss: Tensor
+    layers: dict[str, Layer]
+
+
+def forward(run: Run, weights: Weights, batch: Tensor, *, first: int, step: int, cast: Rounding, note: Note) -> Passed:
+    """Sequences first, first + 1, ... of a step (int64 [B, L + 1]) through the model, in training."""
+    model, experts = run.model, run.experts
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    valid = inputs != PADDING
+    length = inputs.shape[1]
+    ids = inputs.masked_fill(~valid, 0).flatten()
+    places = torch.arange(first * length, first * length + inputs.numel())
+    tokens = Tokens(ids.tolist(), places, valid.flatten().tolist(), length, run.train.seed, step)
+
+    def dropped(x: Tensor, name: str) -> Tensor:
+        if not model.dropout:
+            return x
+        return cast(x * cast((tokens.draw(name, x.shape[1]) >= model.dropout).float() / (1 - model.dropout)))
+
+    x = cast(cast(weights["embedding"])[ids])
+    note("embedding", x)
+    layers: dict[str, Layer] = {}
+    for i in range(model.num_layers):
+        name = f"layers.{i}"
+        out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model.norm)), weights, name, run, length, cast)
+        note(f"{name}.attention", out)
+        x = cast(x + dropped(out, f"{name}.attention.dropout"))
+        seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model.norm))
+        if i in model.layers_with_experts():
+            nth = model.layers_with_experts().index(i)
+            kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout)
+            layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
+            note(f"{name}.router", layer.gates)
+            out = beside(seen, layer.y, weights, name, kind.ffn, cast)
+            note(f"{name}.moe", out)
+        else:
+            out = _dense(seen, weights, f"{name}.ffn", model.ffn, cast)
+            note(f"{name}.ffn", out)
+        x = cast(x + dropped(out, f"{name}.ffn.dropout"))
+        note(name, x)
+    x = cast(norm(x, weights["norm.weight"], model.norm))
+    note("norm", x)
+    logits = cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()).float()
+    return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
+
+
+def norm(x: Tensor, gain: Tensor, kind: str) -> Tensor:
+    """Fp32."""
+    x = x.float()
+    if kind == "layernorm":
+        x = x - x.mean(1, keepdim=True)
+        return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.float()
+    return x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.float()
+
+
+def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, cast: Rounding) -> Tensor:
+    """x [T, D] of whole sequences; head after head, each with the key and value head of its group."""
+    model = run.model
+    heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
+    size = model.head_size or model.d_model // heads
+
+    def projected(matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
+        flat = cast(x @ cast(weights[f"{name}.attention.{matrix}.weight"]).t())
+        return flat.view(-1, length, count, size).permute(2, 0, 1, 3)
+
+    q, k, v = projected("q", heads), projected("k", groups), projected("v", groups)
+    if model.positions != "t5":
+        q, k = _turned(q, cast), _turned(k, cast)
+    place = torch.arange(length)
+    past = place.unsqueeze(1) >= place
+    mixed = []
+    for head in range(heads):
+        group = head // (heads // groups)
+        scores = (q[head] @ k[group].transpose(1, 2)).float() / math.sqrt(size)
+        if model.positions == "t5":
+            scores = scores + cast(weights[f"{name}.attention.bias.weight"].float()[_buckets(length), head]).float()
+        shares = scores.masked_fill(~past, -math.inf).softmax(2)
+        mixed.append(cast(shares.to(v.dtype) @ v[group]))
+    flat = torch.stack(mixed, 2).reshape(-1, heads * size)
+    return cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
+
+
+def _turned(x: Tensor, cast: Rounding) -> Tensor:
+    """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place / 10000^(2i/C))."""
+    half = x.shape[-1] // 2
+    rate = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float32).unsqueeze(1) * rate
+    cos, sin, a, b = cast(angle.cos()), cast(angle.sin()), x[..., :half], x[..., half:]
+    return cast(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def _buckets(length: int) -> Tensor:
+    """T5's bucket of each distance back, [L, L]: 16 exact ones, then 16 that grow up to a distance of 128."""
+
+    def bucket(distance: int) -> int:
+        if distance < 16:
+            return max(0, distance)
+        return min(31, 16 + int(math.log(distance / 16) / math.log(128 / 16) * 16))
+
+    return torch.tensor([[bucket(q - k) for k in range(length)] for q in range(length)])
+
+
+def _dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
+    """A dense network; its matrices are stored [out, in]."""
+    matrices = [weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")]
+    return network(x, *(None if w is None else w.t() for w in matrices), ffn=ffn, cast=cast)
+
+
+def beside(x: Tensor, y: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
+    """The experts' result with what every token passes besides."""
+    if f"{name}.coefficient.weight" in weights:
+        share = cast((x.float() @ weights[f"{name}.coefficient.weight"].float().t()).softmax(1))
+        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * _dense(x, weights, f"{name}.residual", ffn, cast)))
+    if f"{name}.shared.w1.weight" not in weights:
+        return y
+    shared = _dense(x, weights, f"{name}.shared", ffn, cast)
+    if f"{name}.shared_gate.weight" in weights:
+        shared = cast(cast((x.float() @ weights[f"{name}.shared_gate.weight"].float().t()).sigmoid()) * shared)
+    return cast(y + shared)

@@ -1,0 +1,200 @@
+"""Where two runs part: the first line of their tapes that differs by more than reordering makes it differ.
+
+    step 0   forward, from the embedding up, micro-batch after micro-batch; what each MoE layer says; the loss
+             what recompute runs again; gradients, from the head down; norms of their families
+             moments and weights after the update, from the embedding up
+    step 1   the same, then step 2; then the first loss that differs
+
+A deviation that is there in the output of a layer is named before what follows from it. The tolerance of each line is twice what
+other micro-batches and the plain kernels do to that very line on one process, in the same precision, and 32 roundings of fp32 at
+least; in 16 bits no number is fixed beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.verify.cases import BATCH, LENGTH, Case
+from moe.verify.compare import deviation
+from moe.verify.expected import CUTS, Expected, alone
+from moe.verify.layouts import compute
+from moe.verify.tape import AGAIN, Step, Tape
+from moe.verify.twin import Result, reference
+
+LEAST = 32 * 2.0**-24
+
+_INSIDE = (
+    "attention_norm",
+    "attention",
+    "ffn_norm",
+    "router",
+    "experts",
+    "residual",
+    "shared",
+    "coefficient",
+    "shared_gate",
+    "moe",
+    "ffn",
+    "",
+)  # of a layer, in order of depth
+
+
+class Line(NamedTuple):
+    """One thing to compare: of which step, in which phase, by what name. `floor`: its values count for at least that."""
+
+    step: int
+    phase: str
+    name: str
+    value: Tensor
+    floor: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        return self.step, self.phase, self.name
+
+
+@dataclass(frozen=True)
+class Where:
+    """`name`: of the layer or parameter; `found`: its deviation, over `allowed`."""
+
+    name: str
+    phase: str
+    step: int
+    found: float
+    allowed: float
+    place: str = ""
+
+    def __str__(self) -> str:
+        place = f", {self.place}" if self.place else ""
+        return f"{self.name} ({self.phase} of step {self.step}{place}: {self.found:.1e}, allowed {self.allowed:.0e})"
+
+
+def depth(name: str) -> tuple[float, ...]:
+    """Where a layer or parameter stands on the way from the tokens to the loss; numbers that sort."""
+    found = re.match(r"layers\.(\d+)(?:\.(\w+))?", name)
+    if found is None:
+        return (-1,) if name.startswith("embedding") else (float("inf"), name.startswith("head"))
+    inside = found[2] or ""
+    late = name.endswith((".w2", ".w2.weight", ".out.weight"))
+    return int(found[1]), _INSIDE.index(inside) if inside in _INSIDE else len(_INSIDE), late
+
+
+def lines(tape: Tape) -> Iterator[Line]:
+    """Of the whole tape, in the order in which a deviation is looked for."""
+    for number, step in enumerate(tape.steps):
+        names = sorted((name for at, name in tape.forward if at == number), key=depth)
+        for name in names:
+            if not name.endswith(AGAIN):
+                yield from _forward(tape, number, name, "forward")
+        yield from (Line(number, "losses and load", name, said) for name, said in sorted(step.reports.items()))
+        yield Line(number, "loss", "head", torch.tensor(step.loss))
+        for name in names:
+            if name.endswith(AGAIN):
+                yield from _forward(tape, number, name, "recomputed forward")
+        yield from _update(number, step)
+
+
+def _forward(tape: Tape, step: int, name: str, phase: str) -> Iterator[Line]:
+    whole = tape.whole(step, name)
+    if whole is not None:
+        yield Line(step, phase, name.removesuffix(AGAIN), whole)
+
+
+def _update(number: int, step: Step) -> Iterator[Line]:
+    """Gradients of experts of one layer that are not named in order of their numbers stand in that of their depth, then of their names."""
+    floor = 1e-3 * max((g.abs().max().item() for g in step.gradients.values()), default=0.0)
+    for name in sorted(step.gradients, key=depth, reverse=True):
+        yield Line(number, "gradient", name, step.gradients[name], floor)
+    for family, norm in step.norms.items():
+        yield Line(number, "gradient norm", "all parameters" if family == "total" else f"{family} parameters", torch.tensor(norm))
+    floor = 1e-3 * max((m.abs().max().item() for m in step.moments.values()), default=0.0)
+    for name in sorted(step.weights, key=depth):
+        if name in step.moments:
+            yield Line(number, "moment after the update", name, step.moments[name], floor)
+        yield Line(number, "weight after the update", name, step.weights[name])
+
+
+def _away(got: Line, want: Line) -> float:
+    if want.phase == "losses and load":  # each number by itself: counts are larger than losses
+        if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
+            return float("inf")
+        return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
+    return deviation(got.value, want.value, want.floor)
+
+
+class Standard:
+    """One twin's tape, and how far each of its lines may be off. Measured when first asked for."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.twin, self.expected = expected.twin, expected
+
+    @cached_property
+    def tape(self) -> Tape:
+        tape = Tape()
+        if self.twin.precision == "fp32" or self.twin.delayed:
+            reference(self.twin, tape=tape)
+        else:
+            compute(alone(self.twin), tape=tape)
+        return tape
+
+    @cached_property
+    def allowed(self) -> dict[tuple[int, str, str], float]:
+        """Twice the spread of each line over reorderings on one process."""
+        runs = [_taped(alone(self.twin), "cpu")]
+        runs += [_taped(replace(alone(self.twin), microbatches=m), "cpu") for m in CUTS] + [_taped(alone(self.twin), "reference")]
+        first, *others = [{line.key: line for line in lines(tape)} for tape in runs]
+        return {key: max(LEAST, *(2 * _away(other[key], line) for other in others if key in other)) for key, line in first.items()}
+
+    def first_deviation(self, got: Tape, result: Result, case: Case) -> Where | None:
+        """None where no line is off, and no loss."""
+        held = {line.key: line for line in lines(got)}
+        recomputed = [line for line in held.values() if line.phase == "recomputed forward"]
+        for want in lines(self.tape):
+            first = {line.key: line for line in recomputed if want.phase == "loss" and line.step == want.step}
+            pairs = [(want, held.get(want.key))]
+            # the twin runs nothing again: what was computed again must be what it was the first time
+            pairs += [(held[line.step, "forward", line.name], line) for line in first.values()]
+            for right, line in pairs:
+                found = self._judged(right, line, case)
+                if found is not None:
+                    return found
+        for step, (a, b) in enumerate(zip(result.losses, self.expected.result.losses, strict=True)):
+            if not abs(a - b) <= self.expected.tolerance["ten_step"] * abs(b):
+                return Where("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
+        return None
+
+    def _judged(self, want: Line, line: Line | None, case: Case) -> Where | None:
+        if line is None:
+            known = want.name.endswith(".router.bias") and case.delayed
+            return None if known else Where(want.name, want.phase, want.step, float("inf"), LEAST, "there is none")
+        away, allowed = _away(line, want), self.allowed.get(want.key, LEAST)
+        if away <= allowed:
+            return None
+        return Where(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
+
+
+def _taped(case: Case, kernels: str) -> Tape:
+    tape = Tape()
+    compute(case, kernels=kernels, tape=tape)
+    return tape
+
+
+def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
+    """Of a layer's output: the first micro-batch that is off, in the order in which the first rank with any computes them."""
+    if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
+        return ""
+    scale = want.value.abs().max().item()
+    off_T = ~((line.value - want.value).abs() <= allowed * scale).all(1)  # NaN is off
+    sequences = sorted({int(t) // LENGTH for t in off_T.nonzero()[:, 0]})
+    dp = case.world // case.pp
+    each, size = BATCH // dp, max(1, BATCH // dp // case.microbatches)
+    first = min(((s % each) // size, s // each) for s in sequences)
+    count = int(off_T.sum())
+    return f"micro-batch {first[0]} of data rank {first[1]}, {count} of {len(off_T)} tokens"
