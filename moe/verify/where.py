@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe.verify.cases import BATCH, LENGTH, Case
 from moe.verify.compare import deviation
-from moe.verify.expected import CUTS, Expected, alone
+from moe.verify.expected import CUTS, FP32_TOLERANCE, Expected, alone
 from moe.verify.layouts import compute
 from moe.verify.tape import AGAIN, Step, Tape
 from moe.verify.twin import Result, reference
@@ -70,10 +70,11 @@ class Where:
     found: float
     allowed: float
     place: str = ""
+    then: str = ""  # of a norm, which belongs to many parameters: the first of them that is updated wrongly
 
     def __str__(self) -> str:
-        place = f", {self.place}" if self.place else ""
-        return f"{self.name} ({self.phase} of step {self.step}{place}: {self.found:.1e}, allowed {self.allowed:.0e})"
+        place, then = f", {self.place}" if self.place else "", f"; first updated wrongly: {self.then}" if self.then else ""
+        return f"{self.name} ({self.phase} of step {self.step}{place}: {self.found:.1e}, allowed {self.allowed:.0e}){then}"
 
 
 def depth(name: str) -> tuple[float, ...]:
@@ -150,7 +151,10 @@ class Standard:
         runs = [_taped(alone(self.twin), "cpu")]
         runs += [_taped(replace(alone(self.twin), microbatches=m), "cpu") for m in CUTS] + [_taped(alone(self.twin), "reference")]
         first, *others = [{line.key: line for line in lines(tape)} for tape in runs]
-        return {key: max(LEAST, *(2 * _away(other[key], line) for other in others if key in other)) for key, line in first.items()}
+        found = {key: max(LEAST, *(2 * _away(other[key], line) for other in others if key in other)) for key, line in first.items()}
+        if self.twin.precision != "fp32":
+            return found
+        return {key: min(FP32_TOLERANCE, away) for key, away in found.items()}  # what fails a row is never put down to reordering
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Where | None:
         """None where no line is off, and no loss."""
@@ -164,11 +168,18 @@ class Standard:
             for right, line in pairs:
                 found = self._judged(right, line, case)
                 if found is not None:
-                    return found
+                    return self._with_parameter(found, held, case)
         for step, (a, b) in enumerate(zip(result.losses, self.expected.result.losses, strict=True)):
             if not abs(a - b) <= self.expected.tolerance["ten_step"] * abs(b):
                 return Where("head", "loss", step, abs(a - b) / abs(b), self.expected.tolerance["ten_step"])
         return None
+
+    def _with_parameter(self, found: Where, held: dict[tuple[int, str, str], Line], case: Case) -> Where:
+        if found.phase != "gradient norm":
+            return found
+        after = (line for line in lines(self.tape) if line.step == found.step and line.phase.endswith("after the update"))
+        off = (self._judged(line, held.get(line.key), case) for line in after)
+        return replace(found, then=next((where.name for where in off if where is not None), ""))
 
     def _judged(self, want: Line, line: Line | None, case: Case) -> Where | None:
         if line is None:
