@@ -9,83 +9,46 @@
     shift            shift the other way
 
 On an axis of size 1 each is the identity and costs nothing. Sums of a backward pass are fp32, whatever the dtype.
-Bytes are counted logically, never from time: `counts()` returns calls, bytes handed to the collective, and bytes that
-leave this rank, per axis and collective.
+Bytes are counted logically, never from time, per axis and collective: calls, bytes handed to the collective, and bytes that leave
+this rank. The counts belong to the axis's communicator (parallel/communicator.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.debug_collectives import Agreement
 from parallel.mesh import Axis
 
 # torch 2.13 gives them these names, and warns of the old ones
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_agreement: Agreement | None = None
-
-
-def agree(agreement: Agreement | None) -> None:
-    """Have every collective compared over its axis before it runs (parallel/debug_collectives.py), or with None no more."""
-    global _agreement
-    _agreement = agreement
-
-
-def comparing() -> bool:
-    return _agreement is not None
-
-
-@dataclass(frozen=True)
-class Count:
-    """`bytes`: handed to the collective; `sent`: what of them, or of their sums, goes to other ranks (all_reduce, all_gather and
-    reduce_scatter: as in a ring, which no algorithm undercuts)."""
-
-    calls: int
-    bytes: int
-    sent: int
-
-
-_calls: Counter[tuple[str, str]] = Counter()
-_bytes: Counter[tuple[str, str]] = Counter()
-_sent: Counter[tuple[str, str]] = Counter()
-
-
-def counts() -> dict[tuple[str, str], Count]:
-    """Calls and bytes since the last `reset_counts`, by (axis, collective)."""
-    return {key: Count(_calls[key], _bytes[key], _sent[key]) for key in _calls}
-
-
-def reset_counts() -> None:
-    for counter in (_calls, _bytes, _sent):
-        counter.clear()
-
 
 def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-    """Note one collective before it is made, and in debug mode compare it: for those too that an engine makes on its own.
+    """Note one collective with the axis's communicator before it is made, and in debug mode compare it: for those too that an engine makes.
 
     `send`, `receive`: rows to and from each rank. "send" is one rank's to another, and nobody else's. Raises Disagreement.
     """
-    if _agreement is not None and name != "send":
-        _agreement.check(axis, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), send=send, receive=receive)
-    _calls[axis.name, name] += 1
-    size = tensor.numel() * tensor.element_size()
-    _bytes[axis.name, name] += size
+    communicator = axis.communicator
+    if communicator.agreement is not None and name != "send":
+        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        communicator.agreement.check(
+            axis.ranks, name, axis=axis.name, label=axis.label, shape=shape, dtype=dtype, send=send, receive=receive
+        )
+    handed = sent = tensor.numel() * tensor.element_size()
     if send is not None:
-        size = (sum(send) - send[axis.index]) * (size // len(tensor) if len(tensor) else 0)
+        sent = (sum(send) - send[axis.index]) * (handed // len(tensor) if len(tensor) else 0)
     elif name == "all_gather":
-        size *= axis.size - 1
+        sent *= axis.size - 1
     elif name not in ("shift", "send"):
-        size = size * (axis.size - 1) * (2 if name == "all_reduce" else 1) // axis.size
-    _sent[axis.name, name] += size
+        sent = sent * (axis.size - 1) * (2 if name == "all_reduce" else 1) // axis.size
+    communicator.add(axis.name, name, handed=handed, sent=sent)
 
 
 # --- plain, in place or returning a new tensor; no autograd ---------------------------------------------------------

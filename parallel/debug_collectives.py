@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from parallel.mesh import Axis
-
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # in the environment of ranks: seconds to wait for one that does not come
 TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may hold up a rank that is well
 _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
@@ -49,34 +47,47 @@ class Call:
 
 
 class Agreement:
-    """One for each process. `store`: what the process group met through (set, get, wait, check, delete_key)."""
+    """One for each communicator. `store`: what the process group met through (set, get, wait, check, add, delete_key).
+
+    Every rank must make its agreements in the same order: how many it made before, which the store counts, tells them apart.
+    """
 
     def __init__(self, store: Any, *, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
+        self.number = store.add(f"agree/made/{rank}", 1)
         self._numbers: Counter[tuple[int, ...]] = Counter()
 
     def check(
-        self, axis: Axis, name: str, shape: list[int], dtype: str, *, send: list[int] | None = None, receive: list[int] | None = None
+        self,
+        ranks: tuple[int, ...],
+        name: str,
+        *,
+        axis: str,
+        label: str,
+        shape: list[int],
+        dtype: str,
+        send: list[int] | None = None,
+        receive: list[int] | None = None,
     ) -> None:
-        """Return when every rank of the axis is about to make this collective. Raises Disagreement."""
-        self._numbers[axis.ranks] += 1
-        mine = Call(name, axis.name, axis.label, self._numbers[axis.ranks], shape, dtype, send, receive)
-        key = f"agree/{'-'.join(map(str, axis.ranks))}/{{}}/{{}}"
+        """Return when every one of these ranks is about to make this collective. Raises Disagreement."""
+        self._numbers[ranks] += 1
+        mine = Call(name, axis, label, self._numbers[ranks], shape, dtype, send, receive)
+        key = f"agree/{self.number}/{'-'.join(map(str, ranks))}/{{}}/{{}}"
         self.store.set(key.format(mine.number, self.rank), json.dumps(asdict(mine)))
         self.store.set(f"agree/at/{self.rank}", f"collective {mine.number} of its axis, {mine.said()}")
         calls = {self.rank: mine}
         deadline = time.monotonic() + self.timeout_s
-        for rank in axis.ranks:
+        for rank in ranks:
             if rank != self.rank:
-                calls[rank] = self._read(key.format(mine.number, rank), rank, mine, axis, deadline)
-        problem = compare([calls[rank] for rank in axis.ranks], axis.ranks)
+                calls[rank] = self._read(key.format(mine.number, rank), rank, mine, ranks, deadline)
+        problem = compare([calls[rank] for rank in ranks], ranks)
         if problem:
             self._fail(problem)
         if mine.number > 2:  # who is here has seen all of the last one, so nobody reads the one before that any more
             with suppress(RuntimeError):
                 self.store.delete_key(key.format(mine.number - 2, self.rank))
 
-    def _read(self, key: str, rank: int, mine: Call, axis: Axis, deadline: float) -> Call:
+    def _read(self, key: str, rank: int, mine: Call, ranks: tuple[int, ...], deadline: float) -> Call:
         while True:
             with suppress(RuntimeError):  # of a wait that was too short
                 self.store.wait([key], timedelta(seconds=_LOOK_S))
@@ -86,7 +97,7 @@ class Agreement:
             if time.monotonic() > deadline:
                 at = f"agree/at/{rank}"
                 last = f"was last seen at {self.store.get(at).decode()}" if self.store.check([at]) else "has not made any"
-                waited = f"within {self.timeout_s:g} s to collective {mine.number} of ranks {list(axis.ranks)}"
+                waited = f"within {self.timeout_s:g} s to collective {mine.number} of ranks {list(ranks)}"
                 self._fail(f"rank {rank} did not come {waited}, where rank {self.rank} is at {mine.said()}; rank {rank} {last}")
 
     def _fail(self, problem: str) -> None:

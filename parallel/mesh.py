@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from parallel.communicator import Communicator
 from parallel.errors import BadInput
 
 FACTORS = {"tp": ("tp_depth", "tp_row", "tp_col"), "ep": ("ep_outer", "ep_inner")}  # an axis, and those that it is the product of
@@ -146,7 +147,7 @@ class Axis:
     """One rank's view of one mesh axis: its place among `ranks`, and the process group once connected.
 
     `group` is None on an axis of size 1 and before `Mesh.connect`; collectives over such an axis do nothing. `label` says
-    on whose behalf they are called ("layers.3"): it names them where something goes wrong.
+    on whose behalf they are called ("layers.3"): it names them where something goes wrong. `communicator`: the mesh's, which counts them.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Axis:
     index: int = 0
     group: Any = None
     label: str = ""
+    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -162,7 +164,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank.
+    """All axes as one rank sees them, and the `world` axis over every rank. `communicator`: what they all count with.
 
     Making a group is collective over its ranks, and torch names it by how many groups a process has: so all ranks make equally many,
     in the same order. `connect` makes those of `axes`; the first `axis` of a joint axis and `part` make one more each.
@@ -174,15 +176,16 @@ class Mesh:
     new_group: Callable[[tuple[int, ...]], Any] | None = None
     made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups so far, by their ranks
     more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
+    communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
-    def of(degrees: Degrees, rank: int = 0) -> Mesh:
+    def of(degrees: Degrees, rank: int = 0, *, communicator: Communicator | None = None) -> Mesh:
         if not 0 <= rank < degrees.world:
             raise BadInput("rank", got=rank, needed=f"0 to {degrees.world - 1}", fix="start as many processes as the degrees multiply to")
-        place = degrees.coordinates(rank)
-        axes = {name: Axis(name, degrees.along(rank, name), place[name]) for name in AXES}
-        axes["world"] = Axis("world", tuple(range(degrees.world)), rank)
-        return Mesh(degrees, rank, axes)
+        place, communicator = degrees.coordinates(rank), communicator or Communicator()
+        axes = {name: Axis(name, degrees.along(rank, name), place[name], communicator=communicator) for name in AXES}
+        axes["world"] = Axis("world", tuple(range(degrees.world)), rank, communicator=communicator)
+        return Mesh(degrees, rank, axes, communicator=communicator)
 
     def axis(self, *names: str, label: str = "") -> Axis:
         """One axis, or several of one view as one: "dp*sp", the ranks of both. One of size 1 adds nothing, also not to the name.
@@ -197,7 +200,7 @@ class Mesh:
         name = "*".join(long)
         if name not in self.axes:
             ranks = self.degrees.along(self.rank, *long)
-            self.axes[name] = Axis(name, ranks, ranks.index(self.rank), self._group(ranks))
+            self.axes[name] = Axis(name, ranks, ranks.index(self.rank), self._group(ranks), communicator=self.communicator)
         return name
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
@@ -230,7 +233,8 @@ class Mesh:
             group = None
             if self.new_group is not None and len(ranks) > 1:
                 group = self.new_group(ranks if held else (self.rank,))  # who is not in it makes one of its own: equally many on all ranks
-            self.more[label, places] = Axis(name, ranks, ranks.index(self.rank), group, label) if held else None
+            found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
+            self.more[label, places] = found
         return self.more[label, places]
 
 

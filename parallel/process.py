@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from parallel import collectives
+from parallel.communicator import Communicator
 from parallel.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
 from parallel.malloc import keep_freed_memory
@@ -71,20 +71,19 @@ def start(world: World, *, timeout_s: float = 600.0) -> None:
     dist.init_process_group(
         "nccl" if world.device.type == "cuda" else "gloo", rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
     )
-    _debug_if_asked(world)
 
 
-def _debug_if_asked(world: World) -> None:
-    """Compare collectives before they run, where the environment says so (`--debug-collectives`)."""
+def _communicator(world: World) -> Communicator:
+    """Of a new mesh: it compares collectives before they run where the environment says so (`--debug-collectives`)."""
     asked = os.environ.get(DEBUG)
-    if not asked or not dist.is_initialized() or collectives.comparing():
-        return
+    if not asked or not dist.is_initialized():
+        return Communicator()
     try:
         timeout_s = float(asked)
     except ValueError:
         raise BadInput(DEBUG, got=asked, needed="seconds to wait for a rank", fix=f"set it to {TIMEOUT_S:g}, or unset it") from None
     store = dist.distributed_c10d._get_default_store()
-    collectives.agree(Agreement(store, rank=world.rank, timeout_s=timeout_s))
+    return Communicator(Agreement(store, rank=world.rank, timeout_s=timeout_s))
 
 
 def share_cores(world: World) -> None:
@@ -95,9 +94,7 @@ def share_cores(world: World) -> None:
 
 def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh:
     """The mesh of this process with its process groups. Every rank must call it."""
-    mesh = Mesh.of(degrees, world.rank)
-    if world.size > 1:
-        _debug_if_asked(world)
+    mesh = Mesh.of(degrees, world.rank, communicator=_communicator(world))
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Only its members call: at a hundred thousand ranks nobody can take part in making everybody's groups."""
@@ -108,8 +105,8 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh
 
 
 def everyone(world: World) -> Axis:
-    """The axis over all ranks, before there is a mesh."""
-    return Axis("world", tuple(range(world.size)), world.rank)
+    """The axis over all ranks, before there is a mesh. Every rank must call it."""
+    return Axis("world", tuple(range(world.size)), world.rank, communicator=_communicator(world))
 
 
 def stop() -> None:

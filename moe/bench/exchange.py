@@ -30,11 +30,11 @@ from moe.recipe import sections
 from moe.records.results import write_json
 from moe.router.router import Routing
 from parallel import process
-from parallel.collectives import counts, max_over, reset_counts
+from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
 from parallel.malloc import keep_freed_memory
-from parallel.mesh import Axis, Degrees, divisors
+from parallel.mesh import Axis, Degrees, Mesh, divisors
 from parallel.process import World
 
 CPU = torch.device("cpu")
@@ -135,11 +135,10 @@ def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
     return work
 
 
-def ways(ranks: int, node: int, rank: int, shape: Shape) -> dict[str, tuple[Dispatcher, Any, bool]]:
-    """Each dispatcher with its experts; True: its blocks have a capacity."""
-    world = World(rank, ranks)
-    mesh = process.connect(Degrees(dp=ranks, ep=ranks, ep_inner=node), world)
-    ep, etp = mesh.axis("ep"), process.connect(Degrees(dp=ranks, etp=ranks), world).axis("etp")
+def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape) -> dict[str, tuple[Dispatcher, Any, bool]]:
+    """Each dispatcher with its experts; True: its blocks have a capacity. `mesh` cuts experts, `by_hidden` their hidden units."""
+    ep, etp = mesh.axis("ep"), by_hidden.axis("etp")
+    ranks = ep.size
     with torch.device("meta"):
         held = Experts(shape.experts, d_model=shape.width, d_ff=1, ffn="relu")
         held.hold(range(shape.experts // ranks))
@@ -158,16 +157,20 @@ def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[s
     """Rows of all dispatchers and dtypes on the ranks that are running; the same bytes on each, times of this one."""
     keep_freed_memory()  # both sides alike: else what is timed is the system clearing pages
     s, found, node = Shape(*shape), [], divisors(ranks)[len(divisors(ranks)) // 2]
-    world = process.everyone(World(rank, ranks))
+    mesh, by_hidden = (
+        process.connect(d, World(rank, ranks)) for d in (Degrees(dp=ranks, ep=ranks, ep_inner=node), Degrees(dp=ranks, etp=ranks))
+    )
+    counters = (mesh.communicator, by_hidden.communicator)
     for dtype_name, dtype in DTYPES.items():
         x_TD = torch.ones(s.tokens, s.width, dtype=dtype)
-        for kind, (dispatcher, experts, padded) in ways(ranks, node, rank, s).items():
+        for kind, (dispatcher, experts, padded) in ways(mesh, by_hidden, s).items():
             work = work_of(dispatcher, experts, routing_of(s, padded=padded), x_TD)
-            reset_counts()
+            for counter in counters:
+                counter.reset_counts()
             work()
-            sent = sum(c.sent for c in counts().values())
+            sent = sum(c.sent for counter in counters for c in counter.counts().values())
             theory = expected(kind, s, ranks=ranks, node=node, number_bytes=dtype.itemsize)
-            seconds = in_turn({"ours": work, "plain": plain_of(world, sent)}, rounds=rounds, device=CPU)
+            seconds = in_turn({"ours": work, "plain": plain_of(mesh.axis("world"), sent)}, rounds=rounds, device=CPU)
             row = {"kind": kind, "ranks": ranks, "dtype": dtype_name, "measured_bytes": sent, "expected_bytes": theory}
             row |= {"error": sent / theory - 1, "seconds": statistics.median(seconds["ours"])}
             found.append(row | {"over_plain": ratio(seconds["ours"], seconds["plain"]), "passed": sent == theory})

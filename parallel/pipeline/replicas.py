@@ -6,6 +6,7 @@ S (Schedule) starts to sum a stage's gradients while other actions run; `finish`
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import count
 from parallel.layout import Layout
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Mesh
 
 
 class StageReplicas:
@@ -50,7 +51,7 @@ class StageReplicas:
             assert axis is not None
             grads = [self._gradient(name) for name in held]
             flat = torch.cat([g.reshape(-1).float() for g in grads])
-            count(Axis(axis.name, axis.ranks, axis.index, axis.group, f"the gradients from {held[0]} on"), "all_reduce", flat)
+            count(replace(axis, label=f"the gradients from {held[0]} on"), "all_reduce", flat)
             work = dist.all_reduce(flat, group=axis.group, async_op=True)
             assert work is not None
             self.flying.append((work, flat, grads))

@@ -11,21 +11,19 @@ from torch import Tensor
 
 from parallel import process
 from parallel.collectives import (
-    Count,
     all_gather,
     all_reduce,
     all_to_all,
     count,
-    counts,
     max_over,
     reduce_backward,
     reduce_scatter,
-    reset_counts,
     shift,
     sum_over,
 )
+from parallel.communicator import Count
 from parallel.fork import run_on_ranks
-from parallel.mesh import Axis, Degrees
+from parallel.mesh import Axis, Degrees, Mesh
 from parallel.process import World
 
 # the whole world, and groups whose ranks are not neighbours
@@ -105,12 +103,13 @@ def results(place: str) -> list[dict[str, Any]]:
         for name in NAMES:
             x = given(name, axis.index, axis.size).requires_grad_()
             before = x.detach().clone()
-            reset_counts()
+            axis.communicator.reset_counts()
             y = ours(name, x, axis)
             (y * wanted(name, axis.index, y)).sum().backward()
+            counts = axis.communicator.counts()
             found[name] = {
                 "y": y.detach(), "grad": x.grad, "unchanged": torch.equal(x, before),
-                "counts": {key: [c.calls, c.bytes] for (_, key), c in counts().items()}, "axes": [a for a, _ in counts()],
+                "counts": {key: [c.calls, c.bytes] for (_, key), c in counts.items()}, "axes": [a for a, _ in counts],
             }  # fmt: skip
             # neither the input nor the gradient that comes back needs to lie in one piece, nor alike on all ranks
             z = given(name, axis.index, axis.size)
@@ -169,16 +168,14 @@ def test_bytes_are_what_a_rank_hands_in(place: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "all_to_all"])
 def test_an_axis_of_one_does_nothing(name: str) -> None:
-    reset_counts()
-    x = torch.randn(4, 3, 2, requires_grad=True)
-    assert ours(name, x, Axis("tp")) is x and counts() == {}
+    x, axis = torch.randn(4, 3, 2, requires_grad=True), Axis("tp")
+    assert ours(name, x, axis) is x and axis.communicator.counts() == {}
 
 
 def test_an_axis_of_one_sends_no_rows_and_sums_nothing() -> None:
-    reset_counts()
-    x = torch.randn(4, 3)
-    assert all_to_all(x, Axis("ep"), send=[4], receive=[4]) is x
-    assert sum_over(x, Axis("dp")) is x and max_over(x, Axis("dp")) is x and counts() == {}
+    x, mesh = torch.randn(4, 3), Mesh.of(Degrees())
+    assert all_to_all(x, mesh.axis("ep"), send=[4], receive=[4]) is x
+    assert sum_over(x, mesh.axis("dp")) is x and max_over(x, mesh.axis("dp")) is x and mesh.communicator.counts() == {}
 
 
 def test_plain_sum_and_maximum_are_in_place() -> None:
@@ -192,24 +189,43 @@ def test_plain_sum_and_maximum_are_in_place() -> None:
 
 
 def test_counts_add_up_by_axis_and_start_anew() -> None:
-    reset_counts()
+    mesh = Mesh.of(Degrees(dp=2, ep=2))
     for axis, numel in (("dp", 3), ("dp", 5), ("ep", 7)):
-        count(Axis(axis, (0, 1)), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
-    assert counts() == {("dp", "all_reduce"): Count(2, 16, 16), ("ep", "all_reduce"): Count(1, 14, 14)}
-    reset_counts()
-    assert counts() == {}
+        count(mesh.axis(axis, label="layers.1"), "all_reduce", torch.zeros(numel, dtype=torch.bfloat16))
+    assert mesh.communicator.counts() == {("dp", "all_reduce"): Count(2, 16, 16), ("ep", "all_reduce"): Count(1, 14, 14)}
+    mesh.communicator.reset_counts()
+    assert mesh.communicator.counts() == {}
+
+
+def test_two_meshes_of_one_process_count_apart() -> None:
+    """Parts of an axis and axes with a label count with their mesh; the axis over everyone, made before a mesh, with none."""
+
+    def work(rank: int) -> list[Any]:
+        world = World(rank, 2)
+        first, second = (process.connect(Degrees(pp=2), world) for _ in range(2))
+        down = first.part("pp", (0, 1), label="down")
+        assert down is not None
+        x = torch.ones(6)
+        for axis in (first.axis("pp"), down, first.axis("world", label="layers.2"), second.axis("pp"), process.everyone(world)):
+            sum_over(x, axis)
+        found = [{f"{axis} {name}": c.calls for (axis, name), c in mesh.communicator.counts().items()} for mesh in (first, second)]
+        first.communicator.reset_counts()
+        return [*found, len(first.communicator.counts()), len(second.communicator.counts())]
+
+    for found in run_on_ranks(work, 2, timeout_s=60):
+        assert found == [{"pp all_reduce": 2, "world all_reduce": 1}, {"pp all_reduce": 1}, 0, 1]
 
 
 def test_sent_is_what_must_leave_the_rank() -> None:
     """On 4 ranks, of 12 numbers in fp32; an all_to_all keeps what is for its own rank."""
     axis, handed = Axis("ep", (0, 2, 4, 6), index=1), torch.zeros(6, 2)
     theory = {"counts": 36, "reduce_scatter": 36, "all_gather": 144, "all_reduce": 72, "shift": 48, "all_to_all": 40}
-    reset_counts()
+    counts = axis.communicator.counts
     for name in theory:
         splits = {"send": [3, 1, 0, 2], "receive": [0, 1, 0, 9]} if name == "all_to_all" else {}
         count(axis, name, handed, **splits)
     assert {name: c.sent for (_, name), c in counts().items()} == theory
     assert {c.bytes for c in counts().values()} == {48}
-    reset_counts()
+    axis.communicator.reset_counts()
     count(axis, "all_to_all", torch.zeros(0, 2), send=[0] * 4, receive=[5] * 4)
     assert counts() == {("ep", "all_to_all"): Count(1, 0, 0)}

@@ -14,12 +14,12 @@ import torch
 from moe.experts.dispatch import dispatcher_of
 from moe.recipe import sections
 from moe.verify.cases import Case
-from parallel import collectives, process
+from parallel import process
 from parallel.clip import gradient_norm
-from parallel.collectives import all_reduce, all_to_all, reset_counts, sum_over
+from parallel.collectives import all_reduce, all_to_all, sum_over
 from parallel.debug_collectives import DEBUG, Disagreement
 from parallel.exchange import exchange_counts
-from parallel.mesh import Axis, Degrees, Mesh
+from parallel.mesh import Axis, Degrees
 from parallel.process import World
 from tests.moe.experts.dispatch.test_dispatch import SETTINGS, experts_of, run_once
 from tests.support.ranks import run_on_ranks
@@ -157,7 +157,7 @@ def test_ranks_that_wait_elsewhere_hear_of_it(monkeypatch: pytest.MonkeyPatch) -
 
 def _agreed_on_rank(rank: int) -> list[Any]:
     mesh = process.connect(Degrees(dp=2, ep=2, ep_inner=2), World(rank, 2))
-    found: list[Any] = [collectives.comparing() == (DEBUG in os.environ)]
+    found: list[Any] = [(mesh.communicator.agreement is not None) == (DEBUG in os.environ)]
     for settings in SETTINGS.values():
         way = dispatcher_of(sections.Dispatch(**settings), mesh, label=LAYER)
         found += run_once(way, experts_of(mesh, None), rank, "drops", 2, torch.float32, False)
@@ -185,6 +185,10 @@ class Store(dict[str, bytes]):
     def wait(self, keys: list[str], timeout: Any) -> None:
         assert keys[0] in self
 
+    def add(self, key: str, number: int) -> int:
+        self[key] = str(int(self.get(key, b"0")) + number).encode()
+        return int(self[key])
+
     def delete_key(self, key: str) -> None:
         self.pop(key)
         self.pop(key[:-1] + "1")
@@ -199,8 +203,8 @@ def test_a_long_run_leaves_nothing_in_the_store() -> None:
     store = Store()
     agreement = Agreement(store, rank=0, timeout_s=1)
     for _ in range(50):
-        agreement.check(Axis("ep", (0, 1), 0), "all_reduce", [3], "float32")
-    assert len(store) <= 6
+        agreement.check((0, 1), "all_reduce", axis="ep", label="", shape=[3], dtype="float32")
+    assert len(store) <= 7
 
 
 def test_a_rank_of_a_launcher_ends_with_that_line(
@@ -222,6 +226,6 @@ def test_a_rank_of_a_launcher_ends_with_that_line(
 
 
 def test_nothing_is_compared_unless_asked() -> None:
-    reset_counts()
-    assert not collectives.comparing()
-    assert sum_over(torch.ones(2), Mesh.of(Degrees()).axis("ep")).tolist() == [1, 1]
+    mesh = process.connect(Degrees(), World())
+    assert mesh.communicator.agreement is None
+    assert sum_over(torch.ones(2), mesh.axis("ep")).tolist() == [1, 1]

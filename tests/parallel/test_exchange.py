@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from parallel import process
-from parallel.collectives import counts, reset_counts
 from parallel.exchange import by_bin, collect, exchange_counts, exchange_rows, runs, spread
 from parallel.fork import run_on_ranks
 from parallel.mesh import Axis, Degrees
@@ -64,16 +63,15 @@ def test_rows_arrive_once_and_come_back(world: int) -> None:
 def test_counts_cost_their_bytes_and_one_rank_asks_nobody() -> None:
     def work(rank: int) -> list[int]:
         axis = process.connect(Degrees(dp=2, ep=2), World(rank, 2)).axis("ep")
-        reset_counts()
         exchange_counts(torch.ones(2, 5, dtype=torch.int64), axis)
-        return [counts()["ep", "counts"].calls, counts()["ep", "counts"].bytes]
+        count = axis.communicator.counts()["ep", "counts"]
+        return [count.calls, count.bytes]
 
     assert run_on_ranks(work, 2, timeout_s=60) == [[1, 80], [1, 80]]
-    reset_counts()
-    alone = torch.tensor([[3, 4]])
-    assert exchange_counts(alone, Axis("ep")) is alone
+    alone, axis = torch.tensor([[3, 4]]), Axis("ep")
+    assert exchange_counts(alone, axis) is alone
     rows = torch.randn(7, WIDTH)
-    assert exchange_rows(rows, Axis("ep"), send=[7], receive=[7]) is rows and counts() == {}
+    assert exchange_rows(rows, axis, send=[7], receive=[7]) is rows and axis.communicator.counts() == {}
 
 
 # --- rows in slots --------------------------------------------------------------------------------------------------------

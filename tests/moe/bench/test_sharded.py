@@ -17,7 +17,6 @@ from moe.bench.held import storages
 from moe.bench.memory import Shape
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import ShardedKind, kind_of, kinds_of, load_engines
-from parallel.collectives import counts, reset_counts
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
@@ -124,11 +123,11 @@ def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
 def _both_counts(rank: int) -> tuple[dict[str, int], int]:
     started = comm.start(kind_of("ddp"), comm.recipe(kind_of("ddp"), 2, sparse=True, microbatches=1), rank, 2)
     for number in range(3):  # torch agrees on its buckets in the second
-        reset_counts()
+        started.mesh.communicator.reset_counts()
         with Sent() as sent:
             batch = comm.tokens_of(rank, sequences=1, length=comm.LENGTH)
             comm.accumulate(started.engine, batch, mesh=started.mesh, microbatches=1, seed=0, step=number)
-    return dict(sent.bytes), sum(c.sent for c in counts().values())
+    return dict(sent.bytes), sum(c.sent for c in started.mesh.communicator.counts().values())
 
 
 def test_what_the_dispatcher_sees_is_what_our_collectives_count() -> None:

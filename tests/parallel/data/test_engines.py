@@ -16,7 +16,6 @@ from moe.model.transformer import global_name
 from moe.parallelize.build import FAMILIES
 from moe.verify.cases import Case
 from parallel.clip import gradient_norm
-from parallel.collectives import counts, reset_counts
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW
@@ -275,13 +274,13 @@ def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None
         for ep, microbatches in ((2, 1), (2, 3), (4, 3), (1, 1)):
             tiny = start(Case("switch", "ddp", 4, ep, microbatches, "fp32"), rank)
             tiny.step(0)  # DDP settles its buckets in the first one
-            reset_counts()
+            tiny.mesh.communicator.reset_counts()
             tiny.accumulate(1)
             row = 8 * (2 + 6 + 4) + 8 * 3  # the step's numbers, float64: flag, loss, six and four loads of the one layer; its tokens, int64
             sizes = {True: 0, False: 0}
             for name, p in tiny.model.named_parameters():
                 sizes[".experts." in name] += 4 * p.numel()
-            c = {key: n.bytes for key, n in counts().items() if key[1] == "all_reduce"}
+            c = {key: n.bytes for key, n in tiny.mesh.communicator.counts().items() if key[1] == "all_reduce"}
             theory = {("dp", "all_reduce"): sizes[False] + row}
             if ep < 4:
                 theory["edp", "all_reduce"] = sizes[True]

@@ -22,12 +22,11 @@ import moe.parallelize.build
 from moe.model.transformer import global_name, initialise
 from moe.verify.cases import Case
 from moe.verify.layouts import owned
-from parallel import collectives, process
-from parallel.collectives import counts, reset_counts
+from parallel import process
 from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
-from parallel.debug_collectives import Agreement
+from parallel.debug_collectives import DEBUG, Agreement
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES
@@ -286,9 +285,10 @@ def test_every_unit_is_gathered_twice_and_its_gradient_summed_once(
     def work(rank: int) -> list[dict[str, int]]:
         tiny = start(case, rank, sharding=sharding)
         tiny.step(0)
-        reset_counts()
+        tiny.mesh.communicator.reset_counts()
         tiny.accumulate(1)
-        found = {name: {a: c.calls for (a, n), c in counts().items() if n == name} for name in ("all_gather", "reduce_scatter")}
+        sent = tiny.mesh.communicator.counts()
+        found = {name: {a: c.calls for (a, n), c in sent.items() if n == name} for name in ("all_gather", "reduce_scatter")}
         return [found["all_gather"], found["reduce_scatter"]]
 
     assert run_on_ranks(work, case.world, timeout_s=60) == [[gathers, scatters]] * case.world
@@ -301,9 +301,9 @@ def test_bytes_sent_are_those_of_zero_3(precision: str, width: int) -> None:
     def work(rank: int) -> list[int]:
         tiny = start(replace(DENSE, precision=precision), rank)
         tiny.step(0)
-        reset_counts()
+        tiny.mesh.communicator.reset_counts()
         tiny.accumulate(1)
-        sent = counts()
+        sent = tiny.mesh.communicator.counts()
         table = tiny.model.get_parameter("embedding.weight").numel()
         rest = cut_numel(tiny) - table
         theory = [(2 * width * rest + 4 * table) // 2, 4 * (rest + table) // 2]
@@ -317,15 +317,13 @@ def test_debug_mode_knows_each_unit_by_name() -> None:
         labels: set[str] = set()
         check = Agreement.check
 
-        def noted(self: Agreement, axis: Any, name: str, *args: Any, **options: Any) -> None:
-            labels.add(f"{name} {axis.label}")
-            check(self, axis, name, *args, **options)
+        def noted(self: Agreement, ranks: tuple[int, ...], name: str, *, label: str, **options: Any) -> None:
+            labels.add(f"{name} {label}")
+            check(self, ranks, name, label=label, **options)
 
         patch.setattr(Agreement, "check", noted)
-        store = torch.distributed.distributed_c10d._get_default_store()
-        collectives.agree(Agreement(store, rank=rank, timeout_s=20))
+        patch.setenv(DEBUG, "20")
         start(replace(SPARSE, world=2, ep=1), rank).step(0)
-        collectives.agree(None)
         return sorted(labels)
 
     with pytest.MonkeyPatch.context() as patch:

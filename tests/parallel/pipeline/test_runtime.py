@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel import process
-from parallel.collectives import counts, reset_counts
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
@@ -213,10 +212,11 @@ def test_bytes_sent_are_those_of_the_messages() -> None:
     def work(rank: int) -> tuple[int, int]:
         schedule = make_schedule("1f1b", ranks=3, microbatches=4)
         runtime, layers = start(schedule, rank)
-        reset_counts()
+        communicator = runtime.axis.communicator
+        communicator.reset_counts()
         runtime.run(layers)
         messages = sum(len(schedule.sends(node)) for node, _ in schedule.nodes() if node.rank == rank)
-        return counts()["pp", "send"].sent, messages * ROWS * WIDTH * 4
+        return communicator.counts()["pp", "send"].sent, messages * ROWS * WIDTH * 4
 
     for sent, expected in run_on_ranks(work, 3, timeout_s=30):
         assert sent == expected > 0

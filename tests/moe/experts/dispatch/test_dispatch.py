@@ -19,7 +19,6 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.router import Routing
 from parallel import collectives, process
-from parallel.collectives import counts, reset_counts
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
 from tests.support.ranks import run_on_ranks
@@ -210,9 +209,8 @@ def _padded_on_rank(rank: int) -> list[Any]:
         return real(rows_RD, **rest)
 
     experts.forward = forward  # type: ignore[method-assign]
-    reset_counts()
     Padded(mesh.axis("ep")).run(random(5, D), routing, experts)
-    found = {name: c.bytes for (_, name), c in counts().items()}
+    found = {name: c.bytes for (_, name), c in mesh.communicator.counts().items()}
     return [seen, found]
 
 
