@@ -20,6 +20,7 @@ import torch
 
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
+from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.fork import run_on_ranks
@@ -135,7 +136,7 @@ def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, j
         print_row(row)
     if json:
         write_json(json, verb="bench comm", rows=rows, tolerance=TOLERANCE)
-    return 1 if any(row.get("passed") is False for row in rows) else 0
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
 
 
 def print_row(row: dict[str, Any]) -> None:

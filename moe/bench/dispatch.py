@@ -25,6 +25,7 @@ import torch
 from moe.bench import gpu_layers, layers, moves
 from moe.bench.layers import LayerCase, Pass, Shape
 from moe.bench.timing import in_turn, peak_bytes, ratio
+from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
 from parallel.malloc import keep_freed_memory
 
@@ -95,7 +96,7 @@ def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: 
         from moe.records.results import write_json
 
         write_json(json, verb="bench dispatch", rows=rows, rounds=rounds, threads=torch.get_num_threads())
-    return 1 if any(row.get("passed") is False for row in rows) else 0
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
 
 
 def _chosen(peers: str) -> list[str]:

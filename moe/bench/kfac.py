@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from moe.checks.together import check_run
 from moe.data import open_data
+from moe.launch import exit_codes
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.build import build, start_engine
 from moe.recipe.sections import Run
@@ -309,4 +310,4 @@ def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f
         print("" if row["passed"] else "FAIL: K-FAC in the bubbles is not the first to AdamW's loss", flush=True)
     if json:
         write_json(json, verb="bench kfac", rows=rows, steps=steps, allowed=ALLOWED)
-    return 1 if any(not row["passed"] for row in rows) else 0
+    return exit_codes.of(all(row["passed"] for row in rows))

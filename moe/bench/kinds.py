@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, start, tokens_of
 from moe.bench.timing import in_turn, ratio
+from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build, optimizer_of
@@ -172,4 +173,4 @@ def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None)
         )
     if json:
         write_json(json, verb="bench kinds", rows=rows, rounds=rounds, allowed=ALLOWED)
-    return 1 if any(not row["passed"] for row in rows) else 0
+    return exit_codes.of(all(row["passed"] for row in rows))

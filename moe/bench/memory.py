@@ -23,6 +23,7 @@ import torch
 from moe.bench import tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of
+from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.step import accumulate, finish
 from parallel.extensions import missing_for_nvme
@@ -192,7 +193,7 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
     if json:
         paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
         write_json(json, verb="bench memory", rows=rows, tolerance=TOLERANCE, papers_table=paper)
-    return 1 if any(row.get("passed") is False for row in rows) else 0
+    return exit_codes.of(all(row.get("passed") is not False for row in rows))
 
 
 def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:

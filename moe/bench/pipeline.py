@@ -21,6 +21,7 @@ from moe.bench import pipeline_peers
 from moe.bench.pipeline_memory import memory_rows
 from moe.bench.pipeline_peers import peers_row
 from moe.bench.pipeline_times import times_rows
+from moe.launch import exit_codes
 from moe.records.results import write_json
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of
@@ -50,7 +51,7 @@ def main(
             print(SAID[part](row) + ("" if row["passed"] else "  FAIL"), flush=True)
     if json:
         write_json(json, verb="bench pipeline", rows=rows)
-    return 1 if any(not row["passed"] for row in rows) else 0
+    return exit_codes.of(all(row["passed"] for row in rows))
 
 
 def _rows(part: str, sizes: list[int], names: list[str], rounds: int) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.checks.together import check_run
+from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.build import build, start_engine
@@ -79,7 +80,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
         from moe.records.results import write_json
 
         write_json(json, verb="bench step", rows=rows, rounds=rounds, ranks=WORLD)
-    return 1 if any(not row["passed"] for row in rows) else 0
+    return exit_codes.of(all(row["passed"] for row in rows))
 
 
 def recipe(precision: str, *, ep: int) -> Run:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from moe.launch import exit_codes
 from moe.launch.environment import free_port, usable_cores
 from parallel.extensions import extensions_dir, missing_for_nvme
 
@@ -68,7 +69,7 @@ def main(*, json: str | None = None) -> int:
         from moe.records.results import write_json
 
         write_json(json, verb="doctor", rows=[asdict(row) | {"passed": row.state != "FAIL"} for row in rows])
-    return 1 if any(row.state == "FAIL" for row in rows) else 0
+    return exit_codes.of(all(row.state != "FAIL" for row in rows))
 
 
 def _print(rows: list[Row]) -> None:

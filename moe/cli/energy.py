@@ -15,6 +15,7 @@ from typing import Any
 
 from moe.cli.simulate_text import duration
 from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
 from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
@@ -74,7 +75,7 @@ def main(
         write_json(json, verb="energy", rows=[row])
     if apply:
         _apply(plan, steps or 1)
-    return 0
+    return exit_codes.DONE
 
 
 def _check(name: str, size: dict[str, Any], slowdown: float, ahead: int | None, apply: bool, steps: int | None, out: Path | None) -> None:
@@ -200,7 +201,7 @@ def _apply(plan: EnergyPlan, steps: int) -> None:
     """A rehearsal on this machine's GPUs; where that cannot be, one line says why."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clocks are given back
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(exit_codes.TERMINATED))  # so that clocks are given back
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)

@@ -3,7 +3,7 @@
     argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
 
 Anything wrong is one line on stderr and exit code 2, said before anything heavy is imported: each function imports what it
-needs. Exit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal with the checkpoint saved.
+needs. Exit codes stand in moe/launch/exit_codes.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from moe.cli import verbs
 from moe.cli.flags import check_words
 from moe.cli.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from moe.launch import exit_codes
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean
 
@@ -84,7 +85,7 @@ def _generate(flags: Generate, _: dict[str, str]) -> int:
 def _report(flags: Report, _: dict[str, str]) -> int:
     page = importlib.import_module("moe.report").main(_run_dir(flags.run_dir, "metrics.jsonl"), json=_text(flags.json))
     print(f"report: {page}")
-    return 0
+    return exit_codes.DONE
 
 
 def _bench(flags: Bench, _: dict[str, str]) -> int:
@@ -164,7 +165,7 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
         from moe.records.results import write_json
 
         write_json(flags.json, verb="show", rows=_rows(run, origins), recipe=flags.recipe)
-    return 0
+    return exit_codes.DONE
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def _recipes(_: Recipes, __: dict[str, str]) -> int:
     for name in recipe_names():
         first = recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
         print(f"{name:<16} {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
-    return 0
+    return exit_codes.DONE
 
 
 def _doctor(flags: Doctor, _: dict[str, str]) -> int:
@@ -226,27 +227,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words)
     except BadInput as bad:
         print(f"error: {bad}", file=sys.stderr, flush=True)
-        return 2
+        return exit_codes.BAD_INPUT
     except KeyboardInterrupt:
-        return 130
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:  # `moe show switch_tiny | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+        return exit_codes.DONE
 
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         verbs.print_verbs(benches=bench_names())
-        return 0
+        return exit_codes.DONE
     if words[0] in ("--tyro-print-completion", "--tyro-write-completion"):
         verbs.print_completion(words, benches=bench_names())
-        return 0
+        return exit_codes.DONE
     verb, *rest = words
     if verb not in FUNCTIONS:
         _refuse_verb(verb)
     if "-h" in rest or "--help" in rest:
         verbs.print_help(verb, benches=bench_names())
-        return 0
+        return exit_codes.DONE
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)

@@ -15,6 +15,7 @@ from typing import Any
 
 from moe.cli.simulate_text import print_all, print_one
 from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule
@@ -158,4 +159,4 @@ def _finish(rows: list[dict[str, Any]], refused: list[dict[str, str]], json: Pat
         from moe.records.results import write_json
 
         write_json(json, verb="simulate", rows=rows, refused=refused)
-    return 0
+    return exit_codes.DONE

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe.checks.together import check_together
 from moe.convert.checks import Settings, check_convertible
 from moe.convert.layers import Conversion, Values
+from moe.launch import exit_codes
 from moe.model.transformer import Transformer, extra_state, global_name
 from moe.parallelize.build import build, start_engine
 from moe.recipe.load import build_run, load, resolved_yaml
@@ -167,7 +168,7 @@ def main(
         rows = [{"part": part, "what": what} for part, what in became(conversion)]
         about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
         write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
-    return 0
+    return exit_codes.DONE
 
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
     python -m moe.launch.launch switch_tiny
 
-Exit codes: 0 done, 2 bad input (one line), 75 stopped by a signal after saving, 1 anything else.
+Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by a signal after saving; FAILED, anything else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.checks.together import check_run
+from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import die_with_parent
 from moe.recipe.load import load, run_name
 from moe.recipe.overrides import take_overrides
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
-    code = 1
+    code = FAILED
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         if DEBUG_FLAG in words:
@@ -76,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = out or Path("runs") / name
         code = _train(run, origins, name, out, fresh)
     except BadInput as bad:
-        code, error = 2, str(bad)
+        code, error = BAD_INPUT, str(bad)
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Disagreement as disagreement:  # it names rank and collective: a stack would say no more
         error = str(disagreement)
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
-        code, error = 130, "interrupted"
+        code, error = INTERRUPTED, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
         error = None if run is None else _did_not_fit(failure, run)
         if error is None:
@@ -100,7 +101,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
 
     world = process.read_environment()
     check_run(run, world.size)
-    from moe.train.trainer import STOPPED, Stopped, train
+    from moe.train.trainer import Stopped, train
 
     process.share_cores(world)
     process.start(world)
@@ -113,7 +114,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         process.stop()
-    return 0
+    return DONE
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:

@@ -6,7 +6,8 @@ Launchers alone are not enough: `deepspeed` does not pass SIGTERM on, ends its r
 after one was killed. So success is what every rank wrote at its end, signals go to all ranks at once, and whatever happened
 nothing of the launch stays alive. Nothing here imports torch.
 
-Exit codes: 0 every rank finished, 75 every rank saved and stopped for a signal, 2 bad input found by the ranks, 1 all else.
+Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found
+by the ranks; FAILED, all else.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe.launch.environment import child_environment, devices, port_from
+from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
 
 Launcher = Literal["deepspeed", "torchrun"]
-STOPPED = 75  # sysexits' EX_TEMPFAIL: start it again and it goes on
 _POLL_S = 0.1
 _FIND_S = 0.5
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
@@ -175,34 +176,34 @@ def verdict(
     """
     exits = [status.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
-        return STOPPED, ["exit code 75: every rank saved and stopped for a signal"]
-    if all(code == 0 for code in exits) and launcher_code == 0:
-        return 0, []
-    if all(code in (0, STOPPED) for code in exits):
-        return 1, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
+        return STOPPED, [f"exit code {STOPPED}: every rank saved and stopped for a signal"]
+    if all(code == DONE for code in exits) and launcher_code == DONE:
+        return DONE, []
+    if all(code in (DONE, STOPPED) for code in exits):
+        return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
     if not status and not ranks:
-        return 1, [
+        return FAILED, [
             "no rank had started"
             if killed
             else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
         ]
-    failed = [rank for rank in range(world) if exits[rank] not in (0, STOPPED)]
-    bad = [rank for rank in failed if exits[rank] == 2]
+    failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
+    bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
     if bad:  # rank 0 prints its own
-        return 2, [] if exits[0] == 2 else [f"error: {status[bad[0]].get('error')}"]
+        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {status[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # not seen: it was too quick
     lines = []
     for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
-        code = next((c for c in codes if c not in (None, 0)), None)
+        code = next((c for c in codes if c not in (None, DONE)), None)
         how = f"ended with {_said(code)}"
         wordless = "pid" not in status.get(rank, {})
         if wordless and asked is not None and (killed or code == -asked):
             how = "was killed: it had not stopped" if killed else f"ended with {_said(code)}: it had not come as far as to save"
         error = status.get(rank, {}).get("error")
         lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
-    return 1, lines
+    return FAILED, lines
 
 
 def _said(code: int | None) -> str:

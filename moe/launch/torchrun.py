@@ -10,6 +10,8 @@ import logging
 import sys
 from pathlib import Path
 
+from moe.launch import exit_codes
+
 
 def main() -> int:
     """Exit code 0, or 1 with {"rank": exit code} in CODES.json (negative: a signal)."""
@@ -22,8 +24,8 @@ def main() -> int:
         torchrun(sys.argv[2:])
     except ChildFailedError as failed:
         codes.write_text(json.dumps({rank: failure.exitcode for rank, failure in failed.failures.items()}))
-        return 1
-    return 0
+        return exit_codes.FAILED
+    return exit_codes.DONE
 
 
 if __name__ == "__main__":

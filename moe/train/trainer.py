@@ -46,8 +46,6 @@ from parallel.errors import BadInput
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
 
-STOPPED = 75  # exit code of a run that a signal stopped after it had saved: start it again and it goes on
-
 
 class Stopped(Exception):
     """A signal came and the checkpoint is saved."""

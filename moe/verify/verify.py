@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.verify.cases import Case, cases
 from moe.verify.compare import NUMBERS, compare
@@ -54,7 +55,7 @@ def main(
     if json:
         tolerances = {name_of(twin): e.tolerance for twin, e in expected.items() if twin.precision != "fp32"}
         write_json(json, verb="verify", rows=rows, tolerances=tolerances)
-    return 1 if failed or not rows else 0
+    return exit_codes.of(bool(rows) and not failed)
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:

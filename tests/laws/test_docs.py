@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from moe.launch import exit_codes
 from moe.recipe.load import flat, known_keys
 from moe.recipe.sections import Run
 
@@ -26,6 +27,11 @@ def test_recipes_page_has_every_key_with_its_default() -> None:
     rows = re.findall(r"^\| `([\w.]+\.\w+)` \| `([^`]*)` \|", (ROOT / "docs/use/recipes.md").read_text(encoding="utf-8"), flags=re.M)
     assert [key for key, _ in rows] == known_keys()
     assert {key: json.loads(text) for key, text in rows} == flat(Run())
+
+
+def test_cli_page_has_every_exit_code() -> None:
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/use/cli.md").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(map(int, rows)) == sorted(code for code in vars(exit_codes).values() if isinstance(code, int))
 
 
 def test_recipes_page_names_every_recipe() -> None:

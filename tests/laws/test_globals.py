@@ -1,0 +1,206 @@
+"""No function changes a module's names, read from the syntax trees: what a run counts, keeps or decides belongs to an object of that run.
+
+    global NAME      NAME = ...  NAME[...] = ...  NAME.x = ...  NAME.append(...)  setattr(NAME, ...)      @cache def f(...)
+    of the module itself, of a class in it, or of a module or class it imports (os.environ, deepspeed's)
+
+What is truly one for the whole process is listed with its reason: first names, then caches, then settings that are made by a call. An
+entry that nothing needs any more fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.laws.test_architecture import PACKAGES, ROOT, check, python_files, tree
+
+CHANGED = {
+    "parallel/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
+    "parallel/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
+    "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
+    "parallel/data/deepspeed.py: deepspeed.ops": "DeepSpeed's own table of ops that may be compiled",
+    "parallel/data/deepspeed.py: OpBuilder._loaded_ops": "DeepSpeed's own table of ops that are loaded",
+    "parallel/data/deepspeed.py: groups.mpu": "DeepSpeed keeps its process groups in a module",
+    "parallel/data/deepspeed.py: groups._EXPERT_PARALLEL_GROUP": "likewise",
+    "parallel/data/deepspeed.py: groups._EXPERT_DATA_PARALLEL_GROUP": "likewise",
+    "moe/cli/main.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
+    "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
+    "moe/launch/environment.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
+}
+CACHED = {
+    "moe/train/advance.py: _schedule": "of the recipe; one object for each number of batches, as the runtime keeps what it works out of it",
+    "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
+    "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
+    "moe/kernels/triton/device.py: _shared_bytes": "of the device",
+    "moe/kernels/triton/device.py: hopper": "of the device",
+    "moe/recipe/load.py: _keys": "of the classes of a recipe",
+}
+SETTINGS = {
+    "signal.signal": {
+        "moe/train/place.py": "a process has one handler for each signal; put back after training",
+        "moe/launch/start.py": "likewise, while a launch lasts",
+        "moe/launch/launch.py": "a rank that is leaving must get to say how it ended",
+        "moe/launch/processes.py": "a rank gets a terminal's Ctrl-C though a shell ignored it for its children",
+        "moe/cli/energy.py": "clocks are given back; the handler is put back",
+    },
+    "torch.set_num_threads": {
+        "parallel/process.py": "a process has one pool of threads, and ranks share the machine's cores",
+        "parallel/fork.py": "one thread a rank",
+        "moe/cli/doctor.py": "before ranks are forked, and back",
+        "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
+        "moe/bench/": "likewise; what is compared gets equally many",
+    },
+    "warnings.filterwarnings": {
+        "parallel/data/deepspeed.py": "its calls of names that torch warns of, wherever they are made",
+        "parallel/data/fsdp.py": "torch's warning of a view that it handles",
+    },
+    "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
+    "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
+    "resource.setrlimit": {"moe/bench/fit.py": "of a process that is started for it"},
+    "torch.manual_seed": {"moe/bench/step.py": "a peer draws its weights from torch's generator"},
+}
+CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
+CHANGES |= {"remove", "reverse", "setdefault", "sort", "subtract", "update"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def changed(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what) of each change that a function makes to a name of its module or to what it imported."""
+    of_module = _bound(module.body, classes=True) | _imported(module)
+    for node in module.body:
+        yield from _in(node, of_module)
+
+
+def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
+    """`outer`: names that are not the function's own."""
+    for child in ast.walk(node) if not isinstance(node, FUNCTIONS) else [node]:
+        if not isinstance(child, FUNCTIONS):
+            continue
+        body = child.body if isinstance(child.body, list) else [child.body]
+        told = {name for n in _own(body) if isinstance(n, ast.Global) for name in n.names}
+        arguments = [a.arg for a in ast.walk(child.args) if isinstance(a, ast.arg)]
+        seen = ((outer | _imported(*body)) - set(arguments) - (_bound(body, classes=True) - told)) | told
+        for n in _own(body):
+            if isinstance(n, FUNCTIONS):
+                yield from _in(n, seen)
+            elif isinstance(n, ast.Global):
+                yield from ((n.lineno, name) for name in n.names)
+            else:
+                yield from (
+                    (n.lineno, _short(target)) for target in _targets(n) if _root(target) in seen and not isinstance(target, ast.Name)
+                )
+        if child is not node:
+            return
+
+
+def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[ast.AST]:
+    """Everything below but what stands inside inner functions, whose own node still comes."""
+    for node in body:
+        yield node
+        if not isinstance(node, FUNCTIONS):
+            yield from _own(list(ast.iter_child_nodes(node)))
+
+
+def _bound(body: list[ast.stmt] | list[ast.expr], *, classes: bool) -> set[str]:
+    found = {n.id for n in _own(list(body)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found | {n.name for n in _own(list(body)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+
+
+def _imported(*nodes: ast.AST) -> set[str]:
+    imports = (n for node in nodes for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
+    return {(alias.asname or alias.name).split(".")[0] for n in imports for alias in n.names}
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """What a node changes."""
+    if isinstance(node, ast.Assign | ast.Delete):
+        return [t for target in node.targets for t in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return [node.target]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+        return [ast.Subscript(node.func.value, ast.Constant(0))]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        return [ast.Subscript(node.args[0], ast.Constant(0))]
+    return []
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _short(node: ast.expr) -> str:
+    """The name, with the one attribute of it that is changed: `os.environ` for os.environ["RANK"]."""
+    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name)):
+        node = node.value
+    return ast.unparse(node)
+
+
+def compare(found: dict[str, int], listed: dict[str, str], rule: str) -> None:
+    """`found`: where each thing is, by the text that the list has for it."""
+    wrong = [f"{what} (line {line})" for what, line in found.items() if what not in listed]
+    check(wrong + [f"{what}: listed, and not there" for what in listed if what not in found], rule)
+
+
+def name_of(file: str) -> list[tuple[str, ast.Module]]:
+    return [(path.relative_to(ROOT).as_posix(), tree(path)) for path in python_files(file)]
+
+
+FILES = [found for package in PACKAGES for found in name_of(package)]
+
+
+def test_functions_change_no_name_of_a_module() -> None:
+    found = {f"{file}: {what}": line for file, module in FILES for line, what in changed(module)}
+    compare(found, CHANGED, "give it to an object that the run owns, or list it in CHANGED with the reason why it is the whole process's")
+
+
+def test_caches_hold_nothing_of_a_run() -> None:
+    found = {
+        f"{file}: {node.name}": node.lineno
+        for file, module in FILES
+        for node in ast.walk(module)
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if "cache" in ast.unparse(decorator) and "cached_property" not in ast.unparse(decorator)
+    }
+    compare(found, CACHED, "a cached function remembers for the whole process: list it in CACHED if its result follows from its arguments")
+
+
+def test_settings_of_the_process_are_listed() -> None:
+    found = {
+        f"{call}: {next((f for f in SETTINGS[call] if f.endswith('/') and file.startswith(f)), file)}": node.lineno
+        for file, module in FILES
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in SETTINGS
+    }
+    listed = {f"{call}: {file}": why for call, files in SETTINGS.items() for file, why in files.items()}
+    compare(found, listed, "a setting of the whole process: list it in SETTINGS with its reason")
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def f():\n    global n\n    n = 1", ["n"]),
+        ("n = {}\ndef f():\n    n['a'] = 1", ["n"]),
+        ("n = {}\ndef f():\n    n['a'].b += 1", ["n"]),
+        ("n = []\nclass C:\n    def f(self):\n        n.append(1)", ["n"]),
+        ("n = []\ndef f():\n    def g():\n        n.clear()", ["n"]),
+        ("n = []\nf = lambda: n.append(1)", ["n"]),
+        ("class C: pass\ndef f():\n    C.x = 1", ["C.x"]),
+        ("class C: pass\ndef f():\n    setattr(C, 'x', 1)", ["C"]),
+        ("def f():\n    import os\n    os.environ['A'] = 'b'", ["os.environ"]),
+        ("def f():\n    from a import b\n    b.c = 1", ["b.c"]),
+        ("n = []\ndef f(n):\n    n.append(1)", []),
+        ("n = []\ndef f():\n    n = []\n    n.append(1)", []),
+        ("n = []\ndef f():\n    n = []\n    def g():\n        n.append(1)", []),
+        ("n = []\nn.append(1)\nn[0] = 2", []),
+        ("class C:\n    def f(self):\n        self.n = [1]\n        self.n.append(2)", []),
+    ],
+)
+def test_changes_are_found(text: str, what: list[str]) -> None:
+    assert [name for _, name in changed(ast.parse(text))] == what
