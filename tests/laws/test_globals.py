@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ def _in(node: ast.AST, outer: set[str]) -> Iterator[tuple[int, str]]:
             return
 
 
-def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[ast.AST]:
+def _own(body: list[ast.stmt] | list[ast.expr] | list[ast.AST]) -> Iterator[Any]:
     """Everything below but what stands inside inner functions, whose own node still comes."""
     for node in body:
         yield node
