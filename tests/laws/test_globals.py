@@ -28,7 +28,7 @@ CHANGED = {
     "parallel/data/deepspeed.py: groups._EXPERT_DATA_PARALLEL_GROUP": "likewise",
     "moe/cli/main.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
     "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
-    "moe/launch/environment.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
+    "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
     "moe/train/advance.py: _schedule": "of the recipe; one object for each number of batches, as the runtime keeps what it works out of it",
