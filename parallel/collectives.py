@@ -15,7 +15,7 @@ this rank. The counts belong to the axis's communicator (parallel/communicator.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,13 @@ def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = Non
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum in place over the axis; returns the tensor."""
     return _reduce(tensor, axis, dist.ReduceOp.SUM)
+
+
+def sum_over_all(tensor: Tensor, axes: Iterable[Axis]) -> Tensor:
+    """Sum in place over the axes, one after the other; returns the tensor."""
+    for axis in axes:
+        tensor = sum_over(tensor, axis)
+    return tensor
 
 
 def max_over(tensor: Tensor, axis: Axis) -> Tensor:

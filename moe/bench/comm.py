@@ -22,7 +22,7 @@ from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from moe.train.step import accumulate, finish
+from moe.train.step import finish
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
 from parallel.plan.states import sent_bytes
@@ -82,7 +82,7 @@ def measure(
 
     def step(number: int) -> None:
         batch = tokens_of(rank, sequences=microbatches, length=LENGTH, step=number)
-        numbers = accumulate(engine, batch, mesh=mesh, microbatches=microbatches, seed=0, step=number)
+        numbers = started.accumulate(batch, microbatches=microbatches, step=number)
         finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)
 
     step(0)

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data import open_data
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, start_engine
 from moe.parallelize.stages import parts_of, stages_with
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.executor import Single
 from moe.train.learning_rate import learning_rate
 from moe.train.step import accumulate, finish, validation_loss
 from parallel import process
@@ -79,21 +81,22 @@ def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     model, layouts = build(run, mesh, device=CPU)
     assert isinstance(model, Transformer)
-    engine, scale = start_engine(run, model, layouts, mesh), LossScale.of("none")
+    executor, scale = Single(start_engine(run, model, layouts, mesh)), LossScale.of("none")
+    shard, held = (TokenShard.whole(n, run.model.max_length) for n in (run.train.global_batch, run.train.eval_sequences))
     weights, ages = dict(model.named_parameters()), ages_of(variant, values, model)
     history: deque[dict[str, Tensor]] = deque(maxlen=1 + max(ages.values(), default=0))
     losses = []
     for step in range(run.train.steps):
         history.append({name: weights[name].detach().clone() for name in ages})
         _put(weights, {name: history[max(0, len(history) - 1 - age)][name] for name, age in ages.items()})
-        sequences = torch.from_numpy(data.train.batch(step, run.train.global_batch, 0, 1))
-        numbers = accumulate(engine, sequences, mesh=mesh, microbatches=1, seed=run.train.seed, step=step)
+        sequences = torch.from_numpy(data.train.batch(step, shard))
+        numbers = accumulate(executor, sequences, shard=shard, microbatches=1, seed=run.train.seed, step=step)
         _put(weights, history[-1])
         rate = learning_rate(step, run.optimizer, total=run.train.steps)
-        finish(engine, numbers, world=mesh.axis("world"), scale=scale, lr=rate, clip_norm=None, device=CPU)
+        finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=rate, clip_norm=None, device=CPU)
         losses.append(numbers.loss)
-    held = torch.from_numpy(data.validation.held(run.train.eval_sequences, 0, 1).sequences)
-    return losses, validation_loss(engine, held, mesh=mesh, at_once=16)
+    sequences = torch.from_numpy(data.validation.held(held).sequences)
+    return losses, validation_loss(executor, sequences, shard=held, at_once=16)
 
 
 def _put(weights: dict[str, torch.nn.Parameter], values: dict[str, Tensor]) -> None:

@@ -24,16 +24,18 @@ from torch import Tensor, nn
 
 from moe.checks.together import check_run
 from moe.data import open_data
+from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.build import build, start_engine
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.executor import Pipelined, Single, fillers, pipelined
 from moe.train.learning_rate import learning_rate
 from moe.train.step import accumulate, finish
 from parallel import process
-from parallel.data.engine import Engine
 from parallel.fork import run_on_ranks
+from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Item, Kfac
 from parallel.mesh import Mesh
@@ -73,14 +75,15 @@ def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     model, layouts = build(run, mesh, device=CPU)
-    engine, scale = start_engine(run, model, layouts, mesh), LossScale.of("none")
+    executor, scale = Single(start_engine(run, model, layouts, mesh)), LossScale.of("none")
+    shard = TokenShard.whole(run.train.global_batch, run.model.max_length)
     losses, seconds = [], []
     for step in range(run.train.steps):
         started = time.perf_counter()
-        batch = torch.from_numpy(data.train.batch(step, run.train.global_batch, 0, 1))
-        numbers = accumulate(engine, batch, mesh=mesh, microbatches=1, seed=run.train.seed, step=step)
+        batch = torch.from_numpy(data.train.batch(step, shard))
+        numbers = accumulate(executor, batch, shard=shard, microbatches=1, seed=run.train.seed, step=step)
         rate = learning_rate(step, run.optimizer, total=run.train.steps)
-        finish(engine, numbers, world=mesh.axis("world"), scale=scale, lr=rate, clip_norm=run.optimizer.clip_norm, device=CPU)
+        finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=rate, clip_norm=run.optimizer.clip_norm, device=CPU)
         losses.append(numbers.loss)
         seconds.append(time.perf_counter() - started)
     return losses, statistics.mean(seconds)
@@ -151,15 +154,16 @@ class Started:
 
     run: Run
     mesh: Mesh
-    engine: Engine
-    filler: Any = None
+    executor: Pipelined
+    filler: Filler | None
 
     def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
         """The loss and the seconds of a step on this batch."""
         started = time.perf_counter()
-        numbers = accumulate(self.engine, batch, mesh=self.mesh, microbatches=self.run.pipeline.microbatches, seed=0, step=number)
+        shard = TokenShard.holding(self.mesh, batch.shape)
+        numbers = accumulate(self.executor, batch, shard=shard, microbatches=self.run.pipeline.microbatches, seed=0, step=number)
         world, clip_norm = self.mesh.axis("world"), self.run.optimizer.clip_norm
-        finish(self.engine, numbers, world=world, scale=LossScale.of("none"), lr=lr, clip_norm=clip_norm, device=CPU)
+        finish(self.executor.engine, numbers, world=world, scale=LossScale.of("none"), lr=lr, clip_norm=clip_norm, device=CPU)
         return numbers.loss, time.perf_counter() - started
 
 
@@ -169,15 +173,13 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
     model, layouts = build(run, mesh, device=CPU)
     assert isinstance(model, Transformer)
     _sleeping(model)
-    started = Started(run, mesh, start_engine(run, model, layouts, mesh))
-    pipeline = started.engine.pipeline
-    assert pipeline is not None
-    if isinstance(started.engine, Curved):
-        _slow(started.engine.kfac)
-        started.filler = getattr(pipeline.between, "__self__", None)
+    engine = start_engine(run, model, layouts, mesh)
+    if isinstance(engine, Curved):
+        _slow(engine.kfac)
         if way == KFAC_ENDS:
-            pipeline.between, started.engine.kfac.seconds = None, None
-    return started
+            engine.kfac.put_off(timed=False)
+    watchers = fillers(run, engine, mesh) if way == KFAC_BUBBLES else []
+    return Started(run, mesh, pipelined(run, engine, mesh, watchers=watchers), watchers[0] if watchers else None)
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
@@ -232,9 +234,10 @@ def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any]
     """One rank's seconds until the mean of the last LAST losses is at most the target, or the steps are over."""
     started = start(values, way, rank, ranks, schedule)
     run, losses, seconds = started.run, list[float](), 0.0
+    shard = TokenShard.whole(run.train.global_batch, run.model.max_length)
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
     for step in range(run.train.steps):
-        batch = torch.from_numpy(data.train.batch(step, run.train.global_batch, 0, 1))
+        batch = torch.from_numpy(data.train.batch(step, shard))
         loss, took = started.step(step, batch, lr=learning_rate(step, run.optimizer, total=run.train.steps))
         losses.append(loss)
         seconds += took

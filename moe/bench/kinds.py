@@ -30,7 +30,7 @@ from moe.nn.context import Context
 from moe.parallelize.build import build, optimizer_of
 from moe.recipe.sections import Run, Sharding
 from moe.records.results import write_json
-from moe.train.step import accumulate, finish
+from moe.train.step import finish
 from parallel.fork import run_on_ranks
 from parallel.malloc import keep_freed_memory
 from parallel.mesh import Mesh
@@ -58,7 +58,7 @@ def ours(started: Started, rank: int) -> Step:
 
     def step(number: int) -> float:
         batch = tokens_of(rank, sequences=BATCH, length=LENGTH, step=number)
-        numbers = accumulate(started.engine, batch, mesh=started.mesh, microbatches=1, seed=0, step=number)
+        numbers = started.accumulate(batch, step=number)
         finish(started.engine, numbers, world=world, scale=LossScale.of("none"), lr=o.lr, clip_norm=o.clip_norm, device=CPU)
         return numbers.loss
 

@@ -25,7 +25,7 @@ from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living,
 from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from moe.train.step import accumulate, finish
+from moe.train.step import finish
 from parallel.extensions import missing_for_nvme
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
@@ -89,10 +89,10 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
         started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
     engine, mesh, model = started.engine, started.mesh, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
-    numbers = accumulate(engine, batch, mesh=mesh, microbatches=1, seed=0, step=0)
+    numbers = started.accumulate(batch, step=0)
     finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # moments are born
     arriving = Arriving(model).watch()
-    accumulate(engine, batch, mesh=mesh, microbatches=1, seed=0, step=1)
+    started.accumulate(batch, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
     states = found.states
     if kind.stage < 2 and kind.place == "device" and arriving.gradients > states.gradients:

@@ -1,6 +1,6 @@
 """Does a pipeline take the time, and keep the memory, that its schedule says, and is it as fast as torch's own?
 
-    times      seconds a step against the timeline simulated from the mean seconds of each action (Runtime.record): the stages sleep, as
+    times      seconds a step against the timeline simulated from the mean seconds of each action (Recorder): the stages sleep, as
                if devices were at work, so that two cores suffice for four processes; every schedule
     memory     bytes of storages alive between two actions, over those before the first, against what each micro-batch of a stage
                keeps, measured alone, times the simulated count of those held (parallel/pipeline/simulator/held.py); every schedule

@@ -18,7 +18,8 @@ from moe.bench.stages import Stages, batch, connect, descend, layers, runtime_fo
 from moe.recipe.sections import Model
 from parallel.fork import run_on_ranks
 from parallel.mesh import Mesh
-from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.runtime import Took
+from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.held import peak_kept, weight_versions
 from parallel.weight_gradient import put_off, splittable
 
@@ -52,24 +53,39 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
         change=descend if schedule.num_updates > 1 else None,
     )
     there = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *inputs, *targets]
-    held, versions, peak = 0, 0, 0
+    peak = 0
     with Alive(there) as alive:
         alone = {stage: _alone(work, stage, alive) for stage in mine}
         before = alive.now
 
-        def look(_: int) -> None:
-            nonlocal held, versions
-            weights = [t for v in work.versions.values() for of in ([p.data for p in v.parameters], *v.kept.values()) for t in of]
-            copies = alive.new(weights)
-            held = max(held, alive.now - before - copies)
-            versions = max([versions, *(v.count for v in work.versions.values())])
-
-        runtime.between = look
+        look = _Look(work, alive, before)
         alive.most = alive.now
-        runtime.run(work)
+        runtime.run(work, watchers=[look])
         peak = alive.most - before
     kept, owed = ({str(stage): found[i] for stage, found in alone.items()} for i in (0, 1))
-    return {"held": held, "peak": peak, "versions": max(1, versions), "kept": kept, "owed": owed}
+    return {"held": look.held, "peak": peak, "versions": max(1, look.versions), "kept": kept, "owed": owed}
+
+
+class _Look:
+    """The Watcher that weighs what is held between actions, over what was there `before`."""
+
+    def __init__(self, work: Stages, alive: Alive, before: int) -> None:
+        self.work, self.alive, self.start = work, alive, before
+        self.held, self.versions = 0, 0
+
+    def begin(self) -> None:
+        self._weigh()
+
+    def before(self, action: Action) -> None: ...
+
+    def after(self, at: int, took: Took) -> None:
+        self._weigh()
+
+    def _weigh(self) -> None:
+        versions = self.work.versions.values()
+        weights = [t for v in versions for of in ([p.data for p in v.parameters], *v.kept.values()) for t in of]
+        self.held = max(self.held, self.alive.now - self.start - self.alive.new(weights))
+        self.versions = max([self.versions, *(v.count for v in versions)])
 
 
 def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:

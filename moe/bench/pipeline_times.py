@@ -1,4 +1,4 @@
-"""A pipeline's step time against the timeline simulated from the mean seconds of each of its actions (Runtime.record).
+"""A pipeline's step time against the timeline simulated from the mean seconds of each of its actions (Recorder).
 
 The stages sleep, as if devices were at work, so that two cores suffice for four processes. What is left to differ is what a simulator
 does not know: the runtime's own work between actions, waits for a message that it takes too early, sends that hold a rank up.
@@ -17,7 +17,7 @@ from torch import nn
 from moe.bench.stages import Asleep, Seconds, Stages, barrier, connect, descend, runtime_for, schedule_for
 from parallel.fork import run_on_ranks
 from parallel.mesh import Axis, Mesh
-from parallel.pipeline.runtime import Took
+from parallel.pipeline.runtime import Recorder, Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
@@ -56,10 +56,10 @@ def _timed(mesh: Mesh, schedule: Schedule, steps: int, scale: float) -> dict[str
             loss=lambda y, _: y.mean(),
             change=change if schedule.num_updates > 1 else None,
         )
-        runtime.record = []
+        recorder = Recorder()
         started = barrier()
-        runtime.run(work)
-        found.append({"start": started, "end": time.perf_counter(), "actions": _means(runtime.record)})
+        runtime.run(work, watchers=[recorder])
+        found.append({"start": started, "end": time.perf_counter(), "actions": _means(recorder.record)})
     return {"steps": found[1:], "transfer": _transfer_seconds(axis), "sum": _sum_seconds(axis)}
 
 

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build, optimizer_of, prepare, start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.train.executor import Single
+from moe.train.numbers import Numbers
+from moe.train.step import accumulate
 from parallel import process
 from parallel.data.engine import Engine
 from parallel.errors import BadInput, did_you_mean
@@ -152,6 +156,11 @@ class Started:
     model: Transformer
     layouts: dict[str, Layout]
     engine: Engine
+
+    def accumulate(self, tokens: Tensor, *, step: int, microbatches: int = 1) -> Numbers:
+        """Forward and backward over this rank's tokens [sequences, length + 1], as the trainer makes them."""
+        shard = TokenShard.holding(self.mesh, tokens.shape)
+        return accumulate(Single(self.engine), tokens, shard=shard, microbatches=microbatches, seed=0, step=step)
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:

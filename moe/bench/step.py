@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
@@ -27,6 +28,7 @@ from moe.parallelize.build import build, start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.balance import join
+from moe.train.executor import Single
 from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.errors import BadInput, did_you_mean
@@ -142,13 +144,13 @@ def ours(rank: int, precision: str) -> Step:
     mesh = process.connect(run.mesh_degrees(), World(rank, WORLD))
     device = torch.device("cpu")
     model, layouts = build(run, mesh, device=device)
-    engine, scale = start_engine(run, model, layouts, mesh), LossScale.of("none")
+    executor, scale = Single(start_engine(run, model, layouts, mesh)), LossScale.of("none")
 
     def step(number: int) -> float:
-        numbers = accumulate(engine, tokens_of(number, rank), mesh=mesh, microbatches=1, seed=0, step=number)
-        finish(
-            engine, numbers, world=mesh.axis("world"), scale=scale, lr=run.optimizer.lr, clip_norm=run.optimizer.clip_norm, device=device
-        )
+        tokens = tokens_of(number, rank)
+        numbers = accumulate(executor, tokens, shard=TokenShard.holding(mesh, tokens.shape), microbatches=1, seed=0, step=number)
+        o, world = run.optimizer, mesh.axis("world")
+        finish(executor.engine, numbers, world=world, scale=scale, lr=o.lr, clip_norm=o.clip_norm, device=device)
         return numbers.loss
 
     return step

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe.bench.sharded import CPU, ShardedKind, start, tokens_of, without_look_ahead
-from moe.train.step import accumulate, finish
+from moe.train.step import finish
 from parallel.layout import Layout
 from parallel.precision import LossScale
 
@@ -76,7 +76,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
         batch = tokens_of(rank, sequences=1, length=LENGTH)
         for step in range(3):
             with Whole(started.model) as seen:
-                numbers = accumulate(started.engine, batch, mesh=started.mesh, microbatches=1, seed=0, step=step)
+                numbers = started.accumulate(batch, step=step)
             world, scale = started.mesh.axis("world"), LossScale.of("none")
             finish(started.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
         expected = together(started.layouts, apart=kind.by_deepspeed) * kind.travels(precision).parameters / tiles

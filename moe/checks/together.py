@@ -11,6 +11,7 @@ from moe.checks.sharding import check_sharding
 from moe.checks.tiling import check_tiling
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
+from moe.router.groups import check_groups
 from parallel.errors import BadInput, did_you_mean
 from parallel.mesh import check_world, divisors
 
@@ -104,6 +105,7 @@ def _check_experts(run: Run) -> None:
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
         check_spec(run.router.spec, count)
+        check_groups(run.router.spec, run.mesh_degrees())
     check_read(run.router.spec, run.router.own)
     check_causal(run.router.spec, allowed=run.router.allow_noncausal)
 

@@ -3,7 +3,7 @@
     tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
     windows   |----0----|                          neighbours share one token, so each token is predicted once an epoch
                       |----1----|                  (the last tokens that fill no window are not)
-    step s    global indices s*G .. (s+1)*G - 1; rank r takes the r-th of `ranks` equal runs of them
+    step s    global indices s*G .. (s+1)*G - 1, of which a rank reads what its TokenShard says
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 
 The permutation is computed for one index without making it for all: a Feistel network (Luby and Rackoff 1988) over the
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from moe.data.token_shard import TokenShard
 from parallel.errors import BadInput
 
 ROUNDS = 8
@@ -56,19 +57,6 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def rank_share(num_sequences: int, *, rank: int, ranks: int) -> range:
-    """The run of 0 .. num_sequences - 1 that one data rank takes. Raises BadInput where they do not divide evenly."""
-    if num_sequences < 1 or num_sequences % ranks or not 0 <= rank < ranks:
-        raise BadInput(
-            "sequences",
-            got=f"{num_sequences} for rank {rank} of {ranks}",
-            needed=f"a multiple of {ranks}, and a rank below it",
-            fix="change train.global_batch, train.eval_sequences or degrees.dp",
-        )
-    each = num_sequences // ranks
-    return range(rank * each, (rank + 1) * each)
-
-
 @dataclass(frozen=True)
 class Windows:
     """A stream of tokens [num_tokens], any unsigned type, seen as overlapping windows. Raises BadInput where it is shorter than one."""
@@ -92,9 +80,11 @@ class Windows:
     def num_windows(self) -> int:
         return (len(self.tokens) - 1) // self.max_length
 
-    def read(self, windows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]."""
-        found: npt.NDArray[np.int64] = self.tokens[windows[:, None] * self.max_length + np.arange(self.max_length + 1)].astype(np.int64)
+    def read(self, windows: npt.NDArray[np.int64], positions: range | None = None) -> npt.NDArray[np.int64]:
+        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `positions`: of the inputs."""
+        held = range(self.max_length) if positions is None else positions
+        places = windows[:, None] * self.max_length + np.arange(held.start, held.stop + 1)
+        found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
         return found
 
 
@@ -123,15 +113,15 @@ class TrainSet:
         """The sequences at these places of the endless order, [n] -> [n, max_length + 1] int64."""
         return self.windows.read(self.order(global_indices))
 
-    def batch(self, step: int, global_batch: int, rank: int = 0, ranks: int = 1) -> npt.NDArray[np.int64]:
-        """One rank's share of step `step` (the first is 0), [global_batch / ranks, max_length + 1] int64."""
-        share = rank_share(global_batch, rank=rank, ranks=ranks)
-        return self.sequences(step * global_batch + np.arange(share.start, share.stop, dtype=np.int64))
+    def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
+        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        places = step * shard.num_sequences + np.arange(shard.sequences.start, shard.sequences.stop, dtype=np.int64)
+        return self.windows.read(self.order(places), shard.positions)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's validation sequences [n, max_length + 1] int64, and the bytes of text a predicted token stands for over all ranks.
+    """One rank's part of the validation sequences, int64 [n, tokens + 1]; the bytes of text that a predicted token stands for in all.
 
     bits per byte = loss in nats / ln 2 / bytes_per_token
     """
@@ -147,10 +137,11 @@ class ValidationSet:
     windows: Windows
     bytes_per_id: npt.NDArray[np.int64]
 
-    def held(self, sequences: int, rank: int = 0, ranks: int = 1) -> Held:
-        """One rank's share of so many windows; where the text has fewer, they come again, each about as often as the others."""
-        share = rank_share(sequences, rank=rank, ranks=ranks)
+    def held(self, shard: TokenShard) -> Held:
+        """One rank's part of as many windows; where the text has fewer, they come again, each about as often as the others."""
+        sequences = shard.num_sequences
         chosen = np.arange(sequences, dtype=np.int64) * self.windows.num_windows // sequences
         # All ranks count all windows, in parts: the mean must be over what all of them are evaluated on.
         counted = sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in np.array_split(chosen, -(-sequences // 256)))
-        return Held(self.windows.read(chosen[share.start : share.stop]), counted / (sequences * self.windows.max_length))
+        mine = chosen[shard.sequences.start : shard.sequences.stop]
+        return Held(self.windows.read(mine, shard.positions), counted / (sequences * self.windows.max_length))

@@ -19,10 +19,13 @@ Value = TypeVar("Value")
 class Context:
     """`position_T` int64 [T]: each token's index in the whole step, so that noise is the same on every layout.
 
-    `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's
-    tokens, times the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives
-    one layer's sums over the global batch for those of this pass; None: this pass is the whole batch. `replay` keeps
-    what must be decided once though the pass may be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by.
+    `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
+    rank may hold a slice.
+
+    `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
+    the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
+    global batch for those of this pass; None: this pass is the whole batch. `replay` keeps what must be decided once though the pass may
+    be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by.
     """
 
     seed: int
@@ -33,6 +36,8 @@ class Context:
     whole_step: Callable[[int, Tensor], Tensor] | None = None
     replay: Replay | None = None
     tokens_T: Tensor | None = None
+    sequence_B: Tensor | None = None
+    place_L: Tensor | None = None
 
     @staticmethod
     def of(
@@ -43,13 +48,30 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
+        places: range | None = None,
+        length: int | None = None,
     ) -> Context:
-        """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding."""
-        batch, length = tokens_BL.shape
-        start = first_sequence * length
-        position_T = torch.arange(start, start + batch * length, device=tokens_BL.device)
+        """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
+
+        `places`: which ones of each sequence's `length` tokens these are; None: all L.
+        """
+        batch, columns = tokens_BL.shape
+        places = range(columns) if places is None else places
+        assert len(places) == columns
+        sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
+        place_L = torch.arange(places.start, places.stop, device=tokens_BL.device)
+        position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
-        return Context(seed, step, position_T, auxiliary_scale, valid_T, tokens_T=tokens_BL.flatten())
+        return Context(
+            seed,
+            step,
+            position_T,
+            auxiliary_scale,
+            valid_T,
+            tokens_T=tokens_BL.flatten(),
+            sequence_B=sequence_B,
+            place_L=place_L,
+        )
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:

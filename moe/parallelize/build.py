@@ -1,7 +1,7 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
 model on the meta device -> layers of this rank's stages -> experts of this rank -> how rows reach them -> weights born here
--> data-parallel engine -> the pipeline's runtime
+-> data-parallel engine
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from parallel.data.engine import AdamW, Engine
 from parallel.data.offload import Offload
 from parallel.data.tiling import tiles_of
 from parallel.errors import BadInput
-from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
 from parallel.layout import Layout, dense, stacked_over
@@ -187,17 +186,7 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
 
 
 def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    """The data-parallel kind the recipe names, around the model, and where there are stages what carries them out. Collective."""
-    engine = _start(run, model, layouts, mesh)
-    if mesh.axis("pp").size > 1:
-        engine.pipeline = stages.start_runtime(run, model, layouts, mesh)
-        if isinstance(engine, Curved):
-            assert isinstance(model, Transformer)
-            Filler(engine.kfac, engine.pipeline, stages.stage_of_each(run, model, engine.kfac.linears))
-    return engine
-
-
-def _start(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    """The data-parallel kind that the recipe names, around the model. What carries out its passes is moe/train/executor.py. Collective."""
     optimizer = optimizer_of(run.optimizer)
     if run.sharding.kind == "dp":
         first = next(model.parameters()).device

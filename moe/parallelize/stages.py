@@ -5,7 +5,7 @@ layers cut by FLOPs (or pipeline.layers)  ->  Part of each stage  ->  Transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -88,6 +88,14 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     if splits_backward(schedule) or model.compute.itemsize < next(model.parameters()).dtype.itemsize:
         splittable(model)  # in 16 bits too: else every micro-batch in flight keeps a cast copy of each weight
     return Runtime(schedule, mesh.axis("pp"), Links(mesh.axis("pp"), down), replicas)
+
+
+def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
+    """Of what one rank hands from stage to stage, for a micro-batch of which it reads tokens [B, L].
+
+    Whole activations of those tokens: no layout here cuts them further between layers. One that does says so here.
+    """
+    return (*tokens_BL, run.model.d_model)
 
 
 def _tied(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:

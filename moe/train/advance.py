@@ -7,14 +7,12 @@ several     batches through a pipeline that is not drained between them (moe/tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.plan.pipeline import continuous, schedule_of
-from moe.recipe.sections import Run
 from moe.train.job import Job
 from moe.train.learning_rate import learning_rate
 from moe.train.numbers import Numbers
@@ -44,9 +42,9 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
     rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
     with during(PASSES):
         numbers = accumulate(
-            job.engine,
+            job.executor,
             _batch(job, counters.step),
-            mesh=job.mesh,
+            shard=job.shard,
             microbatches=run.pipeline.microbatches,
             seed=run.train.seed,
             step=counters.step,
@@ -74,10 +72,11 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
     rates = [learning_rate(counters.updates + n, run.optimizer, total=run.train.steps) for n in range(count)]
     with during(PASSES):
         made = stream(
-            job.engine,
+            job.executor,
             [_batch(job, counters.step + n) for n in range(count)],
-            schedule=_schedule(run, count),
-            mesh=job.mesh,
+            schedule=_schedule(job, count),
+            shard=job.shard,
+            world=job.mesh.axis("world"),
             seed=run.train.seed,
             step=counters.step,
             rate=rates.__getitem__,
@@ -86,12 +85,11 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
     return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
 
 
-@lru_cache(maxsize=16)
-def _schedule(run: Run, count: int) -> Schedule:
-    """One object for each count: the runtime keeps what it works out of it."""
-    return schedule_of(run, batches=count)
+def _schedule(job: Job, count: int) -> Schedule:
+    if count not in job.schedules:
+        job.schedules[count] = schedule_of(job.run, batches=count)
+    return job.schedules[count]
 
 
 def _batch(job: Job, step: int) -> Tensor:
-    dp = job.mesh.axis("dp")
-    return torch.from_numpy(job.data.train.batch(step, job.run.train.global_batch, dp.index, dp.size)).to(job.world.device)
+    return torch.from_numpy(job.data.train.batch(step, job.shard)).to(job.world.device)

@@ -16,25 +16,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.router.balance import size_of_sums
+from moe.train.executor import Executor
 from moe.train.passes import Pass
-from moe.train.staged import forward_all
-from parallel.collectives import sum_over
-from parallel.data.engine import Engine
-from parallel.mesh import Axis, Mesh
+from parallel.collectives import sum_over_all
+from parallel.mesh import Axis
 
 Sums = Callable[[int, Tensor], Tensor]
 
 
-def whole_step(engine: Engine, passes: Sequence[Pass], *, mesh: Mesh) -> Sums | None:
+def whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) -> Sums | None:
     """(layer, sums of this pass) -> sums over all passes of all ranks; None where no layer asks. Collective."""
-    assert isinstance(engine.module, Transformer)
-    if not _asks(engine.module):
+    if not _asks(executor.model):
         return None
-    if len(passes) == 1:
-        return _on_the_spot(mesh.axis("dp"))
-    return _counted(engine, passes, engine.module.expert_counts, (mesh.axis("dp"), mesh.axis("pp")))
+    return _on_the_spot(shard.axes) if len(passes) == 1 else _counted(executor, passes, shard.axes)
 
 
 def _asks(model: Transformer) -> bool:
@@ -43,29 +40,27 @@ def _asks(model: Transformer) -> bool:
     return bool(model.expert_counts) and spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
 
 
-def _on_the_spot(axis: Axis) -> Sums:
+def _on_the_spot(axes: Sequence[Axis]) -> Sums:
     known: dict[int, Tensor] = {}
 
     def sums(layer: int, mine: Tensor) -> Tensor:
         if layer not in known:  # a recomputed pass asks again, and its ranks may be at different layers by then
-            known[layer] = sum_over(mine.clone(), replace(axis, label=f"layers.{layer}.balance"))
+            known[layer] = sum_over_all(mine.clone(), [replace(axis, label=f"layers.{layer}.balance") for axis in axes])
         return known[layer]
 
     return sums
 
 
-def _counted(engine: Engine, passes: Sequence[Pass], expert_counts: dict[int, int], axes: Sequence[Axis]) -> Sums:
-    device = passes[0].inputs_BL.device
-    totals = {layer: torch.zeros(size_of_sums(count), dtype=torch.float64, device=device) for layer, count in expert_counts.items()}
+def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -> Sums:
+    device, counts = passes[0].inputs_BL.device, executor.model.expert_counts
+    totals = {layer: torch.zeros(size_of_sums(count), dtype=torch.float64, device=device) for layer, count in counts.items()}
 
     def note(layer: int, mine: Tensor) -> Tensor:
         totals[layer] += mine
         return mine
 
     counting = [replace(p, context=p.context.with_whole_step(note)) for p in passes]
-    forward_all(engine, counting, lambda number, output: None)
-    flat = torch.cat(list(totals.values()))
-    for axis in axes:
-        flat = sum_over(flat, axis)
+    executor.forward(counting, lambda number, output: None)
+    flat = sum_over_all(torch.cat(list(totals.values())), (*axes, executor.stages))
     known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
     return lambda layer, _: known[layer]

@@ -16,8 +16,8 @@ import torch
 
 from moe.plan.pipeline import energy_plan
 from moe.recipe.sections import Run
+from moe.train.executor import Executor, Pipelined
 from parallel.collectives import max_over
-from parallel.data.engine import Engine
 from parallel.mesh import Mesh
 from parallel.pipeline.energy.nvml import Gpus, NoControl, Pace, connect
 from parallel.process import World
@@ -26,12 +26,12 @@ AT_FULL_CLOCK = "training goes on at the clocks there are"
 
 
 @contextmanager
-def planned_clocks(run: Run, engine: Engine, mesh: Mesh, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
+def planned_clocks(run: Run, executor: Executor, mesh: Mesh, world: World, *, note: Callable[[str], None]) -> Iterator[None]:
     """While it lasts, the run's pipeline keeps to its plan's clocks. `note`: shown by rank 0. Collective where there is a plan."""
     if run.pipeline.energy_plan is None:
         yield
         return
-    assert engine.pipeline is not None
+    assert isinstance(executor, Pipelined)
     with ExitStack() as stack:
         gpus, reason = _own_gpu(stack, world)
         without = _first_without(gpus is None, mesh, world)
@@ -50,11 +50,10 @@ def planned_clocks(run: Run, engine: Engine, mesh: Mesh, world: World, *, note: 
                 note(said)
 
         pace = Pace(gpus, energy_plan(run).mhz[mesh.axis("pp").index], settle=lambda: _settle(world.device), lost=lost)
-        engine.pipeline.before = pace.before
         try:
-            yield
+            with executor.watched(pace):
+                yield
         finally:
-            engine.pipeline.before = None
             _give_back(gpus, lost)
 
 

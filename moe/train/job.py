@@ -6,28 +6,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe.data import Dataset
+from moe.data.token_shard import TokenShard
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
+from moe.train.executor import Executor
 from moe.train.rebalance import Rebalancer
 from moe.train.state import Counters
 from parallel.data.engine import Engine
 from parallel.mesh import Mesh
+from parallel.pipeline.schedule import Schedule
 from parallel.precision import LossScale
 from parallel.process import World
 
 
 @dataclass
 class Job:
-    """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process."""
+    """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process.
+
+    `schedules` of a pipeline by how many batches they take without a drain: one object each, as its runtime keeps what it works out of it.
+    """
 
     run: Run
     name: str
     out: Path
     world: World
     mesh: Mesh
-    engine: Engine
+    executor: Executor
     data: Dataset
+    shard: TokenShard  # of a training batch
     records: Records
     progress: Progress
     scale: LossScale
@@ -35,6 +42,11 @@ class Job:
     counters: Counters = field(default_factory=Counters)
     evaluated: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> Engine:
+        return self.executor.engine
 
     @property
     def checkpoints(self) -> Path:

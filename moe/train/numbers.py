@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe.experts.layer import LayerReport
-from parallel.collectives import sum_over
+from parallel.collectives import sum_over_all
 from parallel.mesh import Axis
 
 
@@ -90,10 +90,7 @@ class Sums:
 
     def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
         """Over all ranks. Collective."""
-        row = self.packed(flag)
-        for axis in axes:
-            row = sum_over(row, axis)
-        return numbers_of(row, self.expert_counts)
+        return numbers_of(sum_over_all(self.packed(flag), axes), self.expert_counts)
 
 
 def _row(r: LayerReport, share: float) -> Tensor:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.data.token_shard import TokenShard
 from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
-from parallel.collectives import sum_over
+from parallel.collectives import sum_over_all
 from parallel.errors import BadInput
-from parallel.mesh import Axis
 
-# N sequences held by this rank, B of a micro-batch, L length
+# N sequences held by this rank, B of a micro-batch, L tokens of each that it reads
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class Pass:
     share: float
 
 
-def count_tokens(sequences_NL: Tensor, dp: Axis) -> Tokens:
-    """Agreed over the data ranks, so that every rank divides by the same numbers. Raises BadInput on all of them alike."""
+def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
+    """Agreed over the ranks that read the batch, so that every one divides by the same numbers. Raises BadInput on all of them alike."""
+    assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     gaps = (valid_NL[:, 1:] & ~valid_NL[:, :-1]).sum()
-    inputs, targets, gaps = sum_over(torch.stack((valid_NL[:, :-1].sum(), valid_NL[:, 1:].sum(), gaps)), dp).tolist()
+    counted = torch.stack((valid_NL[:, :-1].sum(), valid_NL[:, 1:].sum(), gaps))
+    inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
     if gaps:
         raise BadInput(
             "sequences",
@@ -48,14 +50,14 @@ def count_tokens(sequences_NL: Tensor, dp: Axis) -> Tokens:
             needed="padding at the end alone: attention would read it",
             fix="move the padding behind the tokens",
         )
-    return Tokens(max(1, inputs), max(1, targets), padded=inputs < dp.size * valid_NL[:, :-1].numel())
+    return Tokens(max(1, inputs), max(1, targets), padded=inputs < shard.num_tokens)
 
 
 def passes_of(
-    parts: Iterable[Tensor], tokens: Tokens, *, seed: int = 0, step: int = 0, first_sequence: int = 0, loss_scale: float = 1.0
+    parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """For micro-batches of sequences [B, L + 1] of one step, in order."""
-    passes = []
+    """For micro-batches [B, L + 1], in order, that this rank's part of one step is cut into."""
+    passes, first_sequence = [], shard.sequences.start
     for part in parts:
         inputs_BL, valid_BL = part[:, :-1], None
         held = inputs_BL.numel()
@@ -64,7 +66,14 @@ def passes_of(
             held = int(valid_BL.sum())
         share = held / tokens.inputs
         context = Context.of(
-            inputs_BL, seed=seed, step=step, first_sequence=first_sequence, auxiliary_scale=share * loss_scale, valid_BL=valid_BL
+            inputs_BL,
+            seed=seed,
+            step=step,
+            first_sequence=first_sequence,
+            auxiliary_scale=share * loss_scale,
+            valid_BL=valid_BL,
+            places=shard.positions,
+            length=shard.length,
         )
         passes.append(Pass(inputs_BL, part[:, 1:], context, share))
         first_sequence += len(part)

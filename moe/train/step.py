@@ -15,68 +15,51 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from moe.model.transformer import Output, Transformer, moe_layers
+from moe.data.token_shard import TokenShard
+from moe.model.transformer import Output, moe_layers
 from moe.parallelize.build import FAMILIES
 from moe.router.bias import updated_bias
 from moe.train.batch_counts import whole_step
+from moe.train.executor import Executor
 from moe.train.numbers import Numbers, Sums
-from moe.train.passes import Pass, Tokens, count_tokens, passes_of
-from moe.train.staged import Staged, forward_all
+from moe.train.passes import count_tokens, passes_of
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
-from parallel.collectives import sum_over
+from parallel.collectives import sum_over_all
 from parallel.data.engine import Engine
-from parallel.mesh import Axis, Mesh
+from parallel.mesh import Axis
 from parallel.precision import LossScale
 
-# N sequences held by this rank, B of a micro-batch, L length, E experts
+# N sequences held by this rank, B of a micro-batch, L tokens of each, E experts
 
 
 def accumulate(
-    engine: Engine,
+    executor: Executor,
     sequences_NL: Tensor,
     *,
-    mesh: Mesh,
+    shard: TokenShard,
     microbatches: int,
     seed: int,
     step: int,
     loss_scale: float = 1.0,
     flag: int = 0,
 ) -> Numbers:
-    """Forward and backward over this rank's sequences (int64 [N, length + 1]); afterwards the engine holds summed gradients.
+    """Forward and backward over this rank's tokens (int64, of the shard's shape); afterwards the engine holds summed gradients.
 
-    PADDING at the end of a sequence is neither predicted nor routed. Every rank holds equally many sequences, those of one pipeline
-    the same ones. Collective.
+    PADDING at the end of a sequence is neither predicted nor routed. The ranks of one pipeline hold the same tokens. Collective.
     """
-    assert isinstance(engine.module, Transformer)
-    dp = mesh.axis("dp")
-    tokens = count_tokens(sequences_NL, dp)
-    first = dp.index * len(sequences_NL)
-    passes = passes_of(sequences_NL.chunk(microbatches), tokens, seed=seed, step=step, first_sequence=first, loss_scale=loss_scale)
-    sums = whole_step(engine, passes, mesh=mesh)
+    tokens = count_tokens(sequences_NL, shard)
+    passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)
+    sums = whole_step(executor, passes, shard)
     passes = [replace(p, context=p.context.with_whole_step(sums)) for p in passes]
-    found = Sums(engine.module.expert_counts, sequences_NL.device)
-    (_one_stage if engine.pipeline is None else _all_stages)(engine, passes, tokens, loss_scale, found)
-    return found.total((dp, mesh.axis("pp")), flag)
+    found = Sums(executor.model.expert_counts, sequences_NL.device)
 
-
-def _one_stage(engine: Engine, passes: list[Pass], tokens: Tokens, loss_scale: float, found: Sums) -> None:
-    for p in passes:
-        last = p is passes[-1]
-        output: Output = engine.forward(p.inputs_BL, p.context, p.targets_BL, last=last)
-        loss = output.loss / tokens.targets
-        engine.backward(loss * loss_scale, last=last)
-        found.add(loss.detach(), output.layers, p.share)
-
-
-def _all_stages(engine: Engine, passes: list[Pass], tokens: Tokens, loss_scale: float, found: Sums) -> None:
     def each(number: int, output: Output) -> Tensor | None:
         loss = output.loss / tokens.targets if output.hidden_BLD is None else None
         found.add(loss, output.layers, passes[number].share)
         return None if loss is None else loss * loss_scale
 
-    assert engine.pipeline is not None
-    engine.pipeline.run(Staged(engine, passes, each))
-    engine.reduce()
+    executor.run(passes, each)
+    return found.total((*shard.axes, executor.stages), flag)
 
 
 def finish(
@@ -114,17 +97,16 @@ def move_biases(model: nn.Module, load: dict[int, Tensor]) -> None:
 
 
 @torch.no_grad()
-def validation_loss(engine: Engine, sequences_NL: Tensor, *, mesh: Mesh, at_once: int) -> float:
-    """Mean loss in nats a token over all ranks' sequences; deterministic, with the recipe's evaluation capacity."""
-    dp = mesh.axis("dp")
-    tokens = count_tokens(sequences_NL, dp)
+def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenShard, at_once: int) -> float:
+    """Mean loss in nats a token over all ranks' tokens; deterministic, with the recipe's evaluation capacity."""
+    tokens = count_tokens(sequences_NL, shard)
     total = torch.zeros((), dtype=torch.float64, device=sequences_NL.device)
 
     def each(_: int, output: Output) -> None:
         if output.hidden_BLD is None:
             total.add_(output.loss.double())
 
-    engine.module.eval()
-    forward_all(engine, passes_of(sequences_NL.split(at_once), tokens), each)
-    engine.module.train()
-    return sum_over(sum_over(total, dp), mesh.axis("pp")).item() / tokens.targets
+    executor.model.eval()
+    executor.forward(passes_of(sequences_NL.split(at_once), tokens, shard), each)
+    executor.model.train()
+    return sum_over_all(total, (*shard.axes, executor.stages)).item() / tokens.targets

@@ -14,50 +14,51 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe.model.transformer import Output, Transformer, moe_layers
+from moe.data.token_shard import TokenShard
+from moe.model.transformer import Output, moe_layers
 from moe.parallelize.build import FAMILIES
 from moe.train.batch_counts import whole_step
+from moe.train.executor import Executor, Pipelined
 from moe.train.numbers import Numbers, Sums, numbers_of
 from moe.train.passes import Pass, count_tokens, passes_of
-from moe.train.staged import Staged
 from moe.train.step import move_biases
 from parallel.clip import GradientNorm, norm_of, squares
-from parallel.collectives import sum_over
-from parallel.data.engine import Engine
-from parallel.mesh import Mesh
+from parallel.collectives import sum_over_all
+from parallel.mesh import Axis
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.weights import Versions
 
 
 def stream(
-    engine: Engine,
+    executor: Executor,
     batches: Sequence[Tensor],
     *,
     schedule: Schedule,
-    mesh: Mesh,
+    shard: TokenShard,
+    world: Axis,
     seed: int,
     step: int,
     rate: Callable[[int], float],
     flag: int = 0,
 ) -> list[tuple[Numbers, GradientNorm]]:
-    """One step for each batch (this rank's int64 [N, length + 1]), of which the first has the number `step`; `schedule`: of them all.
+    """One step for each batch (this rank's, int64 of the shard's shape), of which the first has the number `step`; `schedule`: of them all.
 
     `rate(n)`: the learning rate of the n-th update, from 0. Afterwards the pipeline is empty. Collective.
     """
-    assert isinstance(engine.module, Transformer) and engine.pipeline is not None
-    model, dp, device = engine.module, mesh.axis("dp"), batches[0].device
+    assert isinstance(executor, Pipelined)
+    engine, model, device = executor.engine, executor.model, batches[0].device
     passes: list[Pass] = []
     targets: list[int] = []
     for number, sequences in enumerate(batches):
-        tokens, first = count_tokens(sequences, dp), dp.index * len(sequences)
+        tokens = count_tokens(sequences, shard)
         parts = sequences.chunk(schedule.microbatches_per_update)
-        of_batch = passes_of(parts, tokens, seed=seed, step=step + number, first_sequence=first)
-        sums = whole_step(engine, of_batch, mesh=mesh)
+        of_batch = passes_of(parts, tokens, shard, seed=seed, step=step + number)
+        sums = whole_step(executor, of_batch, shard)
         passes += [replace(p, context=p.context.with_whole_step(sums)) for p in of_batch]
         targets.append(tokens.targets)
     found = [Sums(model.expert_counts, device) for _ in batches]
     norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
-    order = schedule.orders[engine.pipeline.axis.index]
+    order = schedule.orders[executor.stages.index]
     biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
     versions = {stage: Versions([*model.parameters(), *biases], order, stage) for stage in model.parts}
 
@@ -71,7 +72,7 @@ def stream(
         batch = version - 1
         engine.reduce()
         norms[batch] = squares(engine.owned_gradients(), families=FAMILIES, device=device)
-        load = {layer: sum_over(mine, dp) for layer, mine in found[batch].loads().items()}
+        load = {layer: sum_over_all(mine, shard.axes) for layer, mine in found[batch].loads().items()}
 
         def change() -> None:
             engine.step(rate(batch))
@@ -79,9 +80,9 @@ def stream(
 
         versions[stage].update(version, change)
 
-    engine.pipeline.run(Staged(engine, passes, each, versions=versions, update=update), schedule)
-    packed = sum_over(sum_over(torch.stack([sums.packed(flag) for sums in found]), dp), mesh.axis("pp"))
-    together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=mesh.axis("world")).families
+    executor.stream(passes, each, schedule=schedule, versions=versions, update=update)
+    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.stages))
+    together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
     by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
     return [(numbers_of(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]
 

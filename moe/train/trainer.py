@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data import open_data
-from moe.parallelize.build import build, prepare, start_engine, whole_layouts
+from moe.data.token_shard import TokenShard
+from moe.parallelize.build import build, prepare, whole_layouts
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
 from moe.recipe.load import resolved_yaml
@@ -30,13 +31,13 @@ from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
 from moe.train.energy_clocks import planned_clocks
+from moe.train.executor import logits_of, start_executor
 from moe.train.generate import sample
 from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
 from moe.train.out_of_memory import STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.rebalance import Rebalancer, nothing_to_move
-from moe.train.staged import whole_model
 from moe.train.state import Counters
 from moe.train.step import validation_loss
 from parallel import process
@@ -75,7 +76,7 @@ def train(
     job = _open(run, name, out, origins or {}, fresh, world, display)
     with asked_to_stop() as asked:
         try:
-            with planned_clocks(run, job.engine, job.mesh, world, note=job.progress.note):
+            with planned_clocks(run, job.executor, job.mesh, world, note=job.progress.note):
                 _loop(job, asked)
             return _finish(job)
         finally:
@@ -93,7 +94,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device)
     with during(STATES):
-        engine = start_engine(run, model, layouts, mesh)
+        executor = start_executor(run, model, layouts, mesh)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     found = False
     if fresh:
@@ -101,7 +102,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     else:
         found = state.resume(
             out / "checkpoints",
-            engine,
+            executor.engine,
             mesh,
             counters=counters,
             scale=scale,
@@ -121,7 +122,9 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if found:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step})
-    return Job(run, name, out, world, mesh, engine, data, records, progress, scale, Rebalancer(run, engine, mesh), counters)
+    shard = TokenShard.of(mesh, num_sequences=run.train.global_batch, length=run.model.max_length)
+    rebalancer = Rebalancer(run, executor.engine, mesh)
+    return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
@@ -223,10 +226,11 @@ def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
 
 
 def _evaluate(job: Job, *, record: bool = True) -> None:
-    run, dp = job.run, job.mesh.axis("dp")
-    held = job.data.validation.held(run.train.eval_sequences, dp.index, dp.size)
-    at_once = max(1, run.train.global_batch // (dp.size * run.pipeline.microbatches))
-    loss = validation_loss(job.engine, _tensor(job, held.sequences), mesh=job.mesh, at_once=at_once)
+    run = job.run
+    shard = TokenShard.of(job.mesh, num_sequences=run.train.eval_sequences, length=run.model.max_length)
+    held = job.data.validation.held(shard)
+    at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
+    loss = validation_loss(job.executor, _tensor(job, held.sequences), shard=shard, at_once=at_once)
     job.evaluated = {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
     line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
     if record:
@@ -259,7 +263,7 @@ def _finish(job: Job) -> dict[str, Any]:
     if not job.evaluated:  # an earlier life made the last step and recorded this, then died before the summary
         _evaluate(job, record=False)
     job.engine.module.eval()
-    model, length = whole_model(job.engine, job.mesh), run.model.max_length
+    model, length = logits_of(job.executor), run.model.max_length
     text = sample(model, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=length, device=job.world.device)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)

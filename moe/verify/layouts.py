@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import global_name
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
+from moe.train.executor import Executor, start_executor
 from moe.train.numbers import LayerNumbers, Numbers
 from moe.train.state import extra_owned
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from moe.verify.batches import batch
-from moe.verify.cases import OVERFLOWS, Case
+from moe.verify.cases import BATCH, LENGTH, OVERFLOWS, Case
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel import process
@@ -49,14 +51,14 @@ def compute(
         meshes[degrees] = process.connect(degrees, World(rank, case.world))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=torch.device("cpu"))
-    engine = start_engine(run, model, layouts, mesh)
+    executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)
-    return (_streamed if case.delayed else _stepped)(case, run, engine, mesh, tape)
+    return (_streamed if case.delayed else _stepped)(case, run, executor, mesh, tape)
 
 
-def _stepped(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | None) -> Result:
-    scale = LossScale.of(run.precision.loss_scale)
+def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
+    engine, shard, scale = executor.engine, _shard(mesh), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else None
     losses: list[float] = []
     kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -65,9 +67,9 @@ def _stepped(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | None
         if spoil is not None:
             spoil["now"] = spoilt
         numbers = accumulate(
-            engine,
-            _mine(step, mesh, padded=case.padded),
-            mesh=mesh,
+            executor,
+            shard.of_batch(batch(step, padded=case.padded)),
+            shard=shard,
             microbatches=case.microbatches,
             seed=run.train.seed,
             step=step,
@@ -109,8 +111,9 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 
 
-def _streamed(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | None) -> Result:
+def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
     """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
+    engine, shard = executor.engine, _shard(mesh)
     updates: list[Step] = []
     if tape is not None:
         _watch_updates(engine, mesh, updates)
@@ -118,10 +121,11 @@ def _streamed(case: Case, run: Run, engine: Engine, mesh: Mesh, tape: Tape | Non
     kept: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     for count in (1, STEPS - 1):
         steps += stream(
-            engine,
-            [_mine(len(steps) + n, mesh) for n in range(count)],
+            executor,
+            [shard.of_batch(batch(len(steps) + n)) for n in range(count)],
             schedule=schedule_of(run, batches=count),
-            mesh=mesh,
+            shard=shard,
+            world=mesh.axis("world"),
             seed=run.train.seed,
             step=len(steps),
             rate=lambda n: run.optimizer.lr,
@@ -155,9 +159,9 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _mine(step: int, mesh: Mesh, *, padded: bool = False) -> Tensor:
-    dp = mesh.axis("dp")
-    return batch(step, padded=padded).chunk(dp.size)[dp.index]
+def _shard(mesh: Mesh) -> TokenShard:
+    """Of the batch, what a rank reads."""
+    return TokenShard.of(mesh, num_sequences=BATCH, length=LENGTH)
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:

@@ -20,7 +20,6 @@ from parallel.collectives import count, sum_over
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
-from parallel.pipeline.runtime import Runtime
 
 
 class DDP:
@@ -29,8 +28,6 @@ class DDP:
     `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py). Where the model is
     cut into stages, torch's buckets are not used: sums follow each rank's last action.
     """
-
-    pipeline: Runtime | None = None
 
     def __init__(
         self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW, forward: nn.Module | None = None

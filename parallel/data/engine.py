@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.layout import Layout
-
-if TYPE_CHECKING:
-    from parallel.pipeline.runtime import Runtime
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,11 +45,10 @@ class AdamW:
 
 
 class Engine(Protocol):
-    """`pipeline`: carries out this rank's stages, where the model is cut into stages (then `backward_from` and `reduce` for `backward`)."""
+    """Where the model is cut into stages, `backward_from` for each stage and micro-batch and then `reduce` take the place of `backward`."""
 
     module: nn.Module
     layouts: dict[str, Layout]
-    pipeline: Runtime | None
 
     def forward(self, *args: Any, last: bool) -> Any:
         """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""

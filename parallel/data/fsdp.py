@@ -34,7 +34,6 @@ from parallel.data.ddp import sum_over_copies
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
-from parallel.pipeline.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,6 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 
 class FSDP:
     """The engine of a model that `shard` has cut, or of any that has nothing to cut. `layouts` by module parameter name."""
-
-    pipeline: Runtime | None = None
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
         self.module, self.layouts, self.mesh = model, layouts, mesh

@@ -28,7 +28,6 @@ from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
 from parallel.layout import Layout
 from parallel.mesh import Mesh
-from parallel.pipeline.runtime import Runtime
 
 Working = Callable[[str], torch.dtype]  # of a parameter by name: what the model reads it in
 BUCKET_ELEMENTS = 8 * 2**20  # gradients that travel together, 32 MiB in fp32
@@ -40,10 +39,10 @@ class DeepSpeed(ABC):
     module: nn.Module
     engine: Any
     zero: Any  # DeepSpeed's sharded optimizer
-    pipeline: Runtime | None = None
+    mesh: Mesh
 
     def forward(self, *args: Any, last: bool) -> Any:
-        if self.pipeline is not None:
+        if self.mesh.axis("pp").size > 1:
             return self.module(*args)  # DeepSpeed's own hooks follow one loss through the whole model
         self.engine.set_gradient_accumulation_boundary(last)
         return self.engine(*args)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ import torch
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.kfac.kfac import Item, Kfac
-from parallel.pipeline.runtime import Runtime
+from parallel.mesh import Axis
+from parallel.pipeline.runtime import Took
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bubbles, pack
 from parallel.pipeline.simulator.simulate import Span, Timeline
@@ -128,64 +128,73 @@ def _refuse_before(placed: Placed, end: float, what: str) -> None:
 
 @dataclass
 class Filler:
-    """Puts a rank's K-FAC into its waits: it is the runtime's `between`.
+    """Puts a rank's K-FAC into its waits: a Watcher of the pipeline's runtime.
 
-    `stages`: of each linear of this rank. The first `measured` refreshes are made at the ends of steps, with their times taken, as are the
-    actions' times of the last step of each. `slots`: for each step of a refresh and place in the order, the units to do there.
+    `schedule`: of one batch; `axis`: the ranks of the pipeline; `stages`: of each linear of this rank. The first `measured` refreshes
+    are made at the ends of steps, with their times taken, as are the actions' times of the last step of each. `slots`: for each step of a
+    refresh and place in the order, the units to do there.
     """
 
     kfac: Kfac
-    runtime: Runtime
+    schedule: Schedule
+    axis: Axis
     stages: Mapping[str, int]
     measured: int = 2
     slots: dict[tuple[int, int], list[Item]] | None = None
     placed_share: float = 0.0  # the share of the units' time that the plan has room for
     waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
-    _begun: float = 0.0
-    _times: list[tuple[float, float]] = field(default_factory=list)
+    _record: list[Took] | None = None
 
     def __post_init__(self) -> None:
-        self.kfac.at_once, self.kfac.seconds = False, {}
-        self.runtime.between = self.between
+        self.kfac.put_off(timed=True)
 
-    def between(self, at: int) -> None:
-        """After the at-th action, -1: before the first."""
-        every = self.kfac.settings.refresh_every
-        if self.slots is not None:
-            for item in self.slots.get((self.kfac.updates % every, at), ()):
-                if item in self.kfac.waiting:
-                    self.kfac.run(item)
-        elif at == -1:
+    def begin(self) -> None:
+        if self.slots is None:
             self._plan_or_record()
+        else:
+            self._fill(-1)
+
+    def before(self, action: Action) -> None: ...
+
+    def after(self, at: int, took: Took) -> None:
+        if self._record is not None:
+            self._record.append(took)
+        if self.slots is not None:
+            self._fill(at)
+
+    def _fill(self, at: int) -> None:
+        """After the at-th action, -1: before the first."""
+        assert self.slots is not None
+        for item in self.slots.get((self.kfac.updates % self.kfac.settings.refresh_every, at), ()):
+            if item in self.kfac.waiting:
+                self.kfac.run(item)
 
     def _plan_or_record(self) -> None:
         """In the last step of a refresh actions' times are taken; with the step after it they are complete."""
-        every, runtime = self.kfac.settings.refresh_every, self.runtime
-        if runtime.record and len(runtime.record) >= len(self._order):
+        if self._record and len(self._record) >= len(self._order):
             self.plan()
-        elif self.kfac.updates == self.measured * every - 1:
-            runtime.record = []
+        elif self.kfac.updates == self.measured * self.kfac.settings.refresh_every - 1:
+            self._record = []
 
     @property
     def _order(self) -> tuple[Action, ...]:
-        return self.runtime.schedule.orders[self.runtime.axis.index]
+        return self.schedule.orders[self.axis.index]
 
     def plan(self) -> None:
         """From what was measured. Collective over the pipeline: a step is as long as its slowest rank says."""
-        runtime, s = self.runtime, self.kfac.settings
-        assert runtime.record is not None and self.kfac.seconds is not None
-        record = runtime.record[: len(self._order)]
-        runtime.record = None
+        s = self.kfac.settings
+        assert self._record is not None
+        record = self._record[: len(self._order)]
+        self._record = None
         begun = record[0].start
-        first = -max_over(torch.tensor(-begun, dtype=torch.float64), runtime.axis).item()
-        last = max_over(torch.tensor(record[-1].end, dtype=torch.float64), runtime.axis).item()
+        first = -max_over(torch.tensor(-begun, dtype=torch.float64), self.axis).item()
+        last = max_over(torch.tensor(record[-1].end, dtype=torch.float64), self.axis).item()
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
         # one rank alone, which with a short action at the end waits until the last one is done: the wait goes on into no next step
         end = Action(Op.U, spans[0].action.stage, version=-1)
-        own = Schedule(runtime.schedule.name, tuple((0,) for _ in runtime.schedule.homes), 1, 1, ((*self._order, end),))
+        own = Schedule(self.schedule.name, tuple((0,) for _ in self.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)
-        seconds = {key: median(times) for key, times in self.kfac.seconds.items()}
-        self.kfac.seconds = None
+        seconds = self.kfac.times()
         self.slots, room, total = defaultdict(list), 0.0, 0.0
         for kind, begin, steps in (("curvature", 0, s.delay // 2 + 1), ("inversion", s.delay // 2 + 1, s.delay - s.delay // 2)):
             items = {str(item): item for item in self._items(kind)}

@@ -12,7 +12,7 @@ two moments, in the same checkpoints. Parameters that are not K-FAC's, and a lin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from parallel.data.engine import Engine
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac, Linear
 from parallel.layout import Layout
-
-if TYPE_CHECKING:
-    from parallel.pipeline.runtime import Runtime
 
 Group = dict[str, Any]
 
@@ -89,14 +86,6 @@ class Curved:
         self.engine, self.kfac = engine, kfac
         self.module: nn.Module = engine.module
         self.layouts: dict[str, Layout] = engine.layouts
-
-    @property
-    def pipeline(self) -> Runtime | None:
-        return self.engine.pipeline
-
-    @pipeline.setter
-    def pipeline(self, runtime: Runtime | None) -> None:
-        self.engine.pipeline = runtime
 
     def forward(self, *args: Any, last: bool) -> Any:
         with self.kfac.recording():

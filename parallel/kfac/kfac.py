@@ -23,6 +23,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -110,9 +111,7 @@ class Rows:
 class Kfac:
     """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say, and
     `place(layout)` is this rank's place among them and their number. `at_once`: work is done as soon as it can be; otherwise it waits
-    for `do_next` or for the end of a step.
-
-    Where `seconds` is a dictionary, it gets the time of each unit by (kind, factor, linear).
+    for `do_next` or for the end of a step (`put_off`).
 
     A caller records its forward passes (`recording`), calls `finish` before each update, or `forget` where there is none.
     """
@@ -123,10 +122,10 @@ class Kfac:
     place: Callable[[Layout], tuple[int, int]] = lambda _: (0, 1)
     at_once: bool = True
     updates: int = 0
-    seconds: dict[tuple[str, str, str], list[float]] | None = None
     factors: dict[tuple[str, str], Factor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._seconds: dict[tuple[str, str, str], list[float]] | None = None  # of each unit, while times are taken
         self._open = False
         self._passes: Counter[str] = Counter()
         self._unsummed = False  # whether a step was recorded whose sums are still this rank's own
@@ -194,6 +193,16 @@ class Kfac:
         storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
         return sum(storages.values())
 
+    def put_off(self, *, timed: bool) -> None:
+        """From now on work waits until it is asked for, or the step ends. `timed`: each unit's seconds are taken, until `times`."""
+        self.at_once, self._seconds = False, {} if timed else None
+
+    def times(self) -> dict[tuple[str, str, str], float]:
+        """The median seconds of each unit by (kind, factor, linear) since `put_off`; no more are taken."""
+        assert self._seconds is not None
+        found, self._seconds = {key: median(times) for key, times in self._seconds.items()}, None
+        return found
+
     @property
     def waiting(self) -> tuple[Item, ...]:
         """What can be done now, in the order in which it became ready."""
@@ -216,13 +225,13 @@ class Kfac:
     def run(self, item: Item) -> None:
         """Do a unit of work that waits."""
         self._queue.remove(item)
-        if self.seconds is None:
+        if self._seconds is None:
             self.do(item)
             return
         device = self.linears[item.name].weight.device
         started = _now(device)
         self.do(item)
-        self.seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
+        self._seconds.setdefault((item.kind, item.factor, item.name), []).append(_now(device) - started)
 
     @torch.no_grad()
     def do(self, item: Item) -> None:

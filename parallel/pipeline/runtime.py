@@ -10,7 +10,7 @@ an edge of the graph; the output itself is gone once it is sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +62,36 @@ class Took(NamedTuple):
     end: float
 
 
+class Watcher(Protocol):
+    """Something beside a rank's actions in training. It may do work of its own in `begin` and `after`: that runs in the bubble."""
+
+    def begin(self) -> None:
+        """Before the first action of the order, and before what it needs is waited for."""
+        ...
+
+    def before(self, action: Action) -> None:
+        """Before the action's messages are waited for."""
+        ...
+
+    def after(self, at: int, took: Took) -> None:
+        """After the at-th action of the order and its sends, before what the next one needs is waited for."""
+        ...
+
+
+@dataclass
+class Recorder:
+    """The Watcher that keeps every action's times."""
+
+    record: list[Took] = field(default_factory=list)
+
+    def begin(self) -> None: ...
+
+    def before(self, action: Action) -> None: ...
+
+    def after(self, at: int, took: Took) -> None:
+        self.record.append(took)
+
+
 class _Kept(NamedTuple):
     """Of a micro-batch between F and its backward."""
 
@@ -90,34 +120,26 @@ class _Plan:
 
 @dataclass
 class Runtime:
-    """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold.
-
-    `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order
-    (-1: before the first), before what the next one needs is waited for: work put there runs in the bubble. `before(action)` is called
-    in training after that, before the action's messages are waited for.
-    """
+    """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold."""
 
     schedule: Schedule
     axis: Axis
     links: Links
     replicas: StageReplicas | None = None
-    record: list[Took] | None = None
-    between: Callable[[int], None] | None = None
-    before: Callable[[Action], None] | None = None
     _agreed: set[int] = field(default_factory=set)
     _plans: dict[int, _Plan] = field(default_factory=dict)  # by the schedule's id
     _forwards: dict[int, Schedule] = field(default_factory=dict)
 
-    def run(self, work: Work, schedule: Schedule | None = None) -> None:
+    def run(self, work: Work, schedule: Schedule | None = None, *, watchers: Sequence[Watcher] = ()) -> None:
         """Forward and backward of a whole schedule (default: the one batch's). Collective over the pipeline's ranks."""
-        _Run(self, work, self._plan(schedule or self.schedule), train=True).run()
+        _Run(self, work, self._plan(schedule or self.schedule), watchers, train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
         """Forward passes alone, without gradient, each on the stages that train the micro-batch of its number."""
         with torch.no_grad():
             if microbatches not in self._forwards:
                 self._forwards[microbatches] = forwards(self.schedule, microbatches)
-            _Run(self, work, self._plan(self._forwards[microbatches]), train=False).run()
+            _Run(self, work, self._plan(self._forwards[microbatches]), (), train=False).run()
 
     def _plan(self, schedule: Schedule) -> _Plan:
         if id(schedule) not in self._plans:
@@ -126,8 +148,8 @@ class Runtime:
 
 
 class _Run:
-    def __init__(self, runtime: Runtime, work: Work, plan: _Plan, *, train: bool) -> None:
-        self.runtime, self.work, self.plan, self.train = runtime, work, plan, train
+    def __init__(self, runtime: Runtime, work: Work, plan: _Plan, watchers: Sequence[Watcher], *, train: bool) -> None:
+        self.runtime, self.work, self.plan, self.watchers, self.train = runtime, work, plan, watchers, train
         self.last = plan.schedule.num_stages - 1
         self.results: dict[tuple[bool, int, int], Tensor] = {}  # (forward?, stage, micro-batch), until the neighbour takes it
         self.kept: dict[tuple[int, int], _Kept] = {}
@@ -137,26 +159,23 @@ class _Run:
         runtime, links = self.runtime, self.runtime.links
         self._agree()
         links.begin(self.plan.traffic, self._room)
-        self._between(-1)
+        for watcher in self.watchers:
+            watcher.begin()
         for at, step in enumerate(self.plan.steps):
-            if runtime.before is not None and self.train:
-                runtime.before(step.action)
+            for watcher in self.watchers:
+                watcher.before(step.action)
             for message in step.receives:
                 self.results[_key(message.op, message.stage, message.microbatch)] = links.take(message)
             started = time.perf_counter()
             self._act(step.action)
             for message in step.sends:
                 links.send(message, self.results.pop(_key(message.op, message.stage, message.microbatch)))
-            if runtime.record is not None and self.train:
-                runtime.record.append(Took(step.action, started, time.perf_counter()))
-            self._between(at)
+            took = Took(step.action, started, time.perf_counter())
+            for watcher in self.watchers:
+                watcher.after(at, took)
         links.end()
         if self.train and runtime.replicas is not None:
             runtime.replicas.finish()
-
-    def _between(self, at: int) -> None:
-        if self.runtime.between is not None and self.train:
-            self.runtime.between(at)
 
     def _room(self, message: Message) -> Tensor:
         return torch.empty(self.work.shape(message.microbatch), dtype=self.work.dtype, device=self.work.device)

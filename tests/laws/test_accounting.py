@@ -11,6 +11,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.data import open_data
+from moe.data.token_shard import TokenShard
 from moe.parallelize.build import build
 from parallel.mesh import Degrees, Mesh
 from tests.support import trained
@@ -110,7 +111,7 @@ def test_the_first_step_is_what_one_process_counts_by_itself(finished: tuple[str
     run = check_run(trained.recipe(home, model=MODEL, router={"preset": preset, "capacity_factor": 1.0}), 1)
     model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
-    sequences = torch.from_numpy(data.train.batch(0, run.train.global_batch))
+    sequences = torch.from_numpy(data.train.batch(0, TokenShard.whole(run.train.global_batch, run.model.max_length)))
     from moe.nn.context import Context
 
     reports = model(sequences[:, :-1], Context.of(sequences[:, :-1], seed=run.train.seed, step=0)).layers

@@ -31,7 +31,6 @@ CHANGED = {
     "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
-    "moe/train/advance.py: _schedule": "of the recipe; one object for each number of batches, as the runtime keeps what it works out of it",
     "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
@@ -57,6 +56,11 @@ SETTINGS = {
         "parallel/data/deepspeed.py": "its calls of names that torch warns of, wherever they are made",
         "parallel/data/fsdp.py": "torch's warning of a view that it handles",
     },
+    ".mallopt": {
+        "parallel/malloc.py": "the C library has one heap for the process",
+        "moe/bench/held.py": "likewise: what is freed must show as freed",
+    },
+    ".prctl": {"moe/launch/processes.py": "a rank dies with its launcher"},
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "resource.setrlimit": {"moe/bench/fit.py": "of a process that is started for it"},
@@ -148,11 +152,12 @@ def compare(found: dict[str, int], listed: dict[str, str], rule: str) -> None:
     check(wrong + [f"{what}: listed, and not there" for what in listed if what not in found], rule)
 
 
-def name_of(file: str) -> list[tuple[str, ast.Module]]:
-    return [(path.relative_to(ROOT).as_posix(), tree(path)) for path in python_files(file)]
+def _setting(function: ast.expr) -> str:
+    """`signal.signal`; of what is called on the result of a call, its last name: `.mallopt`."""
+    return ast.unparse(function) if _root(function) else f".{function.attr}" if isinstance(function, ast.Attribute) else ""
 
 
-FILES = [found for package in PACKAGES for found in name_of(package)]
+FILES = [(path.relative_to(ROOT).as_posix(), tree(path)) for path in python_files(*PACKAGES)]
 
 
 def test_functions_change_no_name_of_a_module() -> None:
@@ -177,7 +182,7 @@ def test_settings_of_the_process_are_listed() -> None:
         f"{call}: {next((f for f in SETTINGS[call] if f.endswith('/') and file.startswith(f)), file)}": node.lineno
         for file, module in FILES
         for node in ast.walk(module)
-        if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in SETTINGS
+        if isinstance(node, ast.Call) and (call := _setting(node.func)) in SETTINGS
     }
     listed = {f"{call}: {file}": why for call, files in SETTINGS.items() for file, why in files.items()}
     compare(found, listed, "a setting of the whole process: list it in SETTINGS with its reason")

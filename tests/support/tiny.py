@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
 from moe.recipe.sections import Run
+from moe.train.executor import Executor, start_executor
 from moe.train.numbers import Numbers
 from moe.train.step import accumulate, finish
 from moe.verify.batches import batch
-from moe.verify.cases import Case
+from moe.verify.cases import BATCH, LENGTH, Case
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
@@ -36,17 +38,25 @@ class Tiny:
     run: Run
     mesh: Mesh
     model: Transformer
-    engine: Engine
+    executor: Executor
     scale: LossScale
     numbers: Numbers | None = None  # of the last accumulate
 
+    @property
+    def engine(self) -> Engine:
+        return self.executor.engine
+
+    @property
+    def shard(self) -> TokenShard:
+        """Of the batch."""
+        return TokenShard.of(self.mesh, num_sequences=BATCH, length=LENGTH)
+
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
         """Forward and backward of one step's batch."""
-        mine = batch(step).chunk(self.mesh.axis("dp").size)[self.mesh.axis("dp").index]
         self.numbers = accumulate(
-            self.engine,
-            mine,
-            mesh=self.mesh,
+            self.executor,
+            self.shard.of_batch(batch(step)),
+            shard=self.shard,
             microbatches=self.run.pipeline.microbatches,
             seed=self.run.train.seed,
             step=step,
@@ -103,7 +113,7 @@ def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: 
     run = run.model_copy(update={name: getattr(run, name).model_copy(update=fields) for name, fields in sections.items()})
     mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
     model, layouts = build(run, mesh, device=CPU)
-    return Tiny(run, mesh, model, start_engine(run, model, layouts, mesh), scale or LossScale.of(run.precision.loss_scale))
+    return Tiny(run, mesh, model, start_executor(run, model, layouts, mesh), scale or LossScale.of(run.precision.loss_scale))
 
 
 def same(a: State, b: State) -> bool:

@@ -23,6 +23,7 @@ import torch
 import moe.report
 from moe.data import open_data
 from moe.data.order import TrainSet
+from moe.data.token_shard import TokenShard
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
@@ -129,12 +130,11 @@ def log_draws(folder: Path, rank: int, life: int) -> None:
     """In a process that will train: write down which windows of the text each step draws."""
     batch = TrainSet.batch
 
-    def logged(self: TrainSet, step: int, global_batch: int, rank: int = 0, ranks: int = 1) -> Any:
-        each = global_batch // ranks
-        start = step * global_batch + rank * each
+    def logged(self: TrainSet, step: int, shard: TokenShard) -> Any:
+        start = step * shard.num_sequences
         with open(folder / f"draws-{life}-{rank}.txt", "a") as file:
-            print(step, *self.order(range(start, start + each)).tolist(), file=file)
-        return batch(self, step, global_batch, rank, ranks)
+            print(step, *self.order([start + number for number in shard.sequences]).tolist(), file=file)
+        return batch(self, step, shard)
 
     TrainSet.batch = logged  # type: ignore[method-assign]
 

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Op
+
+if TYPE_CHECKING:  # plans are made without torch
+    from parallel.pipeline.runtime import Took
 
 
 class NoControl(RuntimeError):
@@ -109,7 +112,8 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
 
 @dataclass
 class Pace:
-    """One rank's clocks in training: `before` each action its GPU, the one of `gpus`, is set to the planned clock.
+    """One rank's clocks in training: a Watcher of its pipeline's runtime. `before` each action its GPU, the one of `gpus`, is set to the
+    planned clock.
 
     An update, and all that follows until the next step begins, has the driver's own clocks; what has none in the plan keeps that of the
     action before. `settle` waits until the GPU has done what it was given: kernels wait in a queue, and a clock has none. Where the driver
@@ -121,6 +125,10 @@ class Pace:
     settle: Callable[[], None]
     lost: Callable[[str], None]
     on: bool = True
+
+    def begin(self) -> None: ...
+
+    def after(self, at: int, took: Took) -> None: ...
 
     def before(self, action: Action) -> None:
         locked, mhz = self.gpus.locked[0], self.mhz.get(action, 0.0)

@@ -126,7 +126,7 @@ def _both_counts(rank: int) -> tuple[dict[str, int], int]:
         started.mesh.communicator.reset_counts()
         with Sent() as sent:
             batch = comm.tokens_of(rank, sequences=1, length=comm.LENGTH)
-            comm.accumulate(started.engine, batch, mesh=started.mesh, microbatches=1, seed=0, step=number)
+            started.accumulate(batch, step=number)
     return dict(sent.bytes), sum(c.sent for c in started.mesh.communicator.counts().values())
 
 

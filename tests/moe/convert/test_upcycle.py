@@ -21,6 +21,7 @@ from moe.convert.checks import Settings, gate_sum, settings_of
 from moe.convert.convert import convert, find, loads, main
 from moe.convert.report import compared
 from moe.convert.upcycle import Network
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.build import build as build_model
@@ -325,8 +326,8 @@ def test_the_trainer_goes_on_from_step_0_on_any_layout(ranks: int, home: Path, s
     lines = metrics.read(tmp_path / "new")
     assert ("resumed", 0) in trained.events(tmp_path / "new") and [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
     model = restore(find(source()))
-    batch = trainer.open_data(sparse.data, max_length=12, vocab_size=256, seed=0, log=lambda _: None).train.batch(0, 8, 0, 1)
-    tokens = torch.from_numpy(batch)
+    data = trainer.open_data(sparse.data, max_length=12, vocab_size=256, seed=0, log=lambda _: None)
+    tokens = torch.from_numpy(data.train.batch(0, TokenShard.whole(8, 12)))
     want = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).logits_BLV.flatten(0, 1), tokens[:, 1:].flatten().long()).item()
     assert next(line["loss"] for line in lines if line["kind"] == "train") == pytest.approx(want, rel=1e-5)
 

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 
 from moe.data import Dataset, TrainSet, corpus, open_data, tokenizer, tokens
 from moe.data.order import ValidationSet, Windows, permutation
+from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bpe, Bytes, Tokenizer, load, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 UNICODE = "Žluťoučký kůň 🐎 naïve\n数据 und Übermut\n"
@@ -49,6 +51,11 @@ def documents_of(data: Dataset) -> dict[str, list[str]]:
 
 def windows_of(num_tokens: int, max_length: int) -> Windows:
     return Windows(np.arange(num_tokens, dtype=np.uint32), max_length, "train")
+
+
+def part(num_sequences: int, length: int, rank: int, ranks: int) -> TokenShard:
+    """What one of so many data ranks reads."""
+    return TokenShard.of(Mesh.of(Degrees(dp=ranks), rank), num_sequences=num_sequences, length=length)
 
 
 def write_folder(folder: Path, **files: str) -> Path:
@@ -120,16 +127,16 @@ def test_order_is_random_access_at_any_size() -> None:
     """A place far into an order of 10^12 windows costs no more than the first, and is inside."""
     train = TrainSet(windows_of(11, 5), seed=0)
     assert 0 <= permutation([10**12 - 1], size=10**12, seed=5, epoch=3)[0] < 10**12
-    assert train.batch(10**15, 4).shape == (4, 6)
+    assert train.batch(10**15, TokenShard.whole(4, 5)).shape == (4, 6)
 
 
 @given(num_windows=st.integers(1, 40), each=st.integers(1, 6), step=st.integers(0, 50), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_batch_is_the_same_on_any_number_of_ranks(num_windows: int, each: int, step: int, seed: int) -> None:
     train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
-    whole = train.batch(step, 4 * each)
+    whole = train.batch(step, TokenShard.whole(4 * each, 3))
     for ranks in (1, 2, 4):
-        parts = [train.batch(step, 4 * each, rank, ranks) for rank in range(ranks)]
+        parts = [train.batch(step, part(4 * each, 3, rank, ranks)) for rank in range(ranks)]
         assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -139,7 +146,7 @@ def test_every_window_comes_once_an_epoch(num_windows: int, batch: int, epochs: 
     """Also where an epoch ends inside a batch: the batches in a row are the epochs in a row."""
     train = TrainSet(windows_of(num_windows * 3 + 1, 3), seed)
     steps = -(-num_windows * epochs // batch)
-    seen = np.concatenate([train.batch(step, batch) for step in range(steps)])[:, 0] // 3
+    seen = np.concatenate([train.batch(step, TokenShard.whole(batch, 3)) for step in range(steps)])[:, 0] // 3
     for epoch in range(epochs):
         assert sorted(seen[epoch * num_windows : (epoch + 1) * num_windows]) == list(range(num_windows))
 
@@ -152,11 +159,11 @@ def test_every_token_but_the_last_few_is_predicted_once_an_epoch() -> None:
 
 def test_resume_twice_equals_no_resume() -> None:
     """Stopped at steps 7 and 12, continued on 2 then 4 ranks: the same sequences as one uninterrupted rank."""
-    unbroken = [TrainSet(windows_of(211, 5), seed=4).batch(step, 8) for step in range(20)]
+    unbroken = [TrainSet(windows_of(211, 5), seed=4).batch(step, TokenShard.whole(8, 5)) for step in range(20)]
     resumed = []
     for first, last, ranks in ((0, 7, 1), (7, 12, 2), (12, 20, 4)):
         train = TrainSet(windows_of(211, 5), seed=4)  # nothing is carried over but the step's number
-        resumed += [np.concatenate([train.batch(s, 8, r, ranks) for r in range(ranks)]) for s in range(first, last)]
+        resumed += [np.concatenate([train.batch(s, part(8, 5, r, ranks)) for r in range(ranks)]) for s in range(first, last)]
     assert all(np.array_equal(a, b) for a, b in zip(unbroken, resumed, strict=True))
 
 
@@ -167,13 +174,13 @@ def test_seeds_and_epochs_have_orders_of_their_own() -> None:
 
 def test_validation_is_the_same_on_any_number_of_ranks_and_spread_evenly() -> None:
     held_out = ValidationSet(Windows(np.arange(101, dtype=np.uint16), 5, "validation"), np.ones(256, np.int64))
-    whole = held_out.held(8)
+    whole = held_out.held(TokenShard.whole(8, 5))
     assert (whole.sequences[:, 0] // 5).tolist() == [0, 2, 5, 7, 10, 12, 15, 17]
     for ranks in (2, 4):
-        parts = [held_out.held(8, rank, ranks) for rank in range(ranks)]
+        parts = [held_out.held(part(8, 5, rank, ranks)) for rank in range(ranks)]
         assert np.array_equal(np.concatenate([p.sequences for p in parts]), whole.sequences)
         assert {p.bytes_per_token for p in parts} == {whole.bytes_per_token}
-    more_than_there_are = held_out.held(60).sequences[:, 0] // 5
+    more_than_there_are = held_out.held(TokenShard.whole(60, 5)).sequences[:, 0] // 5
     assert np.bincount(more_than_there_are).tolist() == [3] * 20
 
 
@@ -405,8 +412,8 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> 
 
 
 def test_batches_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(BadInput, match="a multiple of 4"):
-        TrainSet(windows_of(101, 5), 0).batch(0, 6, 1, 4)
+    with pytest.raises(BadInput, match="sequences: got 6, needed a multiple of dp=4"):
+        part(6, 5, 1, 4)
 
 
 # --- token files -----------------------------------------------------------------------------------------------------
@@ -437,8 +444,8 @@ def test_token_files_hold_the_encoded_documents(kind: str, folder: Path, tmp_pat
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_bytes_per_token_is_that_of_the_windows_used(kind: str, folder: Path, tmp_path: Path) -> None:
     data = user_data(folder, tmp_path / "cache", tokenizer=kind, vocab_size=300)
-    held = data.validation.held(6, 1, 2)
-    targets = data.validation.held(6).sequences[:, 1:].ravel()
+    held = data.validation.held(part(6, 5, 1, 2))
+    targets = data.validation.held(TokenShard.whole(6, 5)).sequences[:, 1:].ravel()
     assert held.bytes_per_token == sum(len(data.tokenizer.token_bytes[i]) for i in targets) / targets.size
     assert held.bytes_per_token == 1.0 if kind == "bytes" else held.bytes_per_token > 1.0
 
@@ -665,11 +672,11 @@ def test_data_needs_no_torch_and_bytes_no_tokenizers() -> None:
 def test_default_data_end_to_end(tmp_path: Path) -> None:
     """The standard library: two ranks' batches together are one rank's, and decode to source that is there."""
     data = open_data(Data(), max_length=256, vocab_size=256, seed=0, cache=tmp_path, log=lambda line: None)
-    whole: npt.NDArray[np.int64] = data.train.batch(5, 8)
-    assert np.array_equal(np.concatenate([data.train.batch(5, 8, rank, 2) for rank in (0, 1)]), whole)
+    whole: npt.NDArray[np.int64] = data.train.batch(5, TokenShard.whole(8, 256))
+    assert np.array_equal(np.concatenate([data.train.batch(5, part(8, 256, rank, 2)) for rank in (0, 1)]), whole)
     assert whole.shape == (8, 257) and whole.dtype == np.int64 and whole.max() < 256
     found = corpus.find_corpus(Data())
     library = "\0".join(text for _, text in corpus.read_documents(found) if text)
     middle = data.tokenizer.decode(whole[3][8:-8]).strip("\ufffd").split("\0")[0]
     assert middle in library
-    assert data.validation.held(64).bytes_per_token == 1.0
+    assert data.validation.held(TokenShard.whole(64, 256)).bytes_per_token == 1.0

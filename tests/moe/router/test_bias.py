@@ -123,7 +123,7 @@ def test_a_skipped_step_and_an_evaluation_leave_the_bias() -> None:
         with tiny.spoiled("layers.0.ffn.w1.weight", rank=1):
             assert not tiny.step(1).finite
         found.append(bias_of(tiny))
-        validation_loss(tiny.engine, batch(2).chunk(2)[rank], mesh=tiny.mesh, at_once=3)
+        validation_loss(tiny.executor, tiny.shard.of_batch(batch(2)), shard=tiny.shard, at_once=3)
         tiny.accumulate(3)
         return [*found, bias_of(tiny)]
 

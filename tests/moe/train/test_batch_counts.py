@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import global_name
 from moe.nn.context import Context
 from moe.train.numbers import LayerNumbers
@@ -63,8 +64,9 @@ def computed(layout: Layout, *, tokens: Tensor | None = None, **sections: dict[s
 
     def work(rank: int) -> tuple[float, list[dict[str, Any]], dict[str, Tensor]]:
         tiny = start(case, rank, recompute={"kind": layout.recompute}, **sections)
-        mine = (batch(0) if tokens is None else tokens).chunk(layout.world)[rank]
-        numbers = accumulate(tiny.engine, mine, mesh=tiny.mesh, microbatches=layout.microbatches, seed=7, step=0)
+        whole = batch(0) if tokens is None else tokens
+        shard = TokenShard.of(tiny.mesh, num_sequences=len(whole), length=LENGTH)
+        numbers = accumulate(tiny.executor, shard.of_batch(whole), shard=shard, microbatches=layout.microbatches, seed=7, step=0)
         return numbers.loss, [vars(layer) for layer in numbers.layers], dict(owned(tiny))
 
     ranks = run_on_ranks(work, layout.world, timeout_s=60)
@@ -183,7 +185,7 @@ def test_evaluation_leaves_padding_out() -> None:
 
     def work(rank: int, world: int, at_once: int) -> float:
         tiny = start(Case("gshard", "ddp", world, world, 1, "fp32"), rank)
-        return validation_loss(tiny.engine, lengthened(lengths).chunk(world)[rank], mesh=tiny.mesh, at_once=at_once)
+        return validation_loss(tiny.executor, tiny.shard.of_batch(lengthened(lengths)), shard=tiny.shard, at_once=at_once)
 
     def plain(rank: int) -> float:
         tiny = start(Case("gshard", "ddp", 1, 1, 1, "fp32"), rank)
@@ -207,7 +209,7 @@ def test_a_token_after_padding_is_refused_on_every_rank() -> None:
         if rank == 1:
             tokens[2, 3] = PADDING
         with pytest.raises(BadInput, match="padding at the end") as refused:
-            accumulate(tiny.engine, tokens, mesh=tiny.mesh, microbatches=1, seed=7, step=0)
+            accumulate(tiny.executor, tokens, shard=tiny.shard, microbatches=1, seed=7, step=0)
         return str(refused.value)
 
     first, second = run_on_ranks(work, 2, timeout_s=60)

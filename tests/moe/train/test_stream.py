@@ -91,14 +91,15 @@ def streamed(case: Case, cuts: tuple[int, ...] = (STEPS,), **sections: dict[str,
     def work(rank: int) -> tuple[list[float], dict[str, Tensor]]:
         merged = {name: DELAYED.get(name, {}) | sections.get(name, {}) for name in DELAYED | sections}
         tiny = start(case, rank, **merged)
-        dp, losses, done = tiny.mesh.axis("dp"), [], 0
+        losses, done = [], 0
         for count in cuts:
             first = done
             found = stream(
-                tiny.engine,
-                [batch(done + n).chunk(dp.size)[dp.index] for n in range(count)],
+                tiny.executor,
+                [tiny.shard.of_batch(batch(done + n)) for n in range(count)],
                 schedule=schedule_of(tiny.run, batches=count),
-                mesh=tiny.mesh,
+                shard=tiny.shard,
+                world=tiny.mesh.axis("world"),
                 seed=tiny.run.train.seed,
                 step=done,
                 rate=lambda n, first=first: RATES[first + n],  # type: ignore[misc]

@@ -24,6 +24,7 @@ from torch import Tensor
 import moe.report
 from moe.checks.together import check_run
 from moe.data import open_data
+from moe.data.token_shard import TokenShard
 from moe.launch import launch
 from moe.nn.context import Context
 from moe.parallelize.build import build, optimizer_of, start_engine
@@ -70,7 +71,7 @@ def by_hand(run: Run, steps: int) -> list[float]:
     )
     losses = []
     for step in range(steps):
-        sequences = torch.from_numpy(data.train.batch(step, run.train.global_batch))
+        sequences = torch.from_numpy(data.train.batch(step, TokenShard.whole(run.train.global_batch, run.model.max_length)))
         inputs, targets = sequences[:, :-1], sequences[:, 1:]
         output = model(inputs, Context.of(inputs, seed=run.train.seed, step=step))  # balance and z losses join the backward pass
         loss = F.cross_entropy(output.logits_BLV.flatten(0, 1), targets.flatten())
@@ -158,17 +159,17 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
     run = trained.recipe(home, router=NOISY, model={"dropout": 0.1}, experts={"dropout": 0.1}, train={"eval_sequences": 11})
     seen: list[tuple[float, float, int, float]] = []
 
-    def watched(engine: Any, sequences_NL: Tensor, **options: Any) -> float:
+    def watched(executor: Any, sequences_NL: Tensor, **options: Any) -> float:
         dropped: list[int] = []
-        watch = engine.module.register_forward_hook(lambda *a: dropped.extend(int(layer.dropped) for layer in a[2].layers))
-        first = validation_loss(engine, sequences_NL, **options)
+        watch = executor.model.register_forward_hook(lambda *a: dropped.extend(int(layer.dropped) for layer in a[2].layers))
+        first = validation_loss(executor, sequences_NL, **options)
         torch.rand(3)
-        second = validation_loss(engine, sequences_NL, **options)
+        second = validation_loss(executor, sequences_NL, **options)
         watch.remove()
-        assert engine.module.training
-        engine.module.eval()
-        logits_BLV = engine.module(sequences_NL[:, :-1]).logits_BLV
-        engine.module.train()
+        assert executor.model.training
+        executor.model.eval()
+        logits_BLV = executor.model(sequences_NL[:, :-1]).logits_BLV
+        executor.model.train()
         seen.append((first, second, sum(dropped), F.cross_entropy(logits_BLV.flatten(0, 1), sequences_NL[:, 1:].flatten()).item()))
         return first
 
@@ -255,12 +256,12 @@ def poison(parameter: str, steps: range, *, rank: int, value: float = math.nan) 
     def before(this: int) -> None:
         accumulate = vars(advance)["accumulate"]
 
-        def poisoned(engine: Any, *args: Any, **options: Any) -> Any:
+        def poisoned(executor: Any, *args: Any, **options: Any) -> Any:
             handle = None
             if this == rank and options["step"] in steps:
-                handle = dict(engine.module.named_parameters())[parameter].register_hook(_bad(value))
+                handle = dict(executor.model.named_parameters())[parameter].register_hook(_bad(value))
             try:
-                return accumulate(engine, *args, **options)
+                return accumulate(executor, *args, **options)
             finally:
                 if handle is not None:
                     handle.remove()

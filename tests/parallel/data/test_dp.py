@@ -70,7 +70,7 @@ def test_padding_counts_by_each_replicas_tokens() -> None:
         seen = []
         for kind in ("ddp", "dp"):
             tiny = start(Case("deepseek", kind, 1, 1, 1, "fp32", replicas=3), 0)
-            n = accumulate(tiny.engine, tokens, mesh=tiny.mesh, microbatches=1, seed=7, step=0)
+            n = accumulate(tiny.executor, tokens, shard=tiny.shard, microbatches=1, seed=7, step=0)
             layer = n.layers[0]
             gradients = torch.cat([tiny.engine.gradient(name).flatten() for name in tiny.engine.layouts])
             seen.append(([n.loss, layer.z_loss, layer.entropy, layer.importance_loss], layer.choices, layer.kept, gradients))

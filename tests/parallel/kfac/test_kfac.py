@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,26 @@ from torch import Tensor, nn
 from moe.bench import kfac as bench
 from moe.bench.kfac import steps_to
 from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
 from moe.experts.experts import Experts
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
 from moe.parallelize.curvature import watched
 from moe.recipe.sections import Run
 from moe.train import state
+from moe.train.executor import Pipelined, start_executor
 from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
-from parallel.kfac.fisher import check_rules, works
+from parallel.kfac.fisher import Filler, check_rules, works
 from parallel.kfac.grafted import Curved, grafted
 from parallel.kfac.kfac import Item, Kfac, Settings
 from parallel.layout import Layout, dense
 from parallel.mesh import Degrees, Mesh
+from parallel.pipeline.runtime import Took
+from parallel.pipeline.schedule import Action
 from parallel.pipeline.schedules import catalog
 from parallel.pipeline.simulator.bubbles import Packing, pack
 from parallel.pipeline.simulator.simulate import costs, simulate
@@ -293,7 +298,8 @@ class Small:
         self.run = check_run(Run(**({"model": MODEL, "optimizer": optimizer, "train": train} | values)), ranks)
         self.mesh = process.connect(self.run.mesh_degrees(), World(rank, ranks))
         model, layouts = build(self.run, self.mesh, device=CPU)
-        self.model, self.engine = model, start_engine(self.run, model, layouts, self.mesh)
+        self.model, self.executor = model, start_executor(self.run, model, layouts, self.mesh)
+        self.engine = self.executor.engine
         self.scale = LossScale.of(self.run.precision.loss_scale)
 
     @property
@@ -303,11 +309,11 @@ class Small:
 
     def step(self, number: int) -> float:
         tokens = torch.randint(0, 256, (8, 13), generator=torch.Generator().manual_seed(number))
-        dp, o = self.mesh.axis("dp"), self.run.optimizer
+        shard, o = TokenShard.of(self.mesh, num_sequences=8, length=12), self.run.optimizer
         numbers = accumulate(
-            self.engine,
-            tokens.chunk(dp.size)[dp.index],
-            mesh=self.mesh,
+            self.executor,
+            shard.of_batch(tokens),
+            shard=shard,
             microbatches=self.run.pipeline.microbatches,
             seed=0,
             step=number,
@@ -521,22 +527,36 @@ def test_curvature_before_its_rows_are_there_and_a_missing_unit_are_refused() ->
         check_rules(replace(packing, placed=packing.placed[1:]), FACTORS)
 
 
+class _Counted:
+    """The filler, and how many units of work it did."""
+
+    def __init__(self, filler: Filler) -> None:
+        self.filler, self.done = filler, 0
+
+    def begin(self) -> None:
+        self._count(self.filler.begin)
+
+    def before(self, action: Action) -> None:
+        self.filler.before(action)
+
+    def after(self, at: int, took: Took) -> None:
+        self._count(lambda: self.filler.after(at, took))
+
+    def _count(self, work: Callable[[], None]) -> None:
+        waiting = len(self.filler.kfac.waiting)
+        work()
+        self.done += waiting - len(self.filler.kfac.waiting)
+
+
 def _staged(rank: int, values: dict[str, Any], kfac: dict[str, Any], steps: int) -> tuple[list[float], int, tuple[float, float]]:
     small = Small(values, kfac=kfac, rank=rank, ranks=values["degrees"]["pp"] * values["degrees"].get("dp", 1))
-    assert small.engine.pipeline is not None
-    filler = small.engine.pipeline.between.__self__  # type: ignore[union-attr]
-    done = 0
-    between = filler.between
-
-    def counted(at: int) -> None:
-        nonlocal done
-        waiting = len(filler.kfac.waiting)
-        between(at)
-        done += waiting - len(filler.kfac.waiting)
-
-    small.engine.pipeline.between = counted
+    assert isinstance(small.executor, Pipelined)
+    (filler,) = small.executor.watchers
+    assert isinstance(filler, Filler)
+    counted = _Counted(filler)
+    small.executor = Pipelined(small.engine, small.executor.runtime, crossing=small.executor.crossing, watchers=[counted])
     losses = [small.step(step) for step in range(steps)]
-    return losses, done, filler.waits
+    return losses, counted.done, filler.waits
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from parallel.mesh import Degrees, Mesh
 from parallel.pipeline.check import check
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
-from parallel.pipeline.runtime import Runtime, forwards
+from parallel.pipeline.runtime import Recorder, Runtime, Took, forwards
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
@@ -248,15 +248,33 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
         run_on_ranks(work, 2, timeout_s=30)
 
 
-def test_between_is_called_in_every_gap() -> None:
-    def work(rank: int) -> list[int]:
+class _Noted:
+    """The Watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def before(self, action: Action) -> None:
+        self.told.append(f"before {action}")
+
+    def after(self, at: int, took: Took) -> None:
+        self.told.append(f"after {at} {took.action}")
+
+
+def test_watchers_are_told_before_and_after_every_action() -> None:
+    def work(rank: int) -> list[str]:
         runtime, layers = start(make_schedule("1f1b", ranks=2, microbatches=3), rank)
-        called: list[int] = []
-        runtime = replace(runtime, between=called.append, record=[])
-        runtime.run(layers)
-        assert runtime.record is not None and [t.action for t in runtime.record] == list(runtime.schedule.orders[rank])
-        assert all(a.end <= b.start for a, b in zip(runtime.record, runtime.record[1:], strict=False))
-        return called
+        noted, recorder = _Noted(), Recorder()
+        runtime.run(layers, watchers=[noted, recorder])
+        order = runtime.schedule.orders[rank]
+        assert noted.told == ["begin", *(text for at, action in enumerate(order) for text in (f"before {action}", f"after {at} {action}"))]
+        record = recorder.record
+        assert [took.action for took in record] == list(order)
+        assert all(a.end <= b.start for a, b in zip(record, record[1:], strict=False))
+        return noted.told
 
     for found in run_on_ranks(work, 2, timeout_s=30):
-        assert found == list(range(-1, 7))
+        assert len(found) == 1 + 2 * 7  # F and B of each, and the update

@@ -1,0 +1,196 @@
+"""Carries out a batch's passes, in one piece or over the stages of a pipeline; who trains, evaluates or samples need not know which.
+
+    executor = start_executor(run, model, layouts, mesh)    Single(engine)  or  Pipelined(engine, runtime)
+    executor.run(passes, each)                              forward and backward of a batch; then the engine holds summed gradients
+    executor.forward(passes, each)                          forward alone, without gradient
+
+`each(number of the pass, Output)` is told of every pass that this rank computes; what it gives for the last stage's is the scalar to
+go backward from. On stages, F of stage s and micro-batch j is the engine's forward pass of part s of the model, over tokens or what
+came from the stage before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from moe.model.transformer import Output, Transformer
+from moe.nn.context import Context
+from moe.parallelize import stages
+from moe.parallelize.build import start_engine
+from moe.plan.pipeline import schedule_of
+from moe.recipe.sections import Run
+from moe.train.passes import Pass
+from parallel.collectives import sum_over
+from parallel.data.engine import Engine
+from parallel.kfac.fisher import Filler
+from parallel.kfac.grafted import Curved
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh
+from parallel.pipeline.runtime import Runtime, Watcher
+from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.weights import Versions
+
+Each = Callable[[int, Output], Tensor | None]
+Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # of a pass's tokens [B, L] the shape of what crosses from stage to stage
+
+
+class Executor(Protocol):
+    """`stages`: the axis over whose ranks the model is cut, each of which sees a part of the layers; of one rank where it is whole."""
+
+    engine: Engine
+    model: Transformer
+    stages: Axis
+
+    def run(self, passes: Sequence[Pass], each: Each) -> None:
+        """Forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
+        ...
+
+    def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        """Forward without gradient, as `model.training` says. Collective."""
+        ...
+
+
+def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Executor:
+    """The data-parallel kind that the recipe names, around the model, and where it is cut into stages what carries them out. Collective."""
+    engine = start_engine(run, model, layouts, mesh)
+    if mesh.axis("pp").size == 1:
+        return Single(engine)
+    return pipelined(run, engine, mesh, watchers=fillers(run, engine, mesh))
+
+
+def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
+    """This rank's stages. Collective: groups are made."""
+    runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
+    return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers)
+
+
+def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
+    """What puts K-FAC's work into a pipeline's waits; none for another optimizer."""
+    if not isinstance(engine, Curved):
+        return []
+    assert isinstance(engine.module, Transformer)
+    of_linears = stages.stage_of_each(run, engine.module, engine.kfac.linears)
+    return [Filler(engine.kfac, schedule_of(run), mesh.axis("pp"), of_linears)]
+
+
+class Single:
+    """The whole model on every rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.module, Transformer)
+        self.engine, self.model, self.stages = engine, engine.module, Axis("pp")
+
+    def run(self, passes: Sequence[Pass], each: Each) -> None:
+        for number, p in enumerate(passes):
+            last = number == len(passes) - 1
+            loss = each(number, self.engine.forward(p.inputs_BL, p.context, p.targets_BL, last=last))
+            assert loss is not None
+            self.engine.backward(loss, last=last)
+
+    @torch.no_grad()
+    def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        for number, p in enumerate(passes):
+            each(number, self.model(p.inputs_BL, p.context, p.targets_BL))
+
+
+class Pipelined:
+    """A rank's stages. `crossing`: the shape of what crosses between them; `watchers` see every action in training."""
+
+    def __init__(self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = ()) -> None:
+        assert isinstance(engine.module, Transformer)
+        self.engine, self.model, self.stages = engine, engine.module, runtime.axis
+        self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
+
+    def run(self, passes: Sequence[Pass], each: Each) -> None:
+        self.runtime.run(self._work(passes, each, self._train), watchers=self.watchers)
+        self.engine.reduce()
+
+    def stream(
+        self,
+        passes: Sequence[Pass],
+        each: Each,
+        *,
+        schedule: Schedule,
+        versions: Mapping[int, Versions],
+        update: Callable[[int, int], None],
+    ) -> None:
+        """Several batches without a drain between them; `versions` by stage, `update(stage, version)`: the schedule's U."""
+        self.runtime.run(_Stages(self, passes, each, self._train, versions, update), schedule, watchers=self.watchers)
+
+    def forward(self, passes: Sequence[Pass], each: Each) -> None:
+        self.runtime.forward(self._work(passes, each, self.model), len(passes))
+
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """While it lasts, one watcher more."""
+        self.watchers = (*self.watchers, watcher)
+        try:
+            yield
+        finally:
+            self.watchers = tuple(w for w in self.watchers if w is not watcher)
+
+    def _work(self, passes: Sequence[Pass], each: Each, compute: Callable[..., Any]) -> _Stages:
+        return _Stages(
+            self, passes, each, compute, {}, lambda stage, version: None
+        )  # the step follows once gradients are known to be finite
+
+    def _train(self, *args: Any) -> Output:
+        output: Output = self.engine.forward(*args, last=False)
+        return output
+
+
+class _Stages:
+    """The Work of this rank's stages (parallel/pipeline/runtime.py); `compute`: the model's forward pass."""
+
+    def __init__(
+        self,
+        executor: Pipelined,
+        passes: Sequence[Pass],
+        each: Each,
+        compute: Callable[..., Output],
+        versions: Mapping[int, Versions],
+        update: Callable[[int, int], None],
+    ) -> None:
+        self.executor, self.passes, self.each, self.compute = executor, passes, each, compute
+        self.versions, self.update = versions, update
+        self.dtype, self.device = executor.model.compute, passes[0].inputs_BL.device
+
+    def shape(self, microbatch: int) -> tuple[int, ...]:
+        return self.executor.crossing(self.passes[microbatch].inputs_BL.shape)
+
+    def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
+        p = self.passes[microbatch]
+        output = self.compute(p.inputs_BL if x is None else x, p.context, p.targets_BL, self.executor.model.parts[stage])
+        loss = self.each(microbatch, output)
+        if output.hidden_BLD is not None:
+            return output.hidden_BLD
+        return torch.empty(0) if loss is None else loss
+
+    def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        self.executor.engine.backward_from(output, gradient)
+
+    def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
+        return self.versions[stage].reading(version) if stage in self.versions else nullcontext()
+
+
+def logits_of(executor: Executor) -> Callable[[Tensor], Output]:
+    """tokens [B, L] -> Output of logits on every rank, whatever the model is cut into. Collective."""
+    model = executor.model
+
+    def run(tokens_BL: Tensor) -> Output:
+        found = torch.zeros(*tokens_BL.shape, model.vocab_size, device=tokens_BL.device)
+
+        def each(_: int, output: Output) -> None:
+            if output.hidden_BLD is None:
+                found.copy_(output.logits_BLV)
+
+        executor.forward([Pass(tokens_BL, None, Context.of(tokens_BL), 1.0)], each)
+        return Output(sum_over(found, executor.stages), torch.empty(0), ())  # the other stages' are zeros
+
+    return run
