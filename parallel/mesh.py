@@ -211,6 +211,12 @@ class Mesh:
             self.made[ranks] = self.new_group(ranks)
         return self.made[ranks]
 
+    def alone(self) -> Any:
+        """A group of this rank alone, for those who ask for a group where an axis has none. Every rank must ask."""
+        if (self.rank,) not in self.made and self.new_group is not None:
+            self.made[self.rank,] = self.new_group((self.rank,))
+        return self.made[self.rank,]
+
     def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
         """The same mesh with a process group on every axis longer than 1; `world`: the group of all ranks, which is there already.
 

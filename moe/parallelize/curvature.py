@@ -22,8 +22,7 @@ from moe.experts.experts import Experts
 from moe.kernels import Plan
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
-from parallel.collectives import sum_over
-from parallel.data.ddp import sum_over_copies
+from parallel.gradients import sum_gradients, sum_over_holders
 from parallel.kfac.kfac import Kfac, Linear, Settings
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -61,20 +60,15 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
 
 
 def _total(sums: dict[str, Tensor], layouts: dict[str, Layout], *, mesh: Mesh) -> None:
-    """Over the ranks of the data axes, then over those of a pipeline that hold the same stage; every rank takes them in one order."""
-    sum_over_copies(sums, layouts, mesh)
-    for holders in sorted({layout.holders for layout in layouts.values() if layout.holders}):
-        axis = mesh.part("pp", holders, label="replicas")
-        assert axis is not None
-        for name, total in sums.items():
-            if layouts[name].holders == holders:
-                sum_over(total, axis)
+    """Over the ranks that saw other tokens, then over those of a pipeline that hold the same stage; every rank takes them in one order."""
+    sum_gradients(sums, layouts, mesh)
+    sum_over_holders(sums, layouts, mesh)
 
 
 def _place(layout: Layout, *, mesh: Mesh) -> tuple[int, int]:
     """This rank's among those that `_total` sums over, and how many they are."""
     place, count = 0, 1
-    for axis in map(mesh.axis, layout.copies()):
+    for axis in map(mesh.axis, layout.summed_over()):
         place, count = place * axis.size + axis.index, count * axis.size
     if layout.holders:
         place, count = place * len(layout.holders) + layout.holders.index(mesh.axis("pp").index), count * len(layout.holders)

@@ -1,13 +1,13 @@
-"""DDP: every rank holds the whole dense model; gradients are summed over dp while the backward pass still runs.
+"""DDP: every rank holds the whole dense model; gradients are summed over dp and sp while the backward pass still runs.
 
-torch's DistributedDataParallel buckets and overlaps the dense gradients; its usual average is replaced by a sum in fp32.
-Expert parameters have copies on edp only, so DDP leaves them alone and flat sums over edp follow the last backward pass.
+torch's DistributedDataParallel buckets and overlaps the gradients of what is summed over those axes; its usual average is replaced
+by a sum in fp32. What other axes are summed over (experts: edp), it leaves alone, and flat sums follow the last backward pass.
 Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.collectives import count, sum_over
 from parallel.data.engine import MOMENTS, AdamW
-from parallel.layout import Layout
+from parallel.gradients import data_axis, start_flat, sum_gradients
+from parallel.layout import Layout, dense
 from parallel.mesh import Axis, Mesh
 
 
@@ -36,8 +36,8 @@ class DDP:
         self.parameters = dict(model.named_parameters())
         self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
         self.module, self.model = model, forward or model
-        dp, staged = mesh.axis("dp"), mesh.axis("pp").size > 1
-        self.apart = [name for name, layout in layouts.items() if staged or layout.copies() != _DENSE]
+        dp, staged = mesh.axis(*_DENSE), mesh.axis("pp").size > 1
+        self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).name != dp.name]
         if dp.size > 1 and not staged:
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
@@ -59,7 +59,7 @@ class DDP:
 
     def reduce(self) -> None:
         grads = {name: self.parameters[name].grad for name in self.apart}
-        sum_over_copies({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
+        sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters.items():
@@ -103,45 +103,7 @@ class DDP:
             }
 
 
-def sum_over_copies(grads: dict[str, Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Sum gradients in place over the ranks that hold copies of their parameters, in fp32 and flat buckets. Collective."""
-    by_axes: dict[tuple[str, ...], dict[str, Tensor]] = {}
-    for name, grad in grads.items():
-        by_axes.setdefault(layouts[name].copies(), {})[name] = grad
-    for axes, alike in by_axes.items():
-        long = [mesh.axis(a) for a in axes if mesh.axis(a).size > 1]
-        for bucket in _buckets(alike) if long else ():
-            _sum_flat(list(bucket.values()), [replace(axis, label=_label(next(iter(bucket)))) for axis in long])
-
-
-_DENSE = Layout(()).copies()
-_BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small enough beside the gradients themselves
-
-
-def _buckets(grads: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Whole gradients in order, about _BUCKET_ELEMENTS at a time."""
-    bucket: dict[str, Tensor] = {}
-    for name, grad in grads.items():
-        if bucket and sum(g.numel() for g in bucket.values()) + grad.numel() > _BUCKET_ELEMENTS:
-            yield bucket
-            bucket = {}
-        bucket[name] = grad
-    if bucket:
-        yield bucket
-
-
-def _label(first: str) -> str:
-    """Of one sum of gradients, for the line that says where ranks disagree."""
-    return f"the gradients from {first} on"
-
-
-def _sum_flat(grads: list[Tensor], axes: list[Axis]) -> None:
-    """Sum some gradients over some axes with one message an axis, in fp32."""
-    flat = torch.cat([g.reshape(-1) for g in grads]).float()
-    for axis in axes:
-        sum_over(flat, axis)
-    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
+_DENSE = dense(()).summed_over()
 
 
 @dataclass(frozen=True)
@@ -156,7 +118,6 @@ def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Te
     """Sum one bucket in fp32; DDP would average."""
     buffer = bucket.buffer()
     wide = buffer.float()
-    count(replace(sums.axis, label=_label(sums.names[id(bucket.parameters()[0])])), "all_reduce", wide)
-    future = dist.all_reduce(wide, group=sums.axis.group, async_op=True).get_future()
+    future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
     done: torch.futures.Future[Tensor] = future.then(lambda f: buffer.copy_(f.value()[0]) if buffer is not wide else f.value()[0])
     return done

@@ -1,8 +1,8 @@
 """DeepSpeed as this project starts it: imported quietly, its ops compiled once, told of stages and of experts.
 
-It learns who holds copies of a parameter from two places: dense ones from the mesh (`stages_of`, where there are stages) or from all ranks,
-experts from groups of its own making, which are ours: neighbours first (parallel/mesh.py). With parallel/data/zero.py and zero3.py
-the only files of `parallel` that import it.
+Over whom a parameter's gradients are summed, layouts say. DeepSpeed is always told its data-parallel group (`tell_groups`), that of
+dense weights; every other group is one of experts to it, under the name of its axis, and it makes none itself. With
+parallel/data/zero.py and zero3.py the only files of `parallel` that import it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel.errors import BadInput
-from parallel.mesh import Mesh
+from parallel.gradients import data_axis
+from parallel.layout import Layout, dense
+from parallel.mesh import Axis, Mesh
 
 
 def load_deepspeed() -> Any:
@@ -101,36 +103,47 @@ def start_deepspeed() -> Any:
     return deepspeed
 
 
-def stages_of(mesh: Mesh) -> Any:
-    """What DeepSpeed asks of who cuts a model into stages; None where nobody does. Its groups of experts are made anew for other stages."""
+def group_of(axis: Axis, mesh: Mesh) -> Any:
+    """The axis's process group; a rank that is alone on it has one of its own: DeepSpeed takes None for all ranks."""
+    if axis.group is not None:
+        return axis.group
+    return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
+
+
+def tell_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
+    """Have DeepSpeed use these groups and make none; what it asks of who cuts a model (`mpu`), with the data-parallel one. Collective."""
     from deepspeed.utils import groups
 
-    stages = _Stages(mesh) if mesh.axis("pp").size > 1 else None
-    before = groups.mpu.get_pipe_parallel_world_size() if isinstance(groups.mpu, _Stages) else 1
-    if before != mesh.axis("pp").size:
-        groups._EXPERT_PARALLEL_GROUP.clear()
-        groups._EXPERT_DATA_PARALLEL_GROUP.clear()
-    groups.mpu = stages
-    return stages
+    axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
+    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: nothing is exchanged by DeepSpeed
+    groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
+    groups.mpu = _Told(mesh, dense_axis(mesh))
+    return groups.mpu
+
+
+def dense_axis(mesh: Mesh) -> Axis:
+    """The ranks that dense weights' gradients are summed over."""
+    return data_axis(dense(()), mesh)
 
 
 @dataclass(frozen=True)
-class _Stages:
-    """Megatron's names for a mesh with stages outermost."""
+class _Told:
+    """Megatron's names for a mesh with stages outermost. Of tensor parallelism DeepSpeed need not know: those ranks it leaves alone."""
 
     mesh: Mesh
+    axis: Axis
 
     def get_data_parallel_group(self) -> Any:
-        return self.mesh.axis("dp").group
+        return group_of(self.axis, self.mesh)
 
     def get_data_parallel_group_ranks(self) -> tuple[int, ...]:
-        return self.mesh.axis("dp").ranks
+        return self.axis.ranks
 
     def get_data_parallel_world_size(self) -> int:
-        return self.mesh.axis("dp").size
+        return self.axis.size
 
     def get_data_parallel_rank(self) -> int:
-        return self.mesh.axis("dp").index
+        return self.axis.index
 
     def get_model_parallel_group(self) -> Any:
         return None
@@ -145,22 +158,14 @@ class _Stages:
         return self.mesh.axis("pp").size
 
 
-def make_expert_groups(ep: int) -> None:
-    """Once in a process; collective over all ranks, also those whose stages have no experts."""
-    from deepspeed.utils import groups
-
-    if f"ep_size_{ep}" not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(ep)
-
-
-def marked(model: nn.Module, *, ep: int) -> nn.Module:
-    """The model with an empty layer of DeepSpeed's MoE class beside it, by which the engine learns that there are experts."""
+def marked(model: nn.Module) -> nn.Module:
+    """The model with an empty layer of DeepSpeed's MoE class beside it, by which the engine learns that there are other groups."""
     from deepspeed.moe.layer import MoE
 
     class Mark(MoE):  # type: ignore[misc]
         def __init__(self) -> None:
             nn.Module.__init__(self)
-            self.num_experts = ep
+            self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
             return None  # its groups are there

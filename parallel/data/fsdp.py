@@ -4,8 +4,8 @@
     backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered once more here
     step       each rank its own elements: 16 P / N bytes in fp32, and nothing to send
 
-A unit is a module of the model, a parameter a tensor cut along one dim over the ranks that hold copies of it (dp; of experts
-edp), so both kinds of model need nothing more. Gathers are in the unit's dtype, gradients are summed in fp32 at least, those of
+A unit is a module of the model, a parameter a tensor cut along one dim over the ranks that its gradient is summed over (dp and sp;
+of experts edp), so both kinds of model need nothing more. Gathers are in the unit's dtype, gradients are summed in fp32 at least, those of
 every micro-batch at once: no rank ever keeps a whole one. Parameters of no unit, the small ones that a model reads in fp32, stay
 whole on every rank, and their gradients are summed as DDP's are. torch's fully_shard does the work, and this is the one file
 that knows it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
@@ -30,8 +30,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.collectives import all_gather, gather_into, scatter_sum_into
-from parallel.data.ddp import sum_over_copies
 from parallel.data.engine import MOMENTS, AdamW
+from parallel.gradients import data_axis, sum_gradients
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 
@@ -71,8 +71,9 @@ def shard(
     meshes: dict[str, DeviceMesh] = {}
     cut: dict[str, FSDPModule] = {}
     for unit in reversed(units):  # inside first
-        axis = _copies(layouts[unit.parameters[0]], mesh)
-        if axis is not None:
+        axis = data_axis(layouts[unit.parameters[0]], mesh)
+        assert {data_axis(layouts[name], mesh).ranks for name in unit.parameters} == {axis.ranks}, f"{unit.path}: one unit, one axis"
+        if axis.size > 1:
             fill(unit.parameters)
             if axis.name not in meshes:
                 device = model.get_parameter(unit.parameters[0]).device
@@ -85,13 +86,6 @@ def shard(
         whole = {name: p for name, p in model.named_parameters() if name in whole}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=set(whole.values()))
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
-
-
-def _copies(layout: Layout, mesh: Mesh) -> Axis | None:
-    """The axis over which a parameter is cut; None where its copies are one."""
-    long = [mesh.axis(a) for a in layout.copies() if mesh.axis(a).size > 1]
-    assert len(long) <= 1, "copies over several axes are not built"
-    return long[0] if long else None
 
 
 def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:
@@ -200,7 +194,7 @@ class FSDP:
         torch.autograd.backward(output, gradient)
 
     def reduce(self) -> None:
-        sum_over_copies({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
+        sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds of each summed gradient."""
@@ -209,10 +203,9 @@ class FSDP:
                 yield name, parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        stage = self.mesh.axis("pp").index
         for name, grad in self._gradients():
             layout = self.layouts[name]
-            if grad.numel() and (layout.counts_on(stage) if name in self.cut else layout.is_owner(self.mesh)):
+            if grad.numel() and (layout.shard_counts(self.mesh) if name in self.cut else layout.is_owner(self.mesh)):
                 yield layout.family, grad
 
     def scale_gradients(self, factor: float) -> None:
@@ -271,7 +264,6 @@ class FSDP:
 
     def _cut_of(self, name: str) -> tuple[int, int, Axis]:
         """(dim, elements of a full part along it, axis)."""
-        axis = _copies(self.layouts[name], self.mesh)
-        assert axis is not None
+        axis = data_axis(self.layouts[name], self.mesh)
         dim = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
         return dim, -(-self.cut[name].shape[dim] // axis.size), replace(axis, label=name)

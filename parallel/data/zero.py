@@ -4,9 +4,10 @@
     stage 2   and the gradients of 1/N: each is summed as soon as the backward pass has it, and kept by its owner alone
     stage 3   and the weights of 1/N (parallel/data/zero3.py)
 
-Expert parameters are sharded over edp, dense ones over dp. The policy stays ours: precision, loss scale, gradient norm and
-clipping by ownership (an engine that averages per-rank expert norms is wrong), checkpoints by global names. DeepSpeed reduces,
-partitions, steps and gathers. Source: ZeRO (arXiv 1910.02054).
+A parameter is sharded over the ranks that its gradient is summed over (Layout.summed_over): dense ones over dp and sp, experts over
+edp. Ranks that hold copies and saw the same tokens shard them among themselves, and the first of them count. The policy stays ours:
+precision, loss scale, gradient norm and clipping by ownership (an engine that averages per-rank expert norms is wrong), checkpoints
+by global names. DeepSpeed reduces, partitions, steps and gathers. Source: ZeRO (arXiv 1910.02054).
 
 16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights; then the flat groups that the
 model reads in 16 bits are replaced by 16-bit copies. Their gradients are summed in fp32 all the same (Tensor.grad_dtype), over
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.data.deepspeed import make_expert_groups, marked, stages_of, start_deepspeed
+from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
+from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
@@ -90,21 +92,18 @@ class Zero(DeepSpeed):
         deepspeed = start_deepspeed()
         self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
         self.parameters = dict(model.named_parameters())
-        shards = mesh.axis("ep").size * mesh.axis("etp").size  # to DeepSpeed a part of an expert is an expert: copies are edp either way
-        made = group_parameters(self.parameters, layouts, optimizer, working=working, ep=shards, stage=mesh.axis("pp").index)
+        made = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=True)
         groups, self.groups = [group.settings for group in made], made
         self.shards_gradients = stage == 2
         self.offloads = offload.optimizer != "none"
-        stages, more = stages_of(mesh), offload.sections(None, largest=0)
-        if stages is not None:
+        told, more = tell_groups(mesh, layouts.values()), offload.sections(None, largest=0)
+        if mesh.axis("pp").size > 1:
             more["overlap_comm"] = False  # sums follow the last micro-batch of all stages here, in `reduce`
-        if shards > 1:
-            make_expert_groups(shards)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=marked(model, ep=shards) if any("moe" in group for group in groups) else model,
+            model=marked(model) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),
             dist_init_required=False,
-            mpu=stages,
+            mpu=told,
             config=settings(stage, more) | {"gradient_allreduce_op": "sum"},
         )
         self.zero = self.engine.optimizer
@@ -230,7 +229,7 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `owned`: they count here, and not on another stage that holds them too."""
+    """Parameters that DeepSpeed flattens together. `owned`: they count here, and not on other ranks that hold the same shards."""
 
     settings: dict[str, Any]  # torch's parameter group, with what DeepSpeed knows experts by
     family: str
@@ -239,25 +238,26 @@ class Group(NamedTuple):
 
 
 def group_parameters(
-    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, ep: int, stage: int = 0
+    parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, mesh: Mesh, told: bool
 ) -> list[Group]:
-    """The optimizer's groups, each of one family, one dtype and one answer to who counts it; `stage`: place on the pp axis.
+    """The optimizer's groups, each of one family, one dtype, one axis to be summed over and one answer to who counts it.
 
-    DeepSpeed knows experts by `allreduce` False. Dims are read from layouts: a sharded parameter has none of its own.
+    `told`: DeepSpeed is told by groups which parameters are not summed over its data-parallel group: `allreduce` False, and a name, here
+    the axis's. Dims are read from layouts: a sharded parameter has none of its own.
     """
-    keyed: dict[tuple[str, torch.dtype, bool, bool], list[nn.Parameter]] = {}
-    apart: set[str] = set()
+    keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
+    everyone = dense_axis(mesh)
     for name, parameter in parameters.items():
         layout = layouts[name]
         dtype = parameter.dtype if working is None else working(name)
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
-        owned = layout.counts_on(stage)
-        keyed.setdefault((layout.family, dtype, decays, owned), []).append(parameter)
-        if ep > 1 and "ep" in layout.cut_by():
-            apart.add(layout.family)
-            parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"  # type: ignore[attr-defined]
+        axis = data_axis(layout, mesh)
+        other = axis.name if axis.ranks != everyone.ranks else ""
+        keyed.setdefault((layout.family, dtype, decays, layout.shard_counts(mesh), other), []).append(parameter)
+        if other and told:
+            parameter.allreduce, parameter.group_name = False, other  # type: ignore[attr-defined]
     groups = []
-    for (family, dtype, decays, owned), held in keyed.items():
+    for (family, dtype, decays, owned, other), held in keyed.items():
         group: dict[str, Any] = {"params": held, "weight_decay": optimizer.weight_decay if decays else 0.0}
-        groups.append(Group(group | ({"moe": True, "name": f"ep_size_{ep}"} if family in apart else {}), family, dtype, owned))
+        groups.append(Group(group | ({"moe": True, "name": other} if other and told else {}), family, dtype, owned))
     return groups

@@ -4,7 +4,8 @@
     backward                         and reduce-scatter its gradients to their owners
     step                             each rank on its own part; nothing is gathered
 
-A parameter says itself over which ranks it is sharded (`ds_zero_partition_process_group`): experts over edp, the rest over dp.
+A parameter says itself over which ranks it is sharded (`ds_zero_partition_process_group`), as its layout has it: experts over edp, the
+rest over dp and sp.
 DeepSpeed's MoE layers refuse this stage; experts that are ordinary parameters of another group do not need them. Weights are
 sharded module by module as they are born, so no rank ever holds the whole model. Sources: ZeRO (arXiv 1910.02054),
 ZeRO-Infinity (arXiv 2104.07857).
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data.deepspeed import start_deepspeed
+from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.offload import Offload
-from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Working, group_parameters, settings
+from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, settings
+from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
@@ -35,10 +37,9 @@ class Birth:
     def __init__(self, layouts: dict[str, Layout], mesh: Mesh, offload: Offload | None = None) -> None:
         self.deepspeed = start_deepspeed()
         self.layouts, offload = layouts, offload or Offload()
-        self.groups = {axis: _group(mesh, axis) for axis in ("dp", "edp")}
-        self.folder = offload.folder()
-        ranks = {axis: mesh.axis(axis).size for axis in self.groups}
-        largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / ranks[self._axis(layout)]) for layout in layouts.values())
+        self.told = tell_groups(mesh, layouts.values())
+        self.folder, self.mesh = offload.folder(), mesh
+        largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
         sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
         self.settings = settings(3, _LIMITS | sections)
         self.first: Any = None
@@ -47,20 +48,23 @@ class Birth:
         own = list(module.named_parameters(recurse=False))
         for name, parameter in own:
             layout = self.layouts[f"{path}.{name}" if path else name]
-            parameter.ds_zero_partition_process_group = self.groups[self._axis(layout)]  # type: ignore[attr-defined]
+            parameter.ds_zero_partition_process_group = group_of(data_axis(layout, self.mesh), self.mesh)  # type: ignore[attr-defined]
             parameter.birth = self  # type: ignore[attr-defined]  # the engine will find it there
         if not own:
             return
         if self.first is None:
             born = nn.ParameterList(p for _, p in own)
-            self.deepspeed.zero.Init(module=born, config_dict_or_path=self.settings, dtype=torch.float32, mem_efficient_linear=False)
+            self.deepspeed.zero.Init(
+                module=born,
+                data_parallel_group=self.told.get_data_parallel_group(),
+                config_dict_or_path=self.settings,
+                dtype=torch.float32,
+                mem_efficient_linear=False,
+                mpu=self.told,
+            )
             self.first = own[0][1]
         else:
             self.first.convert_to_zero_parameters(param_list=[p for _, p in own])
-
-    @staticmethod
-    def _axis(layout: Layout) -> str:
-        return "edp" if "edp" in layout.copies() else "dp"
 
 
 _LIMITS = {
@@ -69,14 +73,6 @@ _LIMITS = {
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
     "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered at once, unless one layer is larger: each module asks for a bucket more
 }
-
-
-def _group(mesh: Mesh, axis: str) -> Any:
-    """The axis's process group; a rank that is alone on it has one of its own, which DeepSpeed wants all the same."""
-    found = mesh.axis(axis)
-    if found.group is not None:
-        return found.group
-    return dist.new_group([mesh.rank], use_local_synchronization=True) if dist.get_world_size() > 1 else dist.group.WORLD
 
 
 class Zero3(DeepSpeed):
@@ -96,11 +92,12 @@ class Zero3(DeepSpeed):
         self.birth: Birth = next(model.parameters()).birth  # type: ignore[attr-defined]
         self.offload = offload or Offload()
         self.parameters = dict(model.named_parameters())
-        groups = group_parameters(self.parameters, layouts, optimizer, working=working, ep=1)
+        groups = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=False)
         self.engine, _, _, _ = self.birth.deepspeed.initialize(
             model=model,
             optimizer=optimizer.build([group.settings for group in groups]),
             dist_init_required=False,
+            mpu=self.birth.told,
             config=self.birth.settings,
         )
         for module in model.modules():
@@ -109,10 +106,9 @@ class Zero3(DeepSpeed):
         model.register_forward_hook(self._no_backward_pass)
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
         zero._get_norm_groups = lambda: [torch.zeros(())]  # the norm is ours
-        group_of = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
-        self.family_of = [group.family for group in group_of]
+        self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
-            self._narrow([group.dtype for group in group_of])
+            self._narrow([group.dtype for group in self.of_sub_group])
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() can be asked before the first step
             with self._brought_in(number, write=True):
                 zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}
@@ -145,17 +141,17 @@ class Zero3(DeepSpeed):
         if self.offload.parameters == "cpu":
             zero.param_groups_fp16_flat_cpu_memory = []
 
-    def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(family, parameter, this rank's part of its summed gradient), as they lie in one buffer."""
+    def _gradients(self) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
+        """(group, parameter, this rank's part of its summed gradient), as they lie in one buffer."""
         zero, at = self.zero, 0
         for number, params in enumerate(zero.fp16_groups):
             for parameter in params:
                 size = parameter.partition_numel()
-                yield self.family_of[number], parameter, zero.grad_partitions_flat_buffer.narrow(0, at, size)
+                yield self.of_sub_group[number], parameter, zero.grad_partitions_flat_buffer.narrow(0, at, size)
                 at += size
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return ((family, part) for family, _, part in self._gradients())
+        return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def scale_gradients(self, factor: float) -> None:
         zero = self.zero

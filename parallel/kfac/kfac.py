@@ -144,7 +144,7 @@ class Kfac:
         """The factors that this rank inverts: those that the same ranks hold are dealt to them in turn, the largest first."""
         alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
-            alike[factor.layout.copies(), factor.layout.holders].append(key)
+            alike[factor.layout.summed_over(), factor.layout.holders].append(key)
         mine: list[tuple[str, str]] = []
         for keys in alike.values():
             place, count = self.place(self.factors[keys[0]].layout)

@@ -6,13 +6,11 @@ S (Schedule) starts to sum a stage's gradients while other actions run; `finish`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import count
+from parallel.gradients import Started, holders, start_sum
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
@@ -25,7 +23,7 @@ class StageReplicas:
     ) -> None:
         self.shared = {name: parameter for name, parameter in parameters.items() if layouts[name].holders}
         self.layouts, self.mesh, self.of_stage = layouts, mesh, of_stage
-        self.flying: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self.flying: list[Started] = []
         self.started: set[str] = set()
 
     def start(self, stage: int) -> None:
@@ -33,28 +31,20 @@ class StageReplicas:
 
     def finish(self) -> None:
         self._start(name for name in self.shared if name not in self.started)
-        for work, flat, grads in self.flying:
-            work.wait()
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
+        for one in self.flying:
+            one.finish()
         self.flying.clear()
         self.started.clear()
 
     def _start(self, names: Iterable[str]) -> None:
-        """One flat sum in fp32 for the names that the same ranks hold."""
+        """One flat sum for the names that the same ranks hold."""
         together: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             if name in self.shared:
                 together.setdefault(self.layouts[name].holders, []).append(name)
-        for holders, held in together.items():
-            axis = self.mesh.part("pp", holders, label="replicas")
-            assert axis is not None
-            grads = [self._gradient(name) for name in held]
-            flat = torch.cat([g.reshape(-1).float() for g in grads])
-            count(replace(axis, label=f"the gradients from {held[0]} on"), "all_reduce", flat)
-            work = dist.all_reduce(flat, group=axis.group, async_op=True)
-            assert work is not None
-            self.flying.append((work, flat, grads))
+        for held in together.values():
+            axis = holders(self.layouts[held[0]], self.mesh)
+            self.flying.append(start_sum([self._gradient(name) for name in held], axis, first=held[0]))
             self.started.update(held)
 
     def _gradient(self, name: str) -> Tensor:

@@ -200,7 +200,7 @@ def on_ranks() -> bool:
 
 def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     """What averaging over edp instead of dividing by dp does (DeepSpeed issue 5259)."""
-    real = ddp.sum_over_copies
+    real = ddp.sum_gradients
 
     def wrong(grads: dict[str, torch.Tensor], layouts: dict[str, Layout], mesh: Mesh) -> None:
         real(grads, layouts, mesh)
@@ -208,11 +208,11 @@ def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
             if "ep" in layouts[name].cut_by():
                 grad.mul_(mesh.axis("ep").size)
 
-    patch.setattr(ddp, "sum_over_copies", wrong)
+    patch.setattr(ddp, "sum_gradients", wrong)
 
 
 def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ddp, "sum_over_copies", lambda grads, layouts, mesh: None)
+    patch.setattr(ddp, "sum_gradients", lambda grads, layouts, mesh: None)
 
 
 def dense_gradient_averaged(patch: pytest.MonkeyPatch) -> None:
