@@ -5,6 +5,8 @@
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
+    cut_copies       all_gather        of a tensor that all ranks have: each goes on with its part (Megatron-LM's scatter)
+    join_copies      cut_copies        ... and then all have all again (its gather)
     all_to_all       all_to_all with the splits exchanged          (also started and finished apart, both ways)
     shift            shift the other way
 
@@ -177,6 +179,28 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather(grad, _backward(ctx.axis), ctx.dim), None, None
 
 
+class _CutCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return tensor.chunk(axis.size, dim)[axis.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, _backward(ctx.axis), ctx.dim), None, None
+
+
+class _JoinCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.index].contiguous(), None, None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
@@ -269,6 +293,18 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
     """Sum over the axis and keep this rank's part of dim forward, all_gather backward. The dim must divide by the axis."""
     out: Tensor = tensor if axis.size == 1 else _ReduceScatter.apply(tensor, axis, dim)
+    return out
+
+
+def cut_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """This rank's equal part, along dim, of what every rank of the axis has, forward; all_gather of the parts' gradients backward."""
+    out: Tensor = tensor if axis.size == 1 else _CutCopies.apply(tensor, axis, dim)
+    return out
+
+
+def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Concatenate the ranks' parts along dim forward; this rank's part of the gradient backward, which must be the same on every rank."""
+    out: Tensor = tensor if axis.size == 1 else _JoinCopies.apply(tensor, axis, dim)
     return out
 
 

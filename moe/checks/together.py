@@ -8,6 +8,7 @@ from pathlib import Path
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
 from moe.checks.sharding import check_sharding
+from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
@@ -33,6 +34,7 @@ def check_together(run: Run) -> None:
     _check_data(run)
     check_pipeline(run)
     _check_batch(run)
+    check_tensor(run)
     check_tiling(run)
     check_sharding(run)
     check_optimizer(run)

@@ -18,6 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe.experts.copies import Copies
 from moe.experts.dispatch import Dispatcher, Dropout, Local
 from moe.experts.experts import Experts
 from moe.nn.context import Context
@@ -77,8 +78,16 @@ class MoELayer(nn.Module):
         self.residual = feed_forward(d_model, d_ff, ffn, tiles=tiles) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
+        self.copies: Copies | None = None  # where other ranks hold copies of its tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
+        if self.copies is None:
+            return self._routed(x_BLD, context)
+        mine_BLD, context, share = self.copies.cut(x_BLD, context)
+        y_BLD, report = self._routed(mine_BLD, context)
+        return self.copies.join(y_BLD), self.copies.together(report, share=share)
+
+    def _routed(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         x_TD = rearrange(x_BLD, "b l d -> (b l) d")
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None

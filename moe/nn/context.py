@@ -85,6 +85,26 @@ class Context:
         """The same for one pass whose parts may be computed again."""
         return replace(self, replay=Replay())
 
+    def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
+        """For a run of this pass's tokens, `share` of the valid ones, where somebody else has the other runs.
+
+        `together(layer, sums)`: the sums of all runs for those of this one.
+        """
+        whole = self.whole_step
+        return replace(
+            self,
+            position_T=self.position_T[tokens],
+            valid_T=None if self.valid_T is None else self.valid_T[tokens],
+            tokens_T=None if self.tokens_T is None else self.tokens_T[tokens],
+            auxiliary_scale=self.auxiliary_scale * share,
+            whole_step=None if whole is None else lambda layer, mine: whole(layer, together(layer, mine)),
+        )
+
+    def to(self, device: torch.device) -> Context:
+        """The same on another device."""
+        valid_T, tokens_T = (None if value is None else value.to(device) for value in (self.valid_T, self.tokens_T))
+        return replace(self, position_T=self.position_T.to(device), valid_T=valid_T, tokens_T=tokens_T)
+
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
         """decide(), or what it gave when this pass was first computed."""
         return decide() if self.replay is None else self.replay.once(name, decide)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts import dispatch
+from moe.experts.copies import Copies
 from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.experts.layer import MoELayer
 from moe.model.transformer import Block, Transformer, embedding_as_module, global_name, initialise, moe_layers, tile_and_shape
@@ -62,6 +63,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
     if by_fsdp(run):
         embedding_as_module(model)
     layouts = lay_out(model)
+    for axes in sorted({layout.summed_over() for layout in layouts.values()}):
+        mesh.axis(*axes)  # of the whole model: every rank makes the same groups, whatever its stages hold
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
@@ -153,7 +156,11 @@ def _read_in_fp32(model: Transformer) -> set[str]:
 
 
 def lay_out(model: Transformer) -> dict[str, Layout]:
-    """Layouts of the whole model, before anything is split: experts by ep, their hidden units by etp, the rest copied."""
+    """Layouts of the whole model, before anything is split: experts by ep, their hidden units by etp, the rest copied.
+
+    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies has seen other tokens on each.
+    """
+    sparse = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, MoELayer))
     layouts: dict[str, Layout] = {}
     for path, module in model.named_modules():
         for name, _ in module.named_parameters(recurse=False):
@@ -163,18 +170,23 @@ def lay_out(model: Transformer) -> dict[str, Layout]:
                 stem, matrix = global_name(full).rsplit(".", 1)
                 layout = stacked_over("ep", shape, unstack=f"{stem}.{{}}.{matrix}", also={HIDDEN_DIM[matrix]: "etp"})
             else:
-                layout = dense(shape, "router" if isinstance(module, Router) else "dense")
+                alike = () if full.startswith(sparse) else ("tp",)
+                layout = dense(shape, "router" if isinstance(module, Router) else "dense", alike=alike)
             layouts[full] = replace(layout, tile=tile)
     return layouts
 
 
 def spread_experts(model: nn.Module, mesh: Mesh, *, settings: sections.Dispatch, kernels: str) -> None:
-    """Each rank of the ep axis holds an equal run of every layer's experts, and each rank of etp a run of their hidden units."""
-    ep, etp = mesh.axis("ep"), mesh.axis("etp")
+    """Each rank of the ep axis holds an equal run of every layer's experts, and each rank of etp a run of their hidden units.
+
+    What tp holds in copies, tokens, is cut over tp first.
+    """
+    ep, etp, tp = mesh.axis("ep"), mesh.axis("etp"), mesh.axis("tp")
     for layer in moe_layers(model):
         each, units = layer.experts.num_experts // ep.size, layer.experts.d_ff // etp.size
         held = range(ep.index * each, (ep.index + 1) * each)
         layer.experts.hold(held, hidden=slice(etp.index * units, (etp.index + 1) * units))
+        layer.copies = Copies(replace(tp, label=f"layers.{layer.layer}")) if tp.size > 1 else None
         layer.dispatcher = dispatch.dispatcher_of(settings, mesh, kernels=kernels, label=f"layers.{layer.layer}")
 
 
@@ -217,7 +229,7 @@ def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Me
     """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are stages of a pipeline without replicas."""
     assert isinstance(model, Transformer)
     wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
-    if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp").size == 1):
+    if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1):
         return _start_ddp(run, model, layouts, mesh)
     kept = _read_in_fp32(model)
     working = None if model.compute == wide else lambda name: wide if name in kept else model.compute

@@ -6,8 +6,7 @@ groups and losses are those of one process; auxiliary losses count by its share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,21 +29,9 @@ def scatter(args: tuple[Any, ...], devices: Sequence[torch.device], together: Se
     for i, device in enumerate(devices):
         run = Tile(0, i, len(devices)).run(len(inputs_BL))
         tokens = slice(run.start * inputs_BL.shape[1], run.stop * inputs_BL.shape[1])
-        mine = replace(
-            context,
-            position_T=context.position_T[tokens].to(device),
-            valid_T=None if context.valid_T is None else context.valid_T[tokens].to(device),
-            tokens_T=None if context.tokens_T is None else context.tokens_T[tokens].to(device),
-            auxiliary_scale=context.auxiliary_scale * shares[i],
-            whole_step=None if context.whole_step is None else _of_all(context.whole_step, together[i]),
-        )
+        mine = context.of_run(tokens, share=shares[i], together=together[i]).to(device)
         parts.append((inputs_BL[run].to(device), mine, targets_BL[run].to(device)))
     return parts
-
-
-def _of_all(whole: Callable[[int, Tensor], Tensor], together: Together) -> Callable[[int, Tensor], Tensor]:
-    """Sums over the step for a replica's sums: those of all replicas first."""
-    return lambda layer, mine: whole(layer, together(layer, mine))
 
 
 def _shares(args: tuple[Any, ...], count: int) -> list[float]:

@@ -158,12 +158,12 @@ class Dispatch(Section):
 
 
 class Parallel(Section):
-    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp / etp and the experts."""
+    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest divisor of dp * tp / etp and experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
     etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
-    tp: Literal[1] = 1
+    tp: int = Field(1, description="tensor parallelism: not built yet; above 1 only with tensor.kind copied")
     sp: Literal[1] = 1
     pp: int = Field(1, description="stages' ranks of the pipeline")
 
@@ -192,7 +192,10 @@ class Sharding(Section):
 
 
 class Tensor(Section):
-    kind: Literal["1d"] = "1d"
+    kind: Literal["1d", "copied"] = Field(
+        "1d",
+        description="1d: not built yet; copied: each rank of tp has all weights and the same tokens, which saves nothing: a check",
+    )
 
 
 class Sequence(Section):
@@ -311,10 +314,11 @@ class Run(Section):
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""
-        dp = max(1, world_size // max(1, self.degrees.pp)) if self.degrees.dp == "auto" else self.degrees.dp
+        tp = max(1, self.degrees.tp)
+        dp = max(1, world_size // max(1, self.degrees.pp * tp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
-            ep = math.gcd(dp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
+            ep = math.gcd(dp * tp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def mesh_degrees(self) -> Degrees:

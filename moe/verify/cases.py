@@ -86,17 +86,23 @@ class Case:
     layers: int = 2
     padded: bool = False  # sequences end early: moe/verify/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
+    tp: int = 1  # ranks with the same weights and tokens (tensor.kind copied)
 
     @property
     def layout(self) -> str:
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
-        parts += [f"{self.model} dp{self.world // self.pp} ep{self.ep}", f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
+        parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-copied" if self.tp > 1 else "", f"ep{self.ep}"]
+        parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
         parts += [f"chunks{self.chunks}" if self.chunks > 1 else ""]
         parts += [f"replicas{self.replicas}" if self.kind == "dp" else ""]
         parts += ["padded" if self.padded else "", "overflow" if self.overflow else ""]
         return " ".join(part for part in parts if part)
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.pp * self.tp)
 
     def run(self) -> Run:
         """The recipe: one layer with experts and one without."""
@@ -106,7 +112,8 @@ class Case:
                 "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
-            "degrees": {"dp": self.world // self.pp, "pp": self.pp, "ep": self.ep, "etp": self.etp},
+            "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "ep": self.ep, "etp": self.etp},
+            "tensor": {"kind": "copied" if self.tp > 1 else "1d"},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -144,11 +151,13 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    found: list[Case] = []
-    if "data" in kinds:
-        found += data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc) + replica_cases() + batch_cases(nproc)
-    found += expert_cases(nproc) if "expert" in kinds else []
-    return found + (pipeline_cases(nproc) if "pipeline" in kinds else [])
+    of_kind = {"data": _all_data_cases, "expert": expert_cases, "pipeline": pipeline_cases}
+    return [case for kind in KINDS if kind in kinds for case in of_kind[kind](nproc)]
+
+
+def _all_data_cases(nproc: int) -> list[Case]:
+    found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
+    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc)
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -263,6 +272,26 @@ def batch_cases(nproc: int) -> list[Case]:
         for ep in (dict.fromkeys((1, world)) if model != "dense" else [1])
         if 4 % ep == 0
     ]
+
+
+def copied_cases(nproc: int) -> list[Case]:
+    """Weights that tp holds in copies, and whose ranks see the same tokens outside of MoE layers: what is summed, counted or sharded over
+    too many ranks or too few shows here. With stages DDP, and from 8 processes on what shards over replicas of stages.
+    """
+    found = []
+    for world, tp in ((2, 2), (4, 2), (4, 4)):
+        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+            found += [Case("dense", kind, world, 1, 3, "fp32", tp=tp)] if tp == 2 else []
+            found += [Case("gshard", kind, world, ep, 1, "fp32", tp=tp) for ep in divisors(world)[1:]]
+            found += [Case("deepseek", kind, world, 1, 3 if tp == 2 else 1, "fp32", tp=tp)]
+    found += [Case("gshard", kind, 2, 2, 1, "bf16", "selective", tp=2) for kind in ("ddp", "fsdp", "zero2", "zero3") if nproc >= 2]
+    found += [Case("deepseek", kind, 2, 2, 1, "fp32", tp=2, padded=True) for kind in ("ddp", "fsdp", "zero1") if nproc >= 2]
+    staged = [(4, "ddp"), (8, "ddp"), (8, "zero1"), (8, "fsdp")]
+    for world, kind in [(world, kind) for world, kind in staged if world <= nproc]:
+        for model in ("dense", "gshard"):
+            ep = 1 if model == "dense" else 2
+            found += [Case(model, kind, world, ep, 2, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
+    return found
 
 
 def expert_cases(nproc: int) -> list[Case]:

@@ -189,7 +189,19 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 2 --degrees.dp 4", "dp 4 * pp 1 * tp 1 * sp 1 = 4 ranks on 2 processes", "--nproc 4"),
     (T + "--degrees.dp 2", "= 2 ranks on 1 processes", "--nproc 2"),
     (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
-    (T + "--degrees.tp 2", "degrees.tp: got 2, needed 1 (the only choice this version has)", "degrees.tp"),
+    (T + "--degrees.tp 2", "degrees.tp: got 2 with tensor.kind=1d, needed 1: 1d is not built yet", "set degrees.tp to 1"),
+    (T + "--degrees.tp 0", "degrees.tp: got 0", "set degrees.tp to 1"),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.global_batch 3 --train.eval_sequences 2",
+        "degrees.tp: got 2 for 3 sequences of a micro-batch, needed sequences that are a multiple of degrees.tp=2",
+        "set train.global_batch to a multiple of 2",
+    ),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.eval_sequences 3",
+        "train.eval_sequences: got 3, needed a multiple of degrees.dp=1 times degrees.tp=2",
+        "set it to 4",
+    ),
+    (T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --sharding.kind dp", "sharding.kind: got dp with degrees.tp=2", "ddp"),
     (
         T + "--nproc 2 --train.global_batch 5",
         "train.global_batch: got 5, needed a multiple of degrees.dp * pipeline.microbatches = 2 * 1",

@@ -15,6 +15,8 @@ from parallel.collectives import (
     all_reduce,
     all_to_all,
     count,
+    cut_copies,
+    join_copies,
     max_over,
     reduce_backward,
     reduce_scatter,
@@ -32,10 +34,12 @@ SPLITS = {2: [[3, 0], [1, 2]], 3: [[0, 2, 1], [0, 0, 0], [3, 0, 4]], 4: [[0, 1, 
 NAMES = (
     "all_reduce",
     "reduce_backward",
-    *(f"{name} {dim}" for name in ("all_gather", "reduce_scatter") for dim in (0, 1, -1)),
+    *(f"{name} {dim}" for name in ("all_gather", "reduce_scatter", "cut_copies", "join_copies") for dim in (0, 1, -1)),
     "all_to_all",
     *(f"shift {steps}" for steps in (1, -1, 2, 0)),
 )
+COPIES = ("reduce_backward", "cut_copies")  # of a tensor that all ranks hold
+ALIKE = ("all_reduce", "join_copies")  # after which all ranks do
 
 
 def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
@@ -43,8 +47,9 @@ def ours(name: str, x: Tensor, axis: Axis) -> Tensor:
     if kind == "all_to_all":
         splits = SPLITS[axis.size]
         return all_to_all(x, axis, send=splits[axis.index], receive=[row[axis.index] for row in splits])
-    if kind in ("all_gather", "reduce_scatter"):
-        return {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[kind](x, axis, dim=int(number))
+    along = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "cut_copies": cut_copies, "join_copies": join_copies}
+    if kind in along:
+        return along[kind](x, axis, dim=int(number))
     if kind == "shift":
         return shift(x, axis, steps=int(number))
     return {"all_reduce": all_reduce, "reduce_backward": reduce_backward}[kind](x, axis)
@@ -58,7 +63,9 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
         return [torch.stack(xs).sum(0)] * n
     if kind == "reduce_scatter":
         return list(torch.stack(xs).sum(0).chunk(n, int(number)))
-    if kind == "all_gather":
+    if kind == "cut_copies":
+        return list(xs[0].chunk(n, int(number)))
+    if kind in ("all_gather", "join_copies"):
         return [torch.cat(xs, int(number)) for _ in range(n)]
     if kind == "all_to_all":
         return [torch.cat([x.split(row)[r] for x, row in zip(xs, SPLITS[n], strict=True)]) for r in range(n)]
@@ -68,23 +75,23 @@ def plain(name: str, xs: list[Tensor]) -> list[Tensor]:
 def given(name: str, index: int, size: int) -> Tensor:
     """A rank's input."""
     shape = (sum(SPLITS[size][index]), 5) if name == "all_to_all" else (2 * size, size, 3 * size)
-    same = name == "reduce_backward"  # one tensor that all ranks hold
+    same = name.startswith(COPIES)  # one tensor that all ranks hold
     return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else index))
 
 
 def wanted(name: str, index: int, y: Tensor) -> Tensor:
-    """A linear loss of a rank's output. After a sum all ranks go on with the same tensor, so with the same loss."""
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(100 if name == "all_reduce" else 100 + index))
+    """A linear loss of a rank's output. Where all ranks go on with the same tensor, so they do with the same loss."""
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(100 if name.startswith(ALIKE) else 100 + index))
 
 
 def twin(name: str, size: int) -> list[tuple[Tensor, Tensor]]:
     """(output, gradient of the input) of every rank, in one process."""
     xs = [given(name, r, size).requires_grad_() for r in range(size)]
-    if name == "reduce_backward":
+    if name.startswith(COPIES):
         xs = [xs[0]] * size
     ys = plain(name, xs)
     losses = [(y * wanted(name, r, y)).sum() for r, y in enumerate(ys)]
-    (losses[0] if name == "all_reduce" else torch.stack(losses).sum()).backward()
+    (losses[0] if name.startswith(ALIKE) else torch.stack(losses).sum()).backward()
     return [(y.detach(), torch.zeros_like(x) if x.grad is None else x.grad) for x, y in zip(xs, ys, strict=True)]
 
 
@@ -159,6 +166,8 @@ def test_bytes_are_what_a_rank_hands_in(place: str) -> None:
         }
         for dim in (0, 1, -1):
             theory[f"all_gather {dim}"] = {"all_gather": [1, whole], "reduce_scatter": [1, n * whole]}
+            theory[f"cut_copies {dim}"] = {"all_gather": [1, whole // n]}
+            theory[f"join_copies {dim}"] = {"all_gather": [1, whole]}
             theory[f"reduce_scatter {dim}"] = {"reduce_scatter": [1, whole], "all_gather": [1, whole // n]}
         for steps in (1, -1, 2, 0):
             theory[f"shift {steps}"] = {"shift": [2, 2 * whole]} if steps % n else {}

@@ -211,6 +211,21 @@ def expert_gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ddp, "sum_gradients", wrong)
 
 
+def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
+    """What summing over all who hold an element does, where some of them have the same gradient."""
+    patch.setattr(Layout, "summed_over", lambda layout: layout.copies())
+
+
+def every_shard_counted(patch: pytest.MonkeyPatch) -> None:
+    """What a norm over all shards does where other ranks hold the same ones."""
+    patch.setattr(Layout, "shard_counts", lambda layout, mesh: layout.counts_on(mesh.axis("pp").index))
+
+
+def routers_not_summed_over_cut_tokens(patch: pytest.MonkeyPatch) -> None:
+    """What taking every dense weight for one that has seen all tokens does, where a MoE layer cuts them."""
+    patch.setattr(Layout, "summed_over", lambda layout: tuple(axis for axis in layout.copies() if axis != "tp"))
+
+
 def copies_of_experts_never_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ddp, "sum_gradients", lambda grads, layouts, mesh: None)
 
@@ -329,6 +344,13 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     # what is wrong, the layout that shows it, the numbers that must fail
     (expert_gradient_times_ep, "switch dp2 ep2 m1 ddp fp32", {"gradient", "norm", "update"}),
     (copies_of_experts_never_summed, "switch dp2 ep1 m1 ddp fp32", {"gradient", "norm", "update", "ten_step"}),
+    (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 ddp fp32", {"gradient", "norm"}),
+    (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 fsdp fp32", {"gradient", "norm"}),
+    (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 zero1 fp32", {"gradient", "norm"}),
+    (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"gradient", "norm"}),
+    (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero2 fp32", {"norm"}),
+    (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"norm"}),
+    (routers_not_summed_over_cut_tokens, "deepseek dp1 tp2-copied ep1 m3 ddp fp32", {"gradient"}),
     (dense_gradient_averaged, "dense dp2 ep1 m3 ddp fp32", {"gradient", "norm"}),
     (norms_of_ranks_averaged, "switch dp2 ep2 m1 ddp fp32", {"norm"}),
     (norms_of_ranks_averaged, "switch dp2 ep2 m1 zero1 fp32", {"norm", "update", "ten_step"}),
