@@ -5,6 +5,7 @@ The model is a stage with a head: it is given its first hidden state, as a pipel
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,7 @@ WAYS: dict[str, Callable[[Experts, Tensor], Tensor]] = {
 def test_every_kind_of_kernels_puts_off(kernels: str, way: str, ffn: str) -> None:
     if kernels == "triton":
         pytest.importorskip("triton")
+        importlib.import_module("tests.support.interpreted")
         if ffn == "gelu" or way == "masked":
             pytest.skip("its interpreter is slow, and the backward pass has no branch for it")
     found = []
