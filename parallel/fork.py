@@ -8,6 +8,7 @@ the Python stack of each rank that was still running.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -58,6 +59,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 
 def _child(function: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, timeout_s: float) -> None:
     code = 1
+    gc.freeze()  # what is inherited stays as it is: a collection would visit all of it, and copy every page that it marks
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)

@@ -8,7 +8,6 @@ other process can use: under offload to disk, where only what is in use should b
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -30,6 +29,6 @@ def _set(what: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        return bool(ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6").mallopt(what, value))
+        return bool(ctypes.CDLL(None).mallopt(what, value))  # of the C library that this process has: no search for its file
     except (OSError, AttributeError):
         return False

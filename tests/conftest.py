@@ -6,6 +6,7 @@ started its thread pool here; two cores shared by four ranks are also faster wit
 
 from __future__ import annotations
 
+import gc
 import os
 
 for _name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "MOE_LAUNCH"))]:
@@ -41,3 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: collections of garbage in tests, and in ranks that are forked from here, need not visit it."""
+    gc.collect()
+    gc.freeze()

@@ -16,7 +16,7 @@ from moe.parallelize.build import build
 from parallel.mesh import Degrees, Mesh
 from tests.support import trained
 
-STEPS = 50
+STEPS = 10
 MODEL = {"num_layers": 4, "moe_every": 2}
 SUMMARY = {
     "recipe", "steps", "validation_loss", "bits_per_byte", "tokens_per_second", "train_seconds", "dropped_share", "peak_memory_bytes",

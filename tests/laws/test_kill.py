@@ -23,7 +23,7 @@ from moe.train import state, trainer
 from parallel import checkpoint
 from tests.support import trained
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 15, 3
 Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this process: `die` there, once `armed()`
 
 
@@ -216,15 +216,15 @@ def assert_same_run(run: Run, out: Path, reference: Path) -> None:
 
 
 KILLS = {
-    "random 1": ("ddp", somewhere(1)),
+    "random 1": ("ddp", somewhere(12)),
     "random 2": ("ddp", somewhere(2)),
-    "random 3": ("zero", somewhere(3)),
-    "before the first byte": ("ddp", in_save(before_the_first_byte, step=9, rank=1)),
+    "random 3": ("zero", somewhere(9)),
+    "before the first byte": ("ddp", in_save(before_the_first_byte, step=6, rank=1)),
     "first save": ("ddp", in_save(before_the_rename, step=3, rank=0)),
-    "half a shard": ("ddp", in_save(in_half_a_shard, step=12, rank=1)),
-    "half a manifest": ("ddp", in_save(in_half_a_manifest, step=15, rank=0)),
-    "before the rename": ("zero", in_save(before_the_rename, step=18, rank=0)),
-    "after the rename": ("ddp", in_save(after_the_rename, step=18, rank=0)),
+    "half a shard": ("ddp", in_save(in_half_a_shard, step=9, rank=1)),
+    "half a manifest": ("ddp", in_save(in_half_a_manifest, step=12, rank=0)),
+    "before the rename": ("zero", in_save(before_the_rename, step=9, rank=0)),
+    "after the rename": ("ddp", in_save(after_the_rename, step=12, rank=0)),
     "older ones go": ("ddp", in_save(while_older_ones_go, step=12, rank=0)),
     "half a line": ("ddp", in_save(in_half_a_line, step=STEPS, rank=0)),
 }
@@ -254,10 +254,10 @@ def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_p
 
     deaths = [
         in_save(at_fsync(1), step=3, rank=0),
-        in_save(at_fsync(2), step=9, rank=1),
+        in_save(at_fsync(2), step=6, rank=1),
         in_the_resume,
-        in_save(at_fsync(3), step=12, rank=0),
-        in_save(at_fsync(4), step=15, rank=0),
+        in_save(at_fsync(3), step=6, rank=0),
+        in_save(at_fsync(4), step=9, rank=0),
         somewhere(5),
         before_the_summary,
     ]
