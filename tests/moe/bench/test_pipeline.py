@@ -21,6 +21,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_kept
 
 
+@pytest.mark.alone
 def test_a_step_takes_what_the_simulator_says() -> None:
     rows = times_rows(2, ["1f1b", "chimera", "zb_v", "two_bw"], microbatches=4, steps=3)
     assert [row["schedule"] for row in rows if abs(row["error"]) > WITHIN] == []
@@ -89,6 +90,7 @@ def test_a_delay_of_one_reads_the_first_weights_twice() -> None:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "pipeline.json"
     assert pipeline.main(nproc=2, only="times", kinds="1f1b", json=str(target)) == 0

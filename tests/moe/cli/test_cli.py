@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.cli import doctor, verbs
@@ -96,6 +96,7 @@ def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
     assert overrides == {"model.d_ff": "64", "optimizer.lr": "1e-3", "train.seed": "-1"}
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5))
 def test_what_the_parent_sends_is_what_a_rank_reads(overrides: dict[str, str]) -> None:
     words = ["recipe.yaml", *(f"--{key}={value}" for key, value in overrides.items()), "--out", "a folder", "--fresh"]

@@ -559,6 +559,7 @@ print(data.index["train"]["sha256"], any("tokenising" in line for line in lines)
 """
 
 
+@pytest.mark.alone
 def test_a_killed_build_leaves_nothing_that_counts_and_blocks_nobody(folder: Path, tmp_path: Path) -> None:
     """SIGKILL with the lock held: the kernel frees it, the next builder clears the rest away."""
     cache = tmp_path / "cache"

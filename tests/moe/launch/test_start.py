@@ -166,6 +166,7 @@ def test_exit_code_is_what_the_ranks_did(launch, mode: str, code: int, said: str
     assert (got, bool(re.search(said, error.splitlines()[0] if error else ""))) == (code, True), error
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("number", "received"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGHUP, "SIGTERM")])
 def test_every_rank_receives_the_signal_at_once_and_saves(launch, number: signal.Signals, received: str) -> None:
@@ -190,6 +191,7 @@ def test_deaf_ranks_and_their_children_are_killed_after_the_grace(launch) -> Non
     assert 2.0 <= time.monotonic() - sent < 8.0
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(60)
 def test_a_second_signal_ends_at_once_but_an_echo_of_the_first_does_not(launch) -> None:
     run = launch("waits")
