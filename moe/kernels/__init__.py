@@ -1,17 +1,17 @@
-"""The hot path behind one interface, with interchangeable implementations.
+"""The MoE layer's operations behind one interface, with interchangeable implementations.
 
     top_k         the experts of the highest scores
-    slots         position of every choice in its expert's queue      (who is dropped)
-    plan          where every kept choice's row lies                  (rows sorted by expert)
+    slots         position of every choice in its expert's queue      (decides which choices are dropped)
+    plan          the row of every kept choice                        (rows are sorted by expert)
     permute       tokens -> rows                                      backward: rows -> tokens
     reorder       rows -> rows, a bijection                           backward: its inverse
     grouped_ffn   each expert's rows through its own network
     combine       rows -> tokens, weighted by the gates
-    routed_ffn    permute, grouped_ffn and combine fused           (all experts are here)
+    routed_ffn    permute, grouped_ffn and combine fused           (where this rank holds all experts)
 
-`reference` is the definition of right: plain loops, slow, exact. `cpu` is the fast one in torch operations, `triton` the one
-for GPUs; memory and time go with routed rows. `auto` takes `triton` for tensors on a GPU and `cpu` for all others. Backwards
-add in a fixed order: the result does not depend on the order in which threads run.
+`reference` defines the right result: plain loops, slow, exact. `cpu` is fast and uses torch operations only. `triton` is for GPUs.
+In both fast ones, memory and time grow with the number of routed rows. `auto` takes `triton` for tensors on a GPU and `cpu` for
+all others. Backward passes add in a fixed order: the result does not depend on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KERNELS: dict[str, ModuleType] = {"auto": auto, "reference": reference, "cpu": 
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """The kernels by name. Raises BadInput for `triton` where it cannot run: it is imported only when asked for."""
+    """The module of kernels called `name`. Raises BadInput for `triton` where it cannot run; triton is imported only when asked for."""
     if name == "triton":
         return _triton()
     if name not in _KERNELS:

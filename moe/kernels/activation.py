@@ -10,7 +10,7 @@ from moe.recipe.shapes import GATED as GATED
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str) -> Tensor:
-    """relu(h), gelu(h), gelu(h) * g or silu(h) * g; gelu in the tanh form, as T5 and GLaM use."""
+    """The activation `ffn`: relu(h), gelu(h), gelu(h) * g or silu(h) * g. gelu is the tanh form, as in T5 and GLaM."""
     if ffn == "relu":
         return F.relu(hidden)
     activated = F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh")
@@ -18,7 +18,7 @@ def activate(hidden: Tensor, gate: Tensor | None, ffn: str) -> Tensor:
 
 
 def activate_backward(grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str) -> tuple[Tensor, Tensor | None]:
-    """The gradients of hidden and gate for that of `activate(hidden, gate, ffn)`, whose memory the first one takes."""
+    """Gradients of `hidden` and `gate` from `grad`, the gradient of activate's result. Overwrites `grad` with the first of them."""
     aten = torch.ops.aten
     if ffn == "relu":
         return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None

@@ -1,6 +1,6 @@
-"""Kernels by the device of the tensors: `triton` on a GPU that it can drive, else `cpu`, whose torch operations run everywhere.
+"""Kernels chosen by the tensors' device: `triton` on a GPU that it supports, else `cpu`, whose torch operations run everywhere.
 
-A model is built before it is moved to its device, and may move again: so each call decides, by its first tensor.
+A model is built before it is moved to its device, and may move again. So every call chooses anew, by its first tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn",
 
 @cache
 def _for_gpu(device: torch.device) -> ModuleType:
-    """Triton's products want tensor cores (compute capability 7.0 and later); it is imported here, with the first tensor on a GPU."""
+    """The kernels for this GPU: triton, imported here, if it has the tensor cores (compute capability 7.0 or later) that products need."""
     if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
         return cpu
     from moe.kernels import triton
@@ -30,7 +30,7 @@ def _for_gpu(device: torch.device) -> ModuleType:
 
 
 def kernels_of(tensor: Tensor) -> ModuleType:
-    """float64, which is for checking, stays with torch operations."""
+    """The kernels for this tensor. float64, which only checks use, stays with torch operations."""
     return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 else cpu
 
 

@@ -1,7 +1,7 @@
-"""Dispatch in time and memory proportional to routed rows; torch operations only, so it runs on any device.
+"""Dispatch in torch operations only, so it runs on any device; time and memory are proportional to the routed rows.
 
-Positions come from one stable sort (cumulative position, never top-k on ties); moving rows is gathering in both
-directions (rows.py); the experts' networks are in grouped.py.
+Positions come from one stable sort (a cumulative position, never top-k over ties). Rows are moved by gathering, forward and
+backward (rows.py). The experts' networks are in grouped.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn",
 
 
 def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
-    """For each element, how many equal keys stand before it."""
+    """Number of equal keys before each element. int64 [N]."""
     order_N = torch.argsort(key_N, stable=True)
     counts = torch.bincount(key_N, minlength=num_keys)
     start = counts.cumsum(0) - counts
@@ -30,7 +30,7 @@ def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
+    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
     if k > 2:
         return _many(scores_TE, k)
     rest_TE, found = scores_TE, []
@@ -43,7 +43,8 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _many(scores_TE: Tensor, k: int) -> Tensor:
-    """topk of one more, which shows ties among the chosen and at their edge; those rows by a stable sort, which costs ten times as much."""
+    """torch.topk of k + 1 scores, which shows ties among the chosen and at their edge. Only rows with ties are sorted stably, since a
+    stable sort costs ten times as much."""
     best, expert = scores_TE.topk(min(k + 1, scores_TE.shape[1]))
     expert_TK = expert[:, :k].contiguous()
     rows = (best[:, 1:] == best[:, :-1]).any(1).nonzero()[:, 0]
@@ -53,7 +54,7 @@ def _many(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in its expert's queue of its group; inactive ones get -1."""
+    """Position [T, K] of each active choice in the queue of its expert and group; -1 for inactive choices."""
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)

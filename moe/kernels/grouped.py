@@ -1,15 +1,15 @@
-"""Every expert's feed-forward network on its own rows, in torch operations: a few batched products instead of one a row or one an expert.
+"""The experts' feed-forward networks in torch operations: a few batched products instead of one product per row or per expert.
 
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-Neighbours with about as many rows each form a block, padded to its largest expert, and go through one batched product; an expert
-with many more than its neighbours is a block of its own. Padding never exceeds a quarter of the rows, in 16 bits half of them or 64
-rows an expert, so time and memory go with routed rows. A block's hidden rows stay in the cache from the first product to the last.
+Neighbouring experts with similar numbers of rows form a block. A block is padded to its largest expert and goes through one batched
+product; an expert with many more rows than its neighbours is a block of its own. Padding is at most a quarter of the rows (in 16 bits
+half of them, or 64 rows per expert), so time and memory grow with routed rows. A block's hidden rows stay in the cache throughout.
 
-Saved for the backward are the input and the pre-activation (SonicMoE, arXiv 2512.14080): the permuted copies are gathered
-again, the activation is computed again, and the gate's gradient is <dA, A>, with dA the gradient of the activation A before the
-gate, which needs no copy of the experts' outputs. Weights' gradients are written once, in place, in the weights' dtype.
+The backward pass saves the input and the pre-activation only (SonicMoE, arXiv 2512.14080). The permuted copies are gathered again and
+the activation is computed again. The gate's gradient is <dA, A>, where dA is the gradient of the activation A without the gate: this
+needs no copy of the experts' outputs. Weight gradients are written once, in place, in the weights' dtype.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from parallel.weight_gradient import Owed, owed_for
 
 _Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
-_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits a core's cache, and is small beside the gradients
+_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small beside the gradients
 
 
 @dataclass(frozen=True)
 class Block:
-    """Experts [first, last), `each` rows for every one of them from padded row `start`; their own rows are [begin, end) of R."""
+    """Experts [first, last), each padded to `each` rows, from padded row `start`; without padding, their rows are [begin, end) of R."""
 
     first: int
     last: int
@@ -58,11 +58,11 @@ class Block:
 
 
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
-    """Cut experts into blocks; experts without rows at a block's edge belong to none.
+    """Cut the experts into blocks. Experts without rows at the edge of a block belong to no block.
 
-    The CPU's 16-bit products are generated for every new shape (15 times what the product takes, docs/benchmarks/measure.py) and are
-    fastest on multiples of 32 rows; a batched one is up to four times as fast as one an expert, so more padding and larger blocks
-    pay than in fp32 (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/inside/log.md).
+    In 16 bits, more padding and larger blocks pay than in fp32. The CPU generates its 16-bit products anew for every new shape (which
+    takes 15 times as long as the product, docs/benchmarks/measure.py). They are fastest on multiples of 32 rows, and a batched product
+    is up to four times as fast as one product per expert (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/inside/log.md).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
@@ -93,9 +93,9 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """How blocks find their rows: `source_Q` the source row of each padded row (any, for padding); `place_R` each row's padded
-    place, None where nothing is padded; `real_Q` fp32 1 for rows and 0 for padding, None likewise. `sums`: results are added to
-    their source rows, else each row has its own."""
+    """The rows of all blocks. `source_Q`: source row of each padded row (any row, for padding). `place_R`: padded position of each row.
+    `real_Q`: fp32, 1 for rows and 0 for padding. The last two are None where nothing is padded. `sums`: results are added to their
+    source rows; otherwise each row has its own result."""
 
     blocks: list[Block]
     source_Q: Tensor
@@ -105,7 +105,7 @@ class Rows:
 
 
 def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool) -> Rows:
-    """Blocks for rows sorted by expert; row r is the source's row source_R[r]."""
+    """Blocks for rows sorted by expert; row r is a copy of source row source_R[r]."""
     cut = blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None, sums)
@@ -129,7 +129,7 @@ def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch
 
 
 class _Network(torch.autograd.Function):
-    """Rows through their experts: summed into their source rows with weights `gate_R`, or, where that is None, one result a row."""
+    """Rows through their experts. Results are added to their source rows, weighted by `gate_R`; without gates, each row has its own."""
 
     @staticmethod
     def forward(
@@ -158,9 +158,9 @@ class _Network(torch.autograd.Function):
                 g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
                 _multiply(x, _weights(w3, b, x), g)
             if ffn == "relu":
-                h.relu_()  # its own derivative can be read off it, so it is what is saved
+                h.relu_()  # relu's derivative can be read off its output, so the output is saved
             a = _activation(h, g, ffn, None if mask_QF is None else mask_QF[b.padded])
-            y = x  # its rows are used up
+            y = x  # x is not read again, so its memory holds the result
             _multiply(a, _weights(w2, b, x), y)
             _put(out, y, rows, b, gate_Q)
         ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
@@ -182,14 +182,14 @@ class _Network(torch.autograd.Function):
             mask = None if mask_QF is None else mask_QF[b.padded]
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
-            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # only its shape and dtype matter then
+            x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
             a = _activation(h, g, ctx.ffn, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
             if owed is None:
-                # the gate multiplies rows of width D, x's and those of the output's gradient, rather than the hidden ones
+                # multiplied by the gate: rows of width D (x and the output's gradient) rather than the wider hidden rows
                 _weight_gradient(a, _times(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
@@ -200,7 +200,7 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).transpose(1, 2), other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # Euler: a network of relu is homogeneous, J x = y, so <dX, X> = <dY, Y>
+                grad_gate_Q[b.padded] = _dot(back, x)  # Euler: y is homogeneous in x for relu, so J x = y and <dX, X> = <dY, Y>
             if owed is None:
                 x = _times(x, gate)
                 _weight_gradient(x, grad_h, grads[0], b)
@@ -216,7 +216,7 @@ class _Network(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """What one block's weight gradients are made of, besides rows that are gathered again."""
+    """The tensors that one block's weight gradients need, besides rows that can be gathered again."""
 
     block: Block
     a: Tensor
@@ -240,7 +240,7 @@ def _put_off(owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gat
 
 
 def _gradients(weights: _Matrices, rows: Rows) -> list[Tensor | None]:
-    """Room for the weights' gradients, in the dtypes of these. An expert without rows has one of zero, not none: nobody waits for it."""
+    """Memory for the weights' gradients, in gradient dtypes. Experts without rows get zeros, not None, so that nothing waits for them."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -253,29 +253,29 @@ def _gradients(weights: _Matrices, rows: Rows) -> list[Tensor | None]:
 
 
 def _wide(rows: Tensor) -> torch.dtype:
-    """The dtype of sums over rows: fp32 at least."""
+    """The dtype in which rows are summed: fp32 or wider."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 
 def _activation(h: Tensor, g: Tensor | None, ffn: str, mask: Tensor | None) -> Tensor:
-    """A, from what is saved."""
+    """The activation A, computed again from what was saved."""
     a = h if ffn == "relu" else activate(h, g, ffn)
     return a if mask is None else a * mask
 
 
 def _times(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
-    """Each row times its fp32 gate, in the rows' dtype, in place where that is fp32."""
+    """Each row times its fp32 gate, in the rows' dtype. In place where that is fp32."""
     if gate_Q is None:
         return rows_QD
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
-    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # in two parts of 16 bits: a third of the traffic of going through fp32
+    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # the gate as two 16-bit parts: a third of the memory traffic of a detour through fp32
     low_Q1 = (gate_Q.unsqueeze(1) - high_Q1).to(rows_QD.dtype)
     return (rows_QD * high_Q1).addcmul_(rows_QD, low_Q1)
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Row by row, [Q] in fp32 at least. Sums of 16 in the rows' dtype come first: a cast of all products would cost more than they do."""
+    """Dot product of each row pair: [Q], fp32 or wider. Sums of 16 in the rows' dtype come first: casting all products would cost more."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)
@@ -283,14 +283,14 @@ def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
 
 
 def _spread(values_R: Tensor | None, rows: Rows) -> Tensor | None:
-    """Values of rows at their padded places, 0 elsewhere."""
+    """Values of rows [R, ...] at their padded positions [Q, ...], 0 in the padding."""
     if values_R is None or rows.place_R is None:
         return values_R
     return values_R.new_zeros(len(rows.source_Q), *values_R.shape[1:]).index_copy_(0, rows.place_R, values_R)
 
 
 def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
-    """The block's rows, a copy; zeros in the padding, which stay zeros in a network without biases whatever the source holds."""
+    """A copy of the block's rows. Padding is zero, and stays zero in a network without biases, whatever the source rows hold."""
     taken = source_ND.index_select(0, rows.source_Q[b.padded])
     if rows.real_Q is not None and b.padding:
         taken.mul_(rows.real_Q[b.padded].to(taken.dtype).unsqueeze(1))
@@ -298,7 +298,7 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """The block's results to where they belong: added to source rows in fp32, or copied to the block's own rows."""
+    """Write the block's results to their places: added to the source rows in fp32, or copied to the block's own rows."""
     if rows.sums:
         weighted = y.to(out.dtype) if gate_Q is None else y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1))
         out.index_add_(0, rows.source_Q[b.padded], weighted)
@@ -321,7 +321,7 @@ def _multiply(rows_QI: Tensor, weights_nIO: Tensor, out_QO: Tensor) -> None:
 
 
 def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b: Block) -> None:
-    """rows^T grad of each of the block's experts into its place; products of another dtype are cast there."""
+    """rows^T grad for each of the block's experts, written into `out_EIO`; cast there if the dtypes differ."""
     assert out_EIO is not None
     n, out_nIO = b.last - b.first, out_EIO[b.first : b.last]
     left_nIQ, right_nQO = rows_QI.view(n, b.each, -1).transpose(1, 2), grad_QO.view(n, b.each, -1)
@@ -334,19 +334,19 @@ def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b
 
 
 def _row_bytes(rows: Tensor, w1: Tensor) -> int:
-    """Scratch of one row: its hidden units, and about four copies of its width."""
+    """Scratch bytes of one row: its hidden units, and about four copies of its width."""
     return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass may follow: without one, a block's hidden rows are forgotten with the block."""
+    """Whether a backward pass may follow. If not, a block's hidden rows are freed with the block."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def grouped_ffn(
     rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
     rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
     out: Tensor = _Network.apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn, _recorded(rows_RD, w1, w2, w3))
@@ -364,9 +364,9 @@ def routed_ffn(
     ffn: str,
     dropped_RF: Tensor | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine fused: tokens [T, D] in x's dtype, summed in fp32 in the order of experts."""
+    """permute, grouped_ffn and combine fused: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
-    if x_TD.is_cuda:  # there, adding at an index has no fixed order
+    if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
         return combine(grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF), gate_TK, plan)
     rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)

@@ -1,7 +1,7 @@
-"""The definition of right: every step of dispatch as a plain loop or one indexing line, in the order of the papers.
+"""The definition of the right result: every step of dispatch as a plain loop or one indexing line, in the order of the papers.
 
-Autograd does the backward; of a product with weights, `product` does. Slow on purpose: read this to know what the fast kernels
-must equal.
+Autograd computes the backward pass, except for products with weights, where `product` does. Slow on purpose: read this file to know
+what the fast kernels must equal.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from parallel.weight_gradient import product
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
+    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
     rows = [sorted(range(scores_TE.shape[1]), key=lambda e: (-row[e], e))[:k] for row in scores_TE.tolist()]
     return torch.tensor(rows, dtype=torch.int64, device=scores_TE.device).view(-1, k)
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in its expert's queue of its group, 0 for the first; inactive ones get -1.
+    """Position [T, K] of each active choice in the queue of its expert and group, 0 for the first; -1 for inactive choices.
 
-    First choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
+    The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """
     tokens, choices = expert_TK.shape
     slot_TK = torch.full_like(expert_TK, -1)
@@ -67,7 +67,7 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
 def grouped_ffn(
     rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
     outs, start = [], 0
     for expert, count in enumerate(counts):
         rows = rows_RD[start : start + count]
@@ -81,7 +81,7 @@ def grouped_ffn(
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over kept choices of gate * row, summed in fp32 at least; zero for a token with none."""
+    """y[t] = sum over the token's kept choices of gate * row, in fp32 or wider; zero for a token without kept choices."""
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
     y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=wide)
     weighted_RD = rows_RD.to(wide) * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
@@ -99,6 +99,6 @@ def routed_ffn(
     ffn: str,
     dropped_RF: Tensor | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine in one: where all experts are here."""
+    """permute, grouped_ffn and combine in one call, for a rank that holds all experts."""
     rows_RD = grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped_RF)
     return combine(rows_RD, gate_TK, plan)

@@ -1,4 +1,4 @@
-"""Rows moved by a plan, forward and backward: gathering in both directions, never adding at an index, so sums have a fixed order.
+"""Moving rows by a plan, forward and backward: always a gather, never an addition at an index, so sums have a fixed order.
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows
 reorder   rows -> rows, a permutation        backward: the inverse permutation
@@ -88,6 +88,6 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over kept choices of gate * row, summed in fp32 at least; zero for a token with none."""
+    """y[t] = sum over the token's kept choices of gate * row, in fp32 or wider; zero for a token without kept choices."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out

@@ -1,7 +1,7 @@
-"""Where the kernels run and in which tiles.
+"""The device that the kernels run on, and their tile sizes.
 
-Tiles are a fixed rule of shape, dtype and device, never tuned by the clock: two runs, and two ranks, give the same bits.
-Nothing here has a GPU to itself: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
+Tile sizes follow from shape, dtype and device by a fixed rule and are never tuned by timing: two runs, and two ranks, give the same
+bits. No GPU is needed for tests: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from parallel.errors import BadInput
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SPARE_BYTES = 8192  # shared memory left to the compiler's own use
+_SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """The tensor's GPU as the current one, which is where Triton launches. Raises BadInput where kernels cannot read the tensor."""
+    """A context in which the tensor's GPU is current: Triton launches there. Raises BadInput if the tensor is not on a GPU."""
     if INTERPRETED:
         return nullcontext()
     if not tensor.is_cuda:
@@ -39,8 +39,8 @@ def check_dtype(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """A product's tile: `m` rows times `n` columns, summed `k` at a time, by `warps` of 32 threads, `stages` loads deep;
-    `group` tiles of rows take turns on the same columns, so that these stay in the L2 cache."""
+    """Tile of a matrix product: `m` rows times `n` columns, summed `k` at a time, by `warps` of 32 threads, with loads pipelined
+    `stages` deep. `group` row tiles take the same columns one after another, so that these columns stay in the L2 cache."""
 
     m: int
     n: int
@@ -60,18 +60,18 @@ def most_rows(dtype: torch.dtype) -> int:
 
 
 def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Rows of a tile of one expert's rows: fewer where experts have few, since half a tile an expert is padding on average."""
+    """Rows per tile. Small tiles where experts have few rows, since half a tile per expert is padding on average."""
     return min(64, most_rows(dtype)) if rows <= 256 * num_experts else most_rows(dtype)
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """For tiles of `m` rows. `products`: weights that share the rows' loads; `epilogue`: the tile's end holds more than the sums."""
+    """The tile for `m` rows. `products`: weights that share one load of the rows. `epilogue`: needs more than the sums at the end."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
-    if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere else in this project
+    if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
         n, k, warps = 64, 32, 4
     else:
-        # from Hopper on products read both sides from shared memory, of which there is more: registers are left for twice the sums
+        # from Hopper on, products read both operands from (larger) shared memory, which frees registers for twice the sums
         room = 2 if _shared_bytes(device) > 200 * 1024 else 1
         n = min(128 if epilogue else 256, 128 * room // products)
         k, warps = 64, 8 if m * n * products > 64 * 128 else 4
@@ -86,5 +86,5 @@ def _shared_bytes(device: torch.device) -> int:
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Compute capability 9.0 or later, where torch's grouped product is one kernel instead of a loop over experts."""
+    """Whether compute capability is 9.0 or later: there torch's grouped product is one kernel instead of a loop over experts."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

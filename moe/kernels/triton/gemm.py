@@ -1,11 +1,11 @@
-"""Grouped matrix products: row tiles that each belong to one expert, and the epilogues that fit into them.
+"""Grouped matrix products. Each row tile belongs to one expert; some products end in an epilogue, done before the tile is stored.
 
     up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
     back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the parts of <dA, A>
     weights   dW = left^T right over one expert's rows, left and right gathered or not
 
-All sums are fp32. A tile's expert and rows come from the tile map, made on the device. Weights are contiguous.
+All sums are fp32. The tile map, made on the device, gives each tile's expert and rows. Weights are contiguous.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from moe.kernels.triton.moves import INTERPRETED, put, rounded
 
 @triton.jit
 def _dot(a_MK, b_KN, sum_MN):
-    if INTERPRETED:  # which knows bf16 as bits only; products of two bf16 are exact in fp32
+    if INTERPRETED:  # the interpreter handles bf16 as raw bits only; products of two bf16 are exact in fp32
         a_MK, b_KN = a_MK.to(tl.float32), b_KN.to(tl.float32)
     return tl.dot(a_MK, b_KN, sum_MN, input_precision="ieee")
 
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """This program's column tile and row tile: GROUP row tiles go through all columns together."""
+    """This program's column tile, and its row tile's expert, first row and end. GROUP row tiles pass through all columns together."""
     program = tl.program_id(0)
     group = program // (GROUP * num_columns)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
@@ -38,7 +38,7 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """Where each row is read: its token, or itself. Rows beyond the end read a row that is there; their results are not stored."""
+    """The source row of each row: its token, or the row itself. Rows beyond the end read some valid row; their results are not stored."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -47,7 +47,7 @@ def _source(choice, row_M, end, choices):
 
 @triton.jit
 def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
-    """[M, K] of rows of `width`."""
+    """Load [M, K]: columns k_K of the source rows, each `width` wide."""
     at_MK = at + source_M[:, None] * width + k_K[None, :]
     if EVEN:
         return tl.load(at_MK)
@@ -57,7 +57,7 @@ def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
 
 @triton.jit
 def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl.constexpr):
-    """[K, N] of the expert's [inner, columns]; TURNED: it lies in memory as [columns, inner]."""
+    """Load [K, N] of the expert's [inner, columns] matrix. TURNED: it lies in memory as [columns, inner]."""
     at += expert.to(tl.int64) * inner * columns
     at_KN = at + n_N.to(tl.int64)[None, :] * inner + k_K[:, None] if TURNED else at + k_K.to(tl.int64)[:, None] * columns + n_N[None, :]
     if EVEN:
@@ -68,7 +68,7 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr):
-    """fp32 activation and its derivative at h. gelu's tanh form is h * sigmoid(2u), exactly; NaN stays NaN in all of them."""
+    """The activation and its derivative at h, in fp32. gelu's tanh form is exactly h * sigmoid(2u). NaN stays NaN in all of them."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
@@ -81,7 +81,7 @@ def _activation(h, FFN: tl.constexpr):
 
 @triton.jit
 def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
-    """Where a tile's results lie: its corner, each element from there (32 bits: addresses cost registers too), and which are real."""
+    """The address of a tile's corner, the 32-bit offset of each element from it (64 bits would cost registers), and which are real."""
     corner = begin.to(tl.int64) * width
     mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
@@ -109,7 +109,7 @@ def up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`w3`, `g`: None without a gated activation; `h`, `g` also None where no backward follows; `scale`: dropout's [R, F], or None."""
+    """`w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's [R, F], or None."""
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
         return
@@ -125,7 +125,7 @@ def up(
         if w3 is not None:
             g_MN = _dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
-    # rounded as they are kept: the backward computes the same activation again, to the bit
+    # rounded to the stored dtype, so that the backward pass computes bitwise the same activation again
     h_MN = rounded(h_MN, a)
     a_MN, _ = _activation(h_MN, FFN)
     if h is not None:
@@ -158,7 +158,7 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = a w [+ a_too w_too]: [R, inner] and [E, inner, columns], or, TURNED, [E, columns, inner]."""
+    """out = a w [+ a_too w_too], where a is [R, inner] and w is [E, inner, columns], or [E, columns, inner] if TURNED."""
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
         return
@@ -202,7 +202,7 @@ def back(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`parts` [R, column tiles] fp32: each tile's part of <dA, A>, the gate's; `gate`, `parts`: None where rows are not combined."""
+    """`parts` [R, column tiles] fp32: each tile's part of <dA, A>, the gate's gradient. `gate`, `parts`: None if rows are not combined."""
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
     if expert < 0:
@@ -217,7 +217,7 @@ def back(
     gate_M = None
     if gate is not None:
         gate_M = tl.load(gate + tl.load(choice + row_M, mask=row_M < end, other=0), mask=row_M < end, other=0.0).to(tl.float32)
-    # half the columns at a time: the whole tile's h, g and their derivatives would not fit into registers beside the sums
+    # half the columns at a time: h, g and their derivatives for the whole tile would not fit into registers beside the sums
     left_MN, right_MN = tl.split(tl.permute(tl.reshape(grad_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
     part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, EVEN)
@@ -229,7 +229,7 @@ def back(
 
 @triton.jit
 def _back_half(grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN: tl.constexpr, EVEN: tl.constexpr):
-    """Stores dH, dG and gate * A of these columns, and returns their part of <dA, A>."""
+    """Store dH, dG and gate * A of these columns, and return their part of <dA, A>."""
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN)
     if g is not None:
@@ -272,7 +272,7 @@ def weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[e] = left^T right over the rows of expert e: zero if it has none; `right_too`, `out_too`: a second product of the same left."""
+    """out[e] = left^T right over expert e's rows; zero if it has none. `right_too`, `out_too`: a second product with the same left."""
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)
@@ -298,7 +298,7 @@ def weights(
 
 @triton.jit
 def _run(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
-    """[K, N]: columns n_N of rows; zeros beyond the expert's rows, on both sides, since zero times infinity is not zero."""
+    """Load [K, N]: columns n_N of the rows; zeros beyond the expert's rows in both operands, since zero times infinity is not zero."""
     at_KN = at + source_K[:, None] * width + n_N[None, :]
     if EVEN:
         return tl.load(at_KN, mask=real_K[:, None], other=0.0)

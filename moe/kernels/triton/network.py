@@ -1,12 +1,12 @@
-"""The experts' network on the rows of a plan, forward and backward, saving X and the pre-activations only (SonicMoE, arXiv 2512.14080).
+"""The experts' network on the rows of a plan, forward and backward. Only X and the pre-activations are saved (SonicMoE, arXiv 2512.14080).
 
     forward    H, G = X[token] W1, W3    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are thrown away
     backward   dA = dO[token] W2^T       d gate = <dA, A>, with A computed again from H and G
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]
                dW1, dW3 = X[token]^T dH, dG               dX = total of (dH W1^T + dG W3^T)
 
-<dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Rows are gathered where a product loads them, so no
-permuted copy exists either way. Weights of another dtype are cast where they are used, and have gradients of their own dtype.
+<dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Products gather rows as they load them, so there is no
+permuted copy, forward or backward. Weights of another dtype are cast where they are used; their gradients have the weights' dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from parallel.weight_gradient import Owed, owed_for
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert, `ends_E` int32; `tiles` int32 [tiles, 3]: expert, first row and end of `tile_rows` rows each.
-    `plan`: rows are read from tokens, and summed into them; None: rows are rows."""
+    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
+    tile of `tile_rows` rows. `plan`: rows are read from tokens and summed into tokens; None: rows are stored as rows."""
 
     number: int
     ends_E: Tensor
@@ -49,7 +49,7 @@ class Rows:
 
 
 def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None) -> Rows:
-    """The tile map, made on the device: the host knows only how many tiles there can be."""
+    """The tile map, made on the device, so that the host need not wait for the counts: it knows only an upper bound of the tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
@@ -74,7 +74,7 @@ def _even(t: Tile, inner: int, columns: int) -> bool:
 def up(
     x: Tensor, w1: Tensor, w3: Tensor | None, scale_RF: Tensor | None, rows: Rows, *, ffn: str, keep: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """H, G [R, F], None where not kept or not there, and A."""
+    """H and G [R, F], None where not kept or without a gated activation, and A [R, F]."""
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
     a = x.new_empty(rows.number, hidden)
@@ -91,13 +91,13 @@ def up(
 
 
 def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
-    """Whether torch's own grouped product is taken for a plain one: CUTLASS for Hopper's units, bf16, rows of whole 16 bytes."""
+    """Whether torch's own grouped product does a plain product: it uses CUTLASS on Hopper, for bf16 rows of a multiple of 16 bytes."""
     wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
 
 
 def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
-    """a w [+ a_too w_too], [R, O] in a's dtype; w is [E, I, O], or, turned, [E, O, I]."""
+    """a w [+ a_too w_too]: [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if turned."""
     if a_too is None and torch_multiplies(a, w):
         return torch._grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
     inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
@@ -140,7 +140,7 @@ def back(
 def weight_gradients(
     left: Tensor, right: Tensor, right_too: Tensor | None, like: Tensor, rows: Rows, *, gathered: str
 ) -> tuple[Tensor, Tensor | None]:
-    """left^T right and left^T right_too of each expert's rows, `like` a weight in shape and dtype; `gathered`: the side read by token."""
+    """left^T right and left^T right_too for each expert, `like` a weight in shape and dtype. `gathered`: the operand read by token."""
     height, width = like.shape[1:]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1 if right_too is None else 2, epilogue=False)
     out, out_too = like.new_empty(like.shape), None if right_too is None else like.new_empty(like.shape)
@@ -221,7 +221,7 @@ def _put_off(
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """In the rows' dtype and in one piece: once a product, not once a tile of it."""
+    """The weight in the rows' dtype, contiguous: cast once per product, not once per tile."""
     return weight.to(like.dtype).contiguous()
 
 
@@ -238,7 +238,7 @@ def _apply(
 def grouped_ffn(
     rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`; weights [E, D, F], [E, F, D], [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
     return _apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn)
@@ -255,6 +255,6 @@ def routed_ffn(
     ffn: str,
     dropped_RF: Tensor | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine fused: [T, D] in x's dtype, summed in fp32 in the order of choices; counts stay on the device."""
+    """permute, grouped_ffn and combine fused: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the device."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
     return _apply(x_TD, gate_TK.contiguous(), w1, w2, w3, dropped_RF, rows, ffn)

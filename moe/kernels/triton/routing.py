@@ -1,7 +1,7 @@
-"""Choices to rows: integers, exact and the same on every run, since no kernel adds where another one may.
+"""From choices to rows, in integers: exact and the same in every run, since every element has one writer.
 
-A queue's position is how many equal ones stand before it: counted block by block, summed over blocks (torch.cumsum of a
-small table), and once more inside each block. A plan is the same with tokens in order and experts one after another.
+A choice's queue position is the number of equal choices before it: counted block by block, summed over blocks (torch.cumsum of
+a small table), then counted again inside each block. A plan is made the same way, with choices in token order, expert after expert.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 128
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """The experts [T, k] of the k highest scores, highest first; of equal ones the lowest expert, which torch.topk does not promise."""
+    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
     scores_TE = scores_TE.contiguous()
     (tokens, num_experts), out_TK = scores_TE.shape, scores_TE.new_empty(len(scores_TE), k, dtype=torch.int64)
     block_e = max(2, triton.next_power_of_2(num_experts))
@@ -31,7 +31,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int, queue: bool) -> Tensor:
-    """Int32 [G, B, E]: active choices of each expert in each block of a group."""
+    """Active choices of each expert in each block of a group: int32 [G, B, E]."""
     tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
     blocks = triton.cdiv(tokens * choices, _BLOCK)
     out_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
@@ -44,7 +44,7 @@ def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_expert
 
 
 def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Writes each choice's place into out_TK; a plan's choices, which stand in the order of tokens, also into choice_N."""
+    """Write each choice's position into out_TK. For a plan (choices in token order) also write each position's choice into choice_N."""
     groups, blocks, num_experts = before_GBE.shape
     tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
     with on(expert_TK):
@@ -54,7 +54,7 @@ def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tens
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in its expert's queue of its group, first choices first; inactive ones get -1."""
+    """Position [T, K] of each active choice in the queue of its expert and group, first choices first; -1 for inactive choices."""
     expert_TK, active_TK = expert_TK.contiguous(), active_TK.contiguous()
     counts_GBE = _counts(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts, queue=True)
     before_GBE = counts_GBE.cumsum(1, dtype=torch.int32) - counts_GBE
@@ -64,7 +64,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Rows sorted by expert, then by token. The number of rows is the one number that the host waits for."""
+    """Rows sorted by expert, then by token. The host waits for one number only: the number of rows."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
     counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
     upto_1BE = counts_1BE.cumsum(1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Rows to tokens and back, each way one gather: bytes read and written once, sums in fp32.
+"""Moving tokens to rows and rows to tokens, each way by one gather: every byte is read and written once, sums are fp32.
 
 permute   rows = x[token]              backward   total of the rows of each token
 combine   total of gate * rows         backward   gate * grad[token] and <grad[token], row>, in one pass
@@ -20,17 +20,17 @@ from moe.kernels.triton.device import check_dtype, on
 
 # T tokens, K choices, R rows, D width
 
-_ELEMENTS = 4096  # per program: 32 per thread, enough loads in flight to fill the memory's bandwidth
+_ELEMENTS = 4096  # per program, 32 per thread: enough loads in flight to saturate memory bandwidth
 
 
 def _blocks(width: int) -> tuple[int, int]:
-    """Rows and columns of one program."""
+    """Rows and columns per program."""
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     return _ELEMENTS // columns, columns
 
 
 def move(source: Tensor, index_R: Tensor, *, choices: int = 1, scatter: bool = False) -> Tensor:
-    """source[index // choices]; `scatter`: out[index] = source, for a permutation."""
+    """source[index // choices]; with `scatter`, out[index] = source, where index is a permutation."""
     source, index_R, width = source.contiguous(), index_R.contiguous(), source.shape[1]
     out = source.new_empty(len(index_R), width)
     block_r, block_d = _blocks(width)
@@ -42,7 +42,7 @@ def move(source: Tensor, index_R: Tensor, *, choices: int = 1, scatter: bool = F
 
 
 def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    """Sum over each token's rows, weighted if there are gates; [T, D] in the rows' dtype."""
+    """Sum over each token's rows, weighted by the gates if given: [T, D] in the rows' dtype."""
     check_dtype(rows_RD)
     rows_RD, row_TK, gate_TK = rows_RD.contiguous(), row_TK.contiguous(), None if gate_TK is None else gate_TK.contiguous()
     (tokens, choices), width = row_TK.shape, rows_RD.shape[1]
@@ -124,6 +124,6 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over kept choices of gate * row, summed in fp32; zero for a token with none."""
+    """y[t] = sum over the token's kept choices of gate * row, in fp32; zero for a token without kept choices."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out
