@@ -1,1 +1,1 @@
-"""Who goes where: scores, selection, capacity and balance of one router."""
+"""The router of an MoE layer: scores, selection of experts, capacity and balance."""

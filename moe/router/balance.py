@@ -1,15 +1,15 @@
-"""Losses that keep experts evenly used, as pure functions of a routing; all in fp32, over valid tokens: padding counts nowhere.
+"""Losses that keep experts evenly used, as pure functions of a routing. All in fp32, over valid tokens only: padding is never counted.
 
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
-Balance is 1 when all is even, whatever k is; importance is 0. Over which tokens f, P and gates are taken is the scope:
-each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products
-and squares do not add up over parts, so a part must know the whole step's sums; with them a part's loss has the whole's
-gradient, and the parts' mean is the whole's value. Layers are summed.
-`join` puts a loss into the backward pass where it arises, so that it needs no global list and crosses pipeline stages.
+When the load is even, balance is 1 for any k, and importance is 0. The scope says over which tokens f, P and the gates are taken:
+each capacity group (a mean over groups, weighted by their tokens), one rank's micro-batch, or the global batch. Products and squares
+do not add up over the parts of a step, so each part must know the sums of the whole step. Given them, a part's loss has the gradient
+that the whole step's loss has, and the mean over parts is the whole step's value. Losses are summed over layers.
+`join` adds a loss to the backward pass at the place where it arises: no global list is needed, and it works across pipeline stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def balance_loss(
     counted_TK: Tensor | None = None,
     step: StepMeans | None = None,
 ) -> Tensor:
-    """Scalar fp32; gradient through probs only. With `step`, f is the whole step's and groups play no part."""
+    """Balance loss, scalar fp32. The gradient goes through `probs_TE` only. With `step`, f is the whole step's and groups are ignored."""
     num_experts = probs_TE.shape[1]
     if step is not None:
         return num_experts * (step.share_E * group_means(probs_TE, num_groups=1, valid_T=valid_T)[0]).sum()
@@ -45,9 +45,9 @@ def balance_loss(
 
 
 def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
-    """Scalar fp32 of each token's gates, 0 at experts it did not choose (`spread_gates`).
+    """Importance loss, scalar fp32, of the gates [T, E]: 0 at experts that a token did not choose (`spread_gates`).
 
-    With `step`, the value is the whole step's and the gradient this part's share of it.
+    With `step`, the value is the whole step's and the gradient is this part's share of it.
     """
     if step is None:
         return _weighted(cv_squared(group_means(gate_TE, num_groups=num_groups, valid_T=valid_T)), valid_T)
@@ -56,16 +56,16 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | N
 
 
 def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
-    """Scalar fp32."""
+    """Router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
 
 
-# --- what they are made of ----------------------------------------------------------------------------------------------
+# --- the statistics that the losses are made of -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StepMeans:
-    """One layer's whole step: `share_E` of all counted choices, `gate_E` mean gate of each expert over all tokens; fp32."""
+    """One layer's means over the whole step, fp32: `share_E` of all counted choices; `gate_E`, each expert's mean gate over all tokens."""
 
     share_E: Tensor
     gate_E: Tensor
@@ -80,7 +80,7 @@ def step_means(
     counted_TK: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """`whole` sums a float64 [2 E + 1] of this part over all parts of the step; without gates theirs are 0."""
+    """The step's means. `whole` sums a float64 [2 E + 1] of this part over all parts of the step. Without gates, `gate_E` is 0."""
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
@@ -90,14 +90,14 @@ def step_means(
 
 
 def size_of_sums(num_experts: int) -> int:
-    """Elements that `whole` is asked to sum for one layer: choices and gates of each expert, and tokens."""
+    """Number of elements that `whole` sums for one layer: choices and gates of each expert, and the number of tokens."""
     return 2 * num_experts + 1
 
 
 def count_choices(
     expert_TK: Tensor, *, num_groups: int, num_experts: int, valid_T: Tensor | None = None, counted_TK: Tensor | None = None
 ) -> Tensor:
-    """Choices of each expert in each group, before dropping: int64 [G, E]; not those of padding, nor what only fills a row."""
+    """Choices of each expert in each group, before dropping: int64 [G, E]. Skips padding tokens and choices that are not counted."""
     group_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) // (expert_TK.shape[0] // num_groups)
     key_TK = group_T.unsqueeze(1) * num_experts + expert_TK
     bins = num_groups * num_experts
@@ -113,7 +113,7 @@ def spread_gates(gate_TK: Tensor, expert_TK: Tensor, *, num_experts: int) -> Ten
 
 
 def group_means(x_TE: Tensor, *, num_groups: int, valid_T: Tensor | None = None) -> Tensor:
-    """Fp32 [G, E]: means over the valid tokens of each group; 0 where a group has none."""
+    """Means over the valid tokens of each group: fp32 [G, E]; 0 where a group has no valid token."""
     x_GSE = rearrange(_masked(x_TE.float(), valid_T), "(g s) e -> g s e", g=num_groups)
     if valid_T is None:
         return x_GSE.mean(1)
@@ -126,12 +126,12 @@ def mean_over_tokens(x_T: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
 
 
 def cv_squared(x: Tensor) -> Tensor:
-    """Variance (of the population) over squared mean, along the last dim; 0 where all is 0."""
+    """Population variance over squared mean, along the last dim; 0 where all is 0."""
     return x.var(-1, correction=0) / x.mean(-1).square().clamp(min=1e-20)
 
 
 def _weighted(x_G: Tensor, valid_T: Tensor | None) -> Tensor:
-    """The mean over groups, each by its share of the valid tokens."""
+    """The mean over groups, each weighted by its share of the valid tokens."""
     if valid_T is None:
         return x_G.mean()
     tokens_G = valid_T.view(len(x_G), -1).sum(1)
@@ -142,7 +142,7 @@ def _masked(x_TE: Tensor, valid_T: Tensor | None) -> Tensor:
     return x_TE if valid_T is None else x_TE.masked_fill(~valid_T.unsqueeze(1), 0.0)
 
 
-# --- into the backward pass ---------------------------------------------------------------------------------------------
+# --- adding a loss to the backward pass ---------------------------------------------------------------------------------
 
 
 class _Join(torch.autograd.Function):
@@ -157,6 +157,6 @@ class _Join(torch.autograd.Function):
 
 
 def join(x: Tensor, loss: Tensor, *, scale: float) -> Tensor:
-    """x unchanged; backward adds the gradient of scale * loss, as if it stood in the final loss."""
+    """Return x unchanged; backward adds the gradient of scale * loss, as if that stood in the final loss."""
     out: Tensor = _Join.apply(x, loss, scale)
     return out

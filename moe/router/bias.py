@@ -1,4 +1,4 @@
-"""Balance without a loss: a bias on each expert's score, for selection only, moved against its load once a step.
+"""Balancing without a loss: a bias on each expert's score, used for selection only and moved against the expert's load once a step.
 
     b_e <- b_e + rate * sign(mean load - load_e)            load: choices of the global batch, before dropping
 
@@ -11,5 +11,5 @@ from torch import Tensor
 
 
 def updated_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> Tensor:
-    """The bias after one step whose experts were chosen load_E times (whole numbers); an expert at the mean keeps its own."""
+    """The bias [E] after one step in which experts were chosen load_E times (whole numbers). At the mean load a bias stays unchanged."""
     return bias_E + rate * (load_E.sum() - load_E * len(load_E)).sign().to(bias_E.dtype)

@@ -1,9 +1,9 @@
-"""How many tokens an expert takes from one group, and which of the choices that gives.
+"""Capacity: how many tokens an expert takes from one group, and which choices are kept.
 
-    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))        (k counts: cf 2, k 1 == cf 1, k 2)
+    C = max(min_capacity, rounded(factor * group_tokens * k / num_experts))     (top-2 with factor 1 equals top-1 with factor 2)
 
-Capacity is counted per group of tokens (GShard), and the group belongs to the recipe, not to the layout: the same
-tokens are dropped on any number of ranks. A choice is kept while its position in the expert's queue is below C.
+Capacity is counted per group of tokens (GShard). The recipe defines the group, not the layout, so the same tokens are
+dropped on any number of ranks. A choice is kept if its position in the expert's queue is below C.
 
     queue    choices_first    all first choices of the group, then all second ones          GShard (arXiv 2006.16668)
              tokens_first     token after token                                             Megatron-LM, MegaBlocks
@@ -11,7 +11,7 @@ tokens are dropped on any number of ranks. A choice is kept while its position i
              lowest_gate      highest gate first                                            V-MoE (arXiv 2106.05974, section 4)
              random           by lot                                                        DeepSpeed's random token selection
 
-Position is a cumulative count, never a top-k over ties. Systems round differently: docs/moe/moe.md has the table.
+The position is a cumulative count, never a top-k over ties. Systems round differently: docs/moe/moe.md has the table.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def capacity(
     rounding: Literal["ceil", "floor", "round"] = "ceil",
     multiple: int = 1,
 ) -> int | None:
-    """Slots per expert and group; None is dropless. Never more than the group has tokens (an expert is chosen once a token)."""
+    """Slots per expert and group; None means dropless. Never more than the group's tokens, since a token chooses an expert only once."""
     if factor is None:
         return None
-    # the decimal first: 200 * 1.1 / 4 is 55 and must not become 56 by a binary tail
+    # round in decimal first: 200 * 1.1 / 4 is 55, and binary error must not make it 56
     exact = round(group_tokens * num_choices * factor / num_experts, 9)
     slots = math.ceil(exact) if rounding == "ceil" else math.floor(exact) if rounding == "floor" else round(exact)
     return min(group_tokens, max(minimum, -(-slots // multiple) * multiple))
 
 
 def slots_of(spec: RouterSpec, group_tokens: int, *, num_experts: int, training: bool) -> int | None:
-    """The spec's slots per expert and group."""
+    """The slots per expert and group that `spec` gives for training or evaluation."""
     return capacity(
         group_tokens,
         num_experts=num_experts,
@@ -73,9 +73,9 @@ def kept_choices(
     queue: Literal["choices_first", "tokens_first"] = "choices_first",
     priority_TK: Tensor | None = None,
 ) -> Tensor:
-    """Bool [T, K]: the choices that find a slot. `active_TK` False: a choice the router declined; it takes no slot.
+    """The choices that get a slot: bool [T, K]. Where `active_TK` is False the router declined the choice, and it takes no slot.
 
-    `priority_TK` fp32: higher ones are served first, equal ones in the order of the queue; None: the queue alone.
+    `priority_TK` fp32: higher values are served first, equal ones in queue order. None: queue order alone.
     """
     if expert_TK.shape[0] % num_groups:
         raise BadInput(
@@ -86,7 +86,7 @@ def kept_choices(
         )
     if slots_each is None:
         return active_TK
-    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order that the kernels count in
+    if priority_TK is None and (queue == "choices_first" or expert_TK.shape[1] == 1):  # the order in which the kernels count
         slot_TK: Tensor = kernels.slots(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts)
         return active_TK & (slot_TK < slots_each)
     order_N = _service_order(expert_TK, num_groups, queue, priority_TK)
@@ -98,7 +98,7 @@ def kept_choices(
 
 
 def _service_order(expert_TK: Tensor, num_groups: int, queue: str, priority_TK: Tensor | None) -> Tensor:
-    """Flat choices t*K + k, group after group, in the order in which they are served; int64 [T * K]."""
+    """Flat choices t*K + k, group after group, in the order of service: int64 [T * K]."""
     tokens, choices = expert_TK.shape
     order_TK = torch.arange(tokens * choices, device=expert_TK.device).view(tokens, choices)
     pattern = "(g s) k -> g k s" if queue == "choices_first" else "(g s) k -> g 1 (s k)"

@@ -1,7 +1,7 @@
-"""What a router's choices do not allow together, each refused with its reason, before anything runs (no torch here).
+"""Combinations of router settings that are refused, each with its reason, before anything runs (no torch here).
 
-Some would run and be wrong in silence: a top-1 gate made to sum to 1 is always 1, so the router has no gradient; a balance loss
-where nothing that is learned chooses; a router that sees the future in a model that must not; a value that nobody reads.
+Some of them would run and be silently wrong: a top-1 gate normalised to sum to 1 is always 1, so the router has no gradient; a balance
+loss where selection is not learned; a router that sees future tokens in a causal model; a value that nothing reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel.errors import BadInput
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:
-    """Refuse a router that cannot work, or would do something else than it says. Raises BadInput for the first reason found."""
+    """Refuse a router that cannot work, or would not do what its spec says. Raises BadInput for the first reason found."""
     _check_gates(spec)
     _check_selection(spec, num_experts)
     _check_capacity(spec)
@@ -23,10 +23,10 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
 
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
-    """Refuse a value of the recipe's `own` that the spec's other choices leave unread. Raises BadInput for the first.
+    """Refuse a value in `own`, the recipe's own values, that nothing reads given the spec's other choices. Raises BadInput for the first.
 
-    A preset's values stay silent, so that one choice can be replaced without unpicking the others; so does the value that
-    RouterSpec has by itself, which asks for nothing.
+    Values of a preset are not refused, so that one choice can be replaced without removing the others. Nor are values equal
+    to RouterSpec's defaults, which ask for nothing.
     """
     idle = {f.name: f.default for f in fields(RouterSpec)}
     for key, (beside, reason, instead) in unread(spec).items():
@@ -42,7 +42,7 @@ def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
 
 
 def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
-    """The fields that change nothing beside the others' values: (which of these, why, what else would make it count)."""
+    """The fields that have no effect beside the other fields' values: field -> (the setting to blame, why, what would change that)."""
     found: dict[str, tuple[str, str, str]] = {}
     if s.select != "group_limited":
         why = (f"select {s.select}", "only group_limited knows groups of experts", "router.select to group_limited")
@@ -67,7 +67,7 @@ def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
 
 
 def check_causal(spec: RouterSpec, *, allowed: bool) -> None:
-    """Refuse a router that looks ahead for a decoder, which predicts the next token, unless the recipe says that it knows."""
+    """Refuse a router that looks ahead in a decoder, which predicts the next token, unless the recipe allows it."""
     if spec.causal or spec.second_choices_only or allowed:
         return
     if spec.select in ("expert_choice", "sinkhorn"):

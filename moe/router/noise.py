@@ -1,4 +1,4 @@
-"""Noise that lets a router explore, made of keyed uniform numbers: the same on every layout (parallel/random.py). Train only.
+"""Noise that lets a router explore, from keyed uniform numbers: the same on every layout (parallel/random.py). Training only.
 
 jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x             Switch (arXiv 2101.03961, app. C)
 gumbel         the highest of l_e + G_e is expert e     G = -log(-log u)                     "RSample" of DeepSpeed
@@ -15,7 +15,7 @@ from torch import Tensor
 
 # T tokens, D model, E experts
 
-_EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms end
+_EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 
 def jittered(x_TD: Tensor, uniform_TD: Tensor, size: float) -> Tensor:
@@ -31,5 +31,5 @@ def normal(uniform_TE: Tensor) -> Tensor:
 
 
 def noisy_logits(logits_TE: Tensor, x_TD: Tensor, noise_weight: Tensor, uniform_TE: Tensor) -> Tensor:
-    """With gradient to `noise_weight` [E, D]: it learns how much exploring pays."""
+    """The logits [T, E] with noise. The gradient reaches `noise_weight` [E, D], which learns the size of the noise."""
     return logits_TE + normal(uniform_TE) * F.softplus(F.linear(x_TD, noise_weight.float()))

@@ -1,11 +1,11 @@
-"""Who goes where: logits W x, scores of them, the experts of each token, and a gate for each.
+"""The router: logits W x, scores from logits, the experts of each token, and a gate for each choice.
 
-    forward = scores (with gradient) -> decide (without: who is chosen, who has a slot) -> gates (with gradient)
+    forward = scores (with gradient) -> decide (no gradient: who is chosen, who gets a slot) -> gates (with gradient)
 
-What is decided is a small value of whole numbers and bools, and is decided once: a pass that is computed again to save memory takes
-the first one's Decision, so that other bits cannot choose otherwise. All inside is fp32. Training noise is keyed by a token's
-place in the step; evaluation draws nothing. The choices are data (moe/recipe/router_spec.py, moe/recipe/presets.py); their methods
-stand beside this file: scores.py, selection.py, noise.py, capacity.py.
+A Decision is a small value of integers and bools, and is made once. A pass that is computed again to save memory reuses the first
+pass's Decision, so that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a
+token's place in the step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py); the
+methods are in scores.py, selection.py, noise.py and capacity.py.
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
@@ -32,9 +32,11 @@ from parallel.errors import BadInput
 
 @dataclass(frozen=True)
 class Decision:
-    """Without gradient: `expert_TK` int64; `kept_TK` bool: the choice has a slot; `counted_TK` bool, or None if every row is full
-    (False: not a choice, it only fills the row of a token that fewer experts chose); `capacity` slots per expert and group, None
-    if dropless; `num_groups` groups of equal size, in token order.
+    """What the router decides, without gradient.
+
+    `expert_TK` int64; `kept_TK` bool: the choice got a slot. `counted_TK` bool: False where an entry only fills the row of a token that
+    fewer experts chose; None if every row is full. `capacity`: slots per expert and group, None if dropless. `num_groups`: number of
+    groups, equal in size, in token order.
     """
 
     expert_TK: Tensor
@@ -46,10 +48,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Routing:
-    """One layer's routing of T tokens: a Decision's fields, and what has gradients.
+    """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
 
-    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise was added to them. `valid_T` bool, None if no token is
-    padding: a padding token is never kept and counts nowhere.
+    `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None if no token is padding: a padding
+    token is never kept and never counted.
     """
 
     expert_TK: Tensor
@@ -66,8 +68,8 @@ class Routing:
 class Router(nn.Module):
     """Linear router without bias; `weight` [E, D]. `name` keys its random numbers.
 
-    `bias_E` fp32, a buffer: the selection bias, None where the spec has none. `noise_weight` [E, D] learns the size of the noise of
-    noisy_top_k. Raises BadInput for a spec that cannot work with so many experts.
+    `bias_E` fp32, a buffer: the selection bias, None if the spec has none. `noise_weight` [E, D] learns the size of noisy_top_k's noise.
+    Raises BadInput for a spec that cannot work with so many experts.
     """
 
     def __init__(self, spec: RouterSpec, *, num_experts: int, d_model: int, kernels: str = "auto", name: str = "router") -> None:
@@ -81,7 +83,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
 
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
-        """Route T tokens that stand sequence after sequence, `sequence_tokens` each."""
+        """Route the tokens x_TD [T, D], which stand sequence after sequence, each `sequence_tokens` long."""
         spec = self.spec
         logits_TE, noisy_TE = self._logits(x_TD, context)
         scores_TE = scores_of(noisy_TE, spec)
@@ -104,7 +106,7 @@ class Router(nn.Module):
         )
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Logits of the (jittered) input, and those with noise of learned size; the same tensor where there is none."""
+        """Logits of the (jittered) input, and the same logits with noise of learned size; without noise both are the same tensor."""
         spec = self.spec
         if self.training and spec.jitter:
             x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
@@ -115,7 +117,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Experts of each token and who finds a slot, from scores and the logits they were made of."""
+        """The experts of each token and the choices that get a slot, from the scores and the logits behind them."""
         spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
@@ -139,7 +141,7 @@ class Router(nn.Module):
         return Decision(expert_TK, kept_TK, None, slots, num_groups)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, *, num_groups: int, context: Context) -> Tensor:
-        """What the highest is looked for in; gates are taken from the scores as they were."""
+        """The values [T, E] whose highest are selected. Gates are always taken from the unchanged scores."""
         spec = self.spec
         if spec.select == "sinkhorn" and self.training:
             return balanced_plan(logits_TE, num_groups=num_groups, valid_T=context.valid_T)
@@ -161,7 +163,7 @@ class Router(nn.Module):
         return expert_TK
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
-        """Choices that ask for a slot: not those of padding, nor second ones that were declined."""
+        """The choices that ask for a slot: neither those of padding tokens nor declined second choices."""
         active_TK = torch.ones_like(expert_TK, dtype=torch.bool)
         if self.training and self.spec.random_second:
             gate_TK = scores_TE.gather(1, expert_TK)
@@ -170,14 +172,14 @@ class Router(nn.Module):
         return active_TK if context.valid_T is None else active_TK & context.valid_T.unsqueeze(1)
 
     def _priority(self, scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor | None:
-        """Who is served first where not the queue alone says so."""
+        """Priority of service [T, K], or None if queue order alone decides."""
         spec = self.spec
         if spec.drop == "random" and self.training:
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
         if spec.drop != "lowest_gate":
             return None
         gate_TK = chosen_gates(scores_TE, logits_TE, expert_TK, spec=spec, of_TK=None)
-        # V-MoE serves whole tokens by their highest gate; where choices do not queue one after the other, each has its own
+        # V-MoE serves whole tokens, by their highest gate; where tokens queue instead of choices, each choice has its own priority
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 
     def _num_groups(self, tokens: int, sequence_tokens: int) -> int:
@@ -192,4 +194,4 @@ class Router(nn.Module):
             raise BadInput(
                 "router.group", got=f"{each} sequences", needed=f"a divisor of the {sequences} given", fix="set router.group to sequence"
             )
-        return 1  # evaluation and generation may bring fewer sequences than a training group has
+        return 1  # evaluation and generation may have fewer sequences than a training group

@@ -1,14 +1,14 @@
-"""Who is chosen: one function a method, on scores without gradient; of equal scores the lowest expert (or the first token).
+"""Selection of experts: one function per method, on scores without gradient. Of equal scores the lowest expert (or first token) wins.
 
     top_k            kernels.top_k of the scores
-    group_limited    experts stand in equal runs; a run's score is the sum of its two best; top-k within     DeepSeek-V3 (arXiv
-                     the best runs, so that a token's rows go to few nodes                                   2412.19437, section 2.1.2)
-    expert_choice    each expert takes its C best tokens of a group: load is even by construction            arXiv 2202.09368
+    group_limited    experts are in runs of equal size; a run's score is the sum of its two best; top-k      DeepSeek-V3 (arXiv
+                     inside the best runs only, so that a token's rows go to few nodes                       2412.19437, section 2.1.2)
+    expert_choice    each expert takes its C best tokens of a group, so load is even by construction         arXiv 2202.09368
     hashed           a fixed map from the token's id: nothing is learned, nothing collapses                  arXiv 2106.04426
     balanced_plan    scores whose columns have equal sums (Sinkhorn), as in BASE layers' assignment          arXiv 2103.16716
 
-Expert choice gives each token another number of experts. Rows stay [T, K] with K the largest number, so that whatever
-follows works unchanged; `counted_TK` is False where a row is only filled up.
+With expert choice, tokens have different numbers of experts. Rows stay [T, K] with K the largest number, so that the code after it
+works unchanged; `counted_TK` is False where an entry only fills a row.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from parallel.random import key_of, uniform
 
 # T tokens, E experts, K choices, G groups, S tokens of a group, N runs of experts
 
-ITERATIONS = 20  # Sinkhorn runs a fixed number, so that neither time nor result depends on a tolerance
+ITERATIONS = 20  # a fixed number of Sinkhorn iterations, so that neither time nor result depends on a tolerance
 
 
 def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, kernels: ModuleType) -> Tensor:
-    """Experts [T, k], highest first, all within `top_groups` of the `expert_groups` runs."""
+    """Experts [T, k], highest score first, all from the `top_groups` best of `expert_groups` runs."""
     scores_TNE = rearrange(scores_TE, "t (n e) -> t n e", n=expert_groups)
     run_TN = scores_TNE.topk(min(2, scores_TNE.shape[2]), dim=2).values.sum(2)
     open_TN = torch.zeros_like(run_TN, dtype=torch.bool).scatter_(1, kernels.top_k(run_TN, top_groups), True)
@@ -37,7 +37,7 @@ def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: 
 
 
 def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`expert_TK` in order of experts, and `counted_TK`: each expert has its `slots` best valid tokens of every group."""
+    """`expert_TK` (experts in ascending order) and `counted_TK`: each expert takes its `slots` best valid tokens of every group."""
     if valid_T is not None:
         scores_TE = scores_TE.masked_fill(~valid_T.unsqueeze(1), -torch.inf)
     scores_GSE = rearrange(scores_TE, "(g s) e -> g s e", g=num_groups)
@@ -51,13 +51,13 @@ def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Te
 
 
 def hashed(tokens_T: Tensor, k: int, *, num_experts: int, name: str, kernels: ModuleType) -> Tensor:
-    """The k experts [T, k] that a token's id has in the layer called `name`: those of the highest keyed random numbers."""
+    """The k experts [T, k] of each token's id in the layer called `name`: those with the highest keyed random numbers."""
     expert_TK: Tensor = kernels.top_k(uniform(key_of("hash", name), tokens_T.long(), num_experts), k)
     return expert_TK
 
 
 def balanced_plan(logits_TE: Tensor, *, num_groups: int, valid_T: Tensor | None) -> Tensor:
-    """log of exp(logits), rows and columns scaled in turn until every expert has about the same share of each group."""
+    """Logits plus a bias per group and expert, found by Sinkhorn scaling, so that each expert has about the same share of every group."""
     logits_GSE = rearrange(logits_TE, "(g s) e -> g s e", g=num_groups)
     absent_GS1 = None if valid_T is None else ~valid_T.view(num_groups, -1, 1)
     column_G1E = torch.zeros_like(logits_GSE[:, :1])
