@@ -1,1 +1,1 @@
-"""What a run says while it runs: metrics, progress, summary."""
+"""The records of a run while it runs: metrics, live progress, summary."""

@@ -1,4 +1,4 @@
-"""What a run shows last: a table of its summary, the text it generates, and where its files lie."""
+"""The end of a run's display: a table of its summary, the text it generates, and the folder with its files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = {
 
 
 def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
-    """The last table, the generated text, and where the run's files lie."""
+    """The summary's table, the generated text, and the folder with the run's files."""
     table = Table(title=Text(title(state), style="bold"), title_justify="left", box=box.ROUNDED, show_header=False, border_style="cyan")
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(style="bold", overflow="fold")

@@ -1,10 +1,10 @@
-"""What a run writes down: one JSON line a step, and the same numbers for TensorBoard.
+"""The metrics file of a run: one JSON line per step, and the same numbers for TensorBoard.
 
     step's dict --> metrics.jsonl   the source of truth: plain JSON (no NaN token), appended and flushed line by line
               \\--> tensorboard/     the same scalars, as a view; losing it loses nothing
 
-The file holds each step once. A run that goes on from step n first cuts what an earlier life wrote after n (and a line
-that a kill left half-written); the lines that stay keep their bytes. The fields are in docs/use/records.md.
+The file holds each step once. A run that resumes from step n first removes all lines after n, and a line that a kill left
+half-written; the remaining lines keep their bytes. docs/use/records.md describes the fields.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
 class Records:
-    """The metrics of one run, open for appending; `out=None` (every rank but 0) takes the same calls and writes nothing.
+    """The metrics of one run, open for appending. With `out=None` (every rank but 0) the same calls write nothing.
 
-    `resume_step=n` keeps the lines of steps up to n (0: only what was written before the first step); `resume_step=None`
-    is a new run, whose predecessor's lines move to `metrics.previous.jsonl`, and its summary beside them. Raises BadInput where
-    the folder cannot be written. `say` gets the one line that tells that TensorBoard is missing.
+    `resume_step=n` keeps the lines of steps up to n (0: only lines from before the first step). `resume_step=None` starts a new run: the
+    predecessor's lines move to `metrics.previous.jsonl`, with its summary beside them. Raises BadInput if the folder cannot be
+    written. `say` is called with one line if TensorBoard is missing.
     """
 
     def __init__(self, out: Path | None, *, resume_step: int | None = None, say: Callable[[str], None] = print) -> None:
@@ -45,7 +45,7 @@ class Records:
             else:
                 if self._path.exists() and self._path.stat().st_size:
                     os.replace(self._path, self._path.with_name(PREVIOUS))
-                if (summary := self._path.with_name(SUMMARY)).exists():  # or it would pass for the new run's
+                if (summary := self._path.with_name(SUMMARY)).exists():  # else it would pass for the new run's
                     os.replace(summary, summary.with_name(PREVIOUS_SUMMARY))
             self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close(): it lives as long as the run)
         except OSError as error:
@@ -56,7 +56,7 @@ class Records:
             say(f"TensorBoard is off ({type(error).__name__}: {_first_line(error)}); {METRICS} has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line; `kind` is "train" and `time` is now unless given. NaN and inf become null, named in `nonfinite`."""
+        """Append one line. `kind` is "train" and `time` is now unless given. NaN and inf become null and are named in `nonfinite`."""
         if self._file is None:
             return
         clean = finite({"kind": "train", "time": time.time(), **line})
@@ -89,13 +89,13 @@ class Records:
 
 
 class TensorBoard:
-    """The scalars of each line under <run>/tensorboard; steps from `first_step` on that older files hold are hidden.
+    """The scalars of each line, under <run>/tensorboard. Steps from `first_step` on in older files are hidden.
 
-    Raises ImportError where tensorboard is not installed.
+    Raises ImportError if tensorboard is not installed.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # late: half a second, and optional
+        from torch.utils.tensorboard import SummaryWriter  # late, since it is optional and takes half a second
 
         older = folder.is_dir() and any(folder.glob("events.*"))
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
@@ -109,7 +109,7 @@ class TensorBoard:
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(tag, value) for TensorBoard; nulls are left out. A load is relative to uniform: 1 is a fair share, 0 a dead expert."""
+    """(tag, value) pairs for TensorBoard, without nulls. Loads are relative to uniform: 1 is a fair share, 0 a dead expert."""
     if line.get("kind") == "event":
         return
     validation = line.get("kind") == "eval"
@@ -153,7 +153,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keep the lines of steps up to `step`, byte for byte; what follows, and what is no whole line, goes. Atomic."""
+    """Keep the lines of steps up to `step`, byte for byte; remove later steps and incomplete lines. Atomic."""
     if not path.exists():
         return
     old = path.read_bytes()
@@ -167,7 +167,7 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """The whole new content or the whole old one, whenever the machine stops."""
+    """Replace the file's content atomically: whenever the machine stops, the file is whole, old or new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "wb") as file:
@@ -180,7 +180,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:
-    """Write <out>/summary.json (atomic; NaN and inf become null) and return its path."""
+    """Write <out>/summary.json (atomically; NaN and inf become null) and return its path."""
     path = Path(out) / SUMMARY
     try:
         replace_file(path, (json.dumps(finite(summary), indent=2, allow_nan=False) + "\n").encode())
@@ -190,7 +190,7 @@ def write_summary(out: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(out: Path) -> dict[str, Any] | None:
-    """The run's summary, or None while it has none. Raises BadInput for a file that is not JSON."""
+    """The run's summary, or None if it has none yet. Raises BadInput for a file that is not JSON."""
     path = Path(out) / SUMMARY
     if not path.exists():
         return None
@@ -204,7 +204,7 @@ def read_summary(out: Path) -> dict[str, Any] | None:
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The same line in plain JSON values: NaN and inf are null, their places listed under `nonfinite` ("moe.0.z_loss")."""
+    """The same line in plain JSON values. NaN and inf become null, and `nonfinite` lists their places ("moe.0.z_loss")."""
     lost: list[str] = []
     clean: dict[str, Any] = _plain(line, "", lost)
     return {**clean, "nonfinite": lost} if lost else clean

@@ -1,4 +1,4 @@
-"""What the live display shows, as functions of what is known: a panel for terminals, a line for logs.
+"""The live display as pure functions of a run's state: a panel for terminals, a line for logs.
 
 ╭─ moe · switch_tiny · 2 processes ─────────────────╮     step 142/300 · loss 1.8423 · ... · load L1 ▃▄▅▄▂▆▄▄ 1.42
 │ ━━━━━━━━━━━━━━━╸         step 142/300 · 1:09 left │
@@ -26,14 +26,14 @@ from rich.text import Text
 from moe.records import heat
 from moe.records.summary import clock, fixed, known, percent, size
 
-LABEL = "dim"  # not bright black: some terminal themes make that the background
+LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
-MAX_POINTS = 1024  # most points of the loss curve, which is drawn in one row
+MAX_POINTS = 1024  # points kept of the loss curve, which is one row of characters
 
 
 @dataclass
 class State:
-    """What has been seen of a run so far."""
+    """The part of a run's records that the display needs."""
 
     steps: int
     recipe: str
@@ -54,7 +54,7 @@ class State:
         if len(self.recent) >= self.losses_per_point:
             self.losses.append(sum(self.recent) / len(self.recent))
             self.recent = []
-        if len(self.losses) >= MAX_POINTS:  # a long run keeps its curve, at half the detail
+        if len(self.losses) >= MAX_POINTS:  # halve the detail, so that a long run keeps its whole curve
             self.losses = heat.binned(self.losses, MAX_POINTS // 2)
             self.losses_per_point *= 2
         if known(line.get("step_seconds")):
@@ -62,7 +62,7 @@ class State:
 
     @property
     def seconds_left(self) -> float | None:
-        """Steps to go times the median of the last 20 steps: one slow step (the first, a save) does not move it."""
+        """Steps left times the median time of the last 20 steps, so that one slow step (the first, a save) does not matter."""
         return statistics.median(self.seconds) * (self.steps - self.step.get("step", 0)) if self.seconds else None
 
 
@@ -101,7 +101,7 @@ def _bar(state: State, width: int) -> Table:
 
 
 def _numbers(state: State, width: int) -> Table:
-    """Label-value pairs, three a row where they fit, then the rows that need the whole width; cropped, never wrapped."""
+    """Label-value pairs, up to three per row, then the rows that need the whole width. Cropped, never wrapped."""
     s, sparse = state.step, bool(state.step.get("moe"))
     pairs = [
         ("loss", fixed(s.get("loss"), ".4f")),
@@ -127,7 +127,7 @@ def _numbers(state: State, width: int) -> Table:
 
 
 def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
-    """(label, text, style) of the rows of their own."""
+    """(label, text, style) of the rows that need the whole width."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
     if scale := _scale(s):
@@ -150,7 +150,7 @@ def _evaluation(line: Mapping[str, Any]) -> str:
 
 
 def _scale(s: Mapping[str, Any]) -> str:
-    """Empty where no loss scale is at work and no step was skipped."""
+    """Loss scale and skipped steps; empty if no loss scale is used and no step was skipped."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
     parts = [f"{scale:,.0f}" if scale >= 1 else f"{scale:.3g}"] if known(scale) and scale != 1 else []
     if skips:
@@ -159,7 +159,7 @@ def _scale(s: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
-    """A curve in one row of at most `cells` characters, from its lowest value to its highest; logarithmic where all are positive."""
+    """A curve in one row of at most `cells` characters, from its lowest value to its highest. Logarithmic if all values are positive."""
     n = min(cells, len(values))
     parts = [values[i * len(values) // n : (i + 1) * len(values) // n] for i in range(n)]
     means = [sum(part) / len(part) for part in parts]
@@ -173,7 +173,7 @@ def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -
 
 
 def worst(layers: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
-    """At most `room` layers, in their order; where they do not all fit, the most unbalanced ones."""
+    """At most `room` layers, in order. If not all fit, the most unbalanced ones."""
     if len(layers) <= room:
         return list(layers)
     by_imbalance = sorted(layers, key=lambda layer: -_imbalance(layer))[: max(1, room)]
@@ -191,7 +191,7 @@ def _dropped(layer: Mapping[str, Any]) -> float | None:
 
 
 def _heat_rows(layers: Sequence[Mapping[str, Any]], width: int, room: int, ramp: str) -> list[RenderableType]:
-    """A heading and one row a layer: cells as wide as fit, then max/mean and the dropped share where there is room for them."""
+    """A heading and one row per layer: cells as wide as fit, then max/mean, and the dropped share if there is room."""
     shown = worst(layers, room)
     experts = max(len(layer.get("load") or ()) for layer in layers)
     name = max(len(_name(layer)) for layer in layers) + 1
@@ -259,7 +259,7 @@ def plain_evaluation(state: State) -> str:
 
 
 def unicode_ramp(encoding: str | None) -> str:
-    """The blocks where the stream can carry them, else ASCII."""
+    """The block characters if the stream's encoding has them, else ASCII."""
     try:
         heat.BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,7 +1,7 @@
 """The live display of a run: a rich panel on a terminal, plain lines in a log, a table at the end.
 
-A display never stops a training run: whatever goes wrong while drawing falls back from the panel to plain lines, and
-from those to silence. What is drawn is in moe/records/panel.py and ending.py.
+A display never stops a training run. If drawing fails, the display falls back from the panel to plain lines, and from plain lines to
+silence. The drawing itself is in moe/records/panel.py and ending.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe.records.ending import ending
 from moe.records.heat import ASCII
 from moe.records.panel import State, panel, plain_evaluation, plain_step, title, unicode_ramp
 
-FAILURES = (Exception, SystemExit)  # rich answers a closed pipe with SystemExit
+FAILURES = (Exception, SystemExit)  # rich raises SystemExit when the pipe is closed
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_STEPS = 50
 PLAINER = str.maketrans({"·": "-", "–": "-", "…": "..."})
@@ -42,14 +42,14 @@ def open_progress(
 ) -> Progress:
     """Start the display of a run of `steps` steps. `lines` are shown under the title (device, layout, parameters).
 
-    `out` is the run's folder, whose files the end lists. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for ranks
-    other than 0. Never raises.
+    `out` is the run's folder; its files are listed at the end. `kind` "auto" is live on a terminal and plain elsewhere; "none" is for
+    ranks other than 0. Never raises.
     """
     return Progress(State(steps=steps, recipe=recipe, world=world, lines=tuple(lines)), out=out, kind=kind, console=console)
 
 
 class Progress:
-    """Takes the lines of metrics.jsonl as they are written; use as a context manager, or call `close` at the end."""
+    """Takes the lines of metrics.jsonl as they are written. Use it as a context manager, or call `close` at the end."""
 
     def __init__(self, state: State, *, out: Path | None, kind: Kind, console: Console | None) -> None:
         self._state, self._out, self._kind = state, out, kind
@@ -60,19 +60,19 @@ class Progress:
         self._guarded(self._open)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """A training step's numbers (one line of metrics.jsonl)."""
+        """Show a training step's numbers (one line of metrics.jsonl)."""
         self._guarded(lambda: self._step(line))
 
     def evaluation(self, line: Mapping[str, Any]) -> None:
-        """An evaluation's numbers."""
+        """Show an evaluation's numbers."""
         self._guarded(lambda: self._evaluation(line))
 
     def note(self, text: str) -> None:
-        """One line that stays: a save, a resume, a warning."""
+        """Print one line that stays: a save, a resume, a warning."""
         self._guarded(lambda: self._print(text))
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
-        """End the display; with a summary (the fields of summary.json), print the last table, the sample and the files."""
+        """End the display. With a summary (the fields of summary.json), print the last table, the generated sample and the files."""
         self._guarded(self._stop)
         if summary is not None:
             self._guarded(lambda: self._show(ending(self._state, summary, self._out)))
@@ -83,10 +83,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- what may fail ---
+    # --- methods that may fail ---
 
     def _guarded(self, draw: Callable[[], None]) -> None:
-        """Run one drawing; a failure costs the live panel first, then the display."""
+        """Call one drawing function. If it fails, the live panel is replaced by plain lines; if those fail too, the display ends."""
         if self._kind == "none":
             return
         try:
@@ -104,20 +104,20 @@ class Progress:
         console = self._console
         self._state.ramp = unicode_ramp(console.encoding)
         if self._state.ramp == ASCII and isinstance(console.file, io.TextIOWrapper):
-            console.file.reconfigure(errors="replace")  # a name or a generated character must not end the display
+            console.file.reconfigure(errors="replace")  # an unprintable character in a name or a generated text must not end the display
         if self._kind == "auto":
             self._kind = "live" if console.is_terminal and not console.is_dumb_terminal else "plain"
         if self._kind == "live":
-            # rich redraws from its own thread, twice a second: the steps themselves draw nothing and wait for nothing
+            # rich redraws in its own thread, twice a second, so training steps neither draw nor wait
             self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=2, vertical_overflow="crop")
-            atexit.register(self.close)  # an exception on its way out must not leave the cursor hidden
+            atexit.register(self.close)  # an uncaught exception must not leave the cursor hidden
             self._live.start()
         else:
             for text in (title(self._state), *self._state.lines):
                 self._print(text)
 
     def _panel(self) -> RenderableType:
-        """Called by rich's thread, where nobody could catch: a failure is shown instead."""
+        """Called by rich's thread, where nobody catches exceptions: a failure is shown instead."""
         try:
             return panel(self._state, width=min(self._console.width, 110), height=self._console.height)
         except Exception as error:

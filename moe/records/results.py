@@ -1,4 +1,4 @@
-"""The one JSON form of every verb's `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
+"""The JSON that every verb writes for `--json FILE`: {"verb", "commit", "hardware", "rows", "passed", "failed"}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.errors import BadInput
 
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Write the rows; a row fails where its "passed" is False. NaN and infinity become null. Raises BadInput."""
+    """Write the rows; a row has failed if its "passed" is False. NaN and infinity become null. Raises BadInput if it cannot write."""
     import torch
 
     from moe.records.metrics import finite

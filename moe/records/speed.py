@@ -1,4 +1,4 @@
-"""What this machine is and how fast it multiplies matrices, so that a run's speed can be given as a share of that."""
+"""This machine's name and its matrix-product speed, so that a run's speed can be given as a share of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
-    """FLOP/s of one rank on large square products, with the threads the run has; the best of several."""
+    """FLOP/s of one rank on large square products, with the threads that the run has: the best of several measurements."""
     n = 4096 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     out = torch.empty_like(a)
@@ -26,7 +26,7 @@ def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0
 
 
 def hardware(device: torch.device) -> str:
-    """A short name of the device."""
+    """A short name for the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -37,7 +37,7 @@ def hardware(device: torch.device) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout this code runs from, with + where files are changed; None outside one."""
+    """The commit of the checkout that this code runs from, with + if files were changed; None outside a checkout."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

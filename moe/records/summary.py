@@ -1,4 +1,4 @@
-"""A run's summary in words: the same rows for the terminal's last table and the report's first one; numbers to read, with units."""
+"""A run's summary in words, with units: the same rows for the terminal's last table and the report's first table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MISSING = "–"
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) of what the summary knows; a missing or null value has no row."""
+    """(label, value) pairs for the values in the summary; a missing or null value has no row."""
     share = ("share of measured matrix product", "matmul_share")
     if summary.get("mfu") is not None:
         share = ("model FLOPs utilisation (MFU)", "mfu")
@@ -40,7 +40,7 @@ def _parameters(summary: Mapping[str, Any]) -> str:
 
 
 def known(value: Any) -> TypeGuard[int | float]:
-    """A finite number (True and False are none)."""
+    """Whether the value is a finite number (True and False are not numbers)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -55,17 +55,17 @@ def _text(value: Any) -> str:
 
 
 def fixed(value: Any, form: str) -> str:
-    """A number in the given format, or a dash."""
+    """A number in the given format, or a dash for anything else."""
     return _number(value, form)
 
 
 def percent(value: Any) -> str:
-    """A share as per cent."""
+    """A share in per cent."""
     return f"{100 * value:.1f} %" if known(value) else MISSING
 
 
 def size(value: Any) -> str:
-    """Bytes in a binary unit."""
+    """A number of bytes in a binary unit."""
     if not known(value):
         return MISSING
     power = min(4, int(math.log2(value) // 10)) if value >= 1 else 0
@@ -73,7 +73,7 @@ def size(value: Any) -> str:
 
 
 def count(value: Any) -> str:
-    """A large count to three digits: 12.3 M."""
+    """A large count with three digits: 12.3 M."""
     if not known(value):
         return MISSING
     for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -84,7 +84,7 @@ def count(value: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as 42 s, 4 min 12 s, 3 h 05 min."""
+    """A number of seconds as 42 s, 4 min 12 s or 3 h 05 min."""
     if not known(seconds):
         return MISSING
     if seconds < 10:
@@ -95,7 +95,7 @@ def duration(seconds: Any) -> str:
 
 
 def clock(seconds: Any) -> str:
-    """Seconds as a clock: 1:09, 2:05:07."""
+    """A number of seconds as a clock: 1:09, 2:05:07."""
     if not known(seconds):
         return MISSING
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -104,5 +104,5 @@ def clock(seconds: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Generated text with control characters (a byte model writes escape sequences too) shown as a replacement mark."""
+    """Generated text with control characters replaced by a mark (a byte model also writes escape sequences)."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

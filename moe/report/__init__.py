@@ -1,4 +1,4 @@
-"""Pictures and pages made from a run's JSON lines alone; nothing here trains, and matplotlib loads only when a picture is drawn."""
+"""Pictures and pages made from a run's JSON lines alone. Nothing here trains, and matplotlib is imported only to draw a picture."""
 
 from moe.report.compare import compare
 from moe.report.page import main, write_report

@@ -1,5 +1,5 @@
-"""Several recipes, several seeds each, in one picture: validation loss over steps as the seeds' mean with a band from their
-least to their greatest; below it the difference to a baseline, seed by seed, where a few hundredths of a nat can be seen.
+"""A picture that compares recipes over several seeds each: validation loss over steps, as the mean over seeds with a band from minimum
+to maximum. A second panel shows the difference to a baseline, seed by seed, where a few hundredths of a nat are visible.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def compare(
     key: str = "validation_loss",
     title: str | None = None,
 ) -> Path:
-    """Draw `runs` (label -> one list of metrics.jsonl lines per seed, in the same order of seeds for every label) to `out_png`.
+    """Draw `runs` to `out_png`: label -> one list of metrics.jsonl lines per seed, with seeds in the same order for every label.
 
-    Only steps that all seeds of a label evaluated are drawn. With `baseline` (one of the labels) a second panel shows every other label
-    minus the baseline of the same seed. Returns the path; folders are made. Raises BadInput where a label has no evaluation in common.
+    Only steps that all seeds of a label evaluated are drawn. With `baseline` (one of the labels), a second panel shows every other label
+    minus the baseline at the same seed. Creates folders; returns the path. Raises BadInput if a label's seeds share no evaluation.
     """
     from moe.report import style
 
@@ -45,7 +45,7 @@ def compare(
 
 
 def evaluations(label: str, seeds: Sequence[Lines], *, key: str = "validation_loss") -> tuple[Array, Array]:
-    """(steps, values [seeds, steps]) at the steps that every seed evaluated. Raises BadInput where there are none."""
+    """(steps, values [seeds, steps]) at the steps that every seed evaluated. Raises BadInput if there are none."""
     import numpy as np
 
     from moe.report.history import History
@@ -102,7 +102,7 @@ def _band(ax: Any, steps: Array, values: Array, *, tone: Any, mark: str, label: 
 
 
 def _range(curves: Any) -> tuple[float, float]:
-    """From the lowest value to what the curves have fallen to after a tenth of the steps: the start would squash the end."""
+    """The y-range: from the lowest value to the values after a tenth of the steps. Including the start would flatten the end."""
     import numpy as np
 
     everything = [(steps, values) for steps, values in curves]

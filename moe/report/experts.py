@@ -1,7 +1,7 @@
-"""Pictures of the experts: who got how much over time (one panel a layer), and what was dropped.
+"""Pictures of the experts: each expert's load over time (one panel per layer), and the share of dropped choices.
 
-The colour of a load is its logarithm relative to uniform, so that half and double are equally far from fair; white (dark
-theme: the background) is a fair share. An expert that got no token at all has a colour of its own.
+The colour is the logarithm of the load relative to uniform, so that half and double are equally far from fair. A fair share is white
+(in the dark theme: the background). An expert without any token has a colour of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moe.report.style import WIDE, Theme, colours, figure, marker, step_axis
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_WINDOWS = 300  # columns of a panel: more would be noise narrower than a pixel or two
+MOST_WINDOWS = 300  # columns of a panel: more would be narrower than a pixel or two
 
-REACH = 2  # doublings that the scale spans to each side of fair, as in the terminal's row
-HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # where the theme's heat colours sit: a little off fair shows already
+REACH = 2  # the colour scale spans so many doublings to each side of fair, as in the terminal's row
+HEAT_AT = (0.0, 0.22, 0.4, 0.5, 0.6, 0.78, 1.0)  # positions of the theme's heat colours: small deviations from fair are already visible
 
 
 def expert_load(history: History, theme: Theme) -> Figure | None:
-    """Heat maps, step by expert, all on one scale."""
+    """Heat maps of load, step by expert, all on one scale."""
     from matplotlib.colors import LinearSegmentedColormap
 
     loads = {layer: history.load_SE(layer) for layer in history.layers}

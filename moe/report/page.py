@@ -1,7 +1,7 @@
-"""One self-contained HTML page about a run: pictures embedded, no script, no link outside, light and dark as the reader's system.
+"""The report: one self-contained HTML page about a run, with embedded pictures, no script, no external link, in light and dark mode.
 
 metrics.jsonl --> History --> PLOTS --> plots/*.png (light) --> report.html (light and dark, base64)
-summary.json, recipe.yaml join where they are there; everything that comes from a file is escaped.
+summary.json and recipe.yaml are added if they exist. Everything that comes from a file is escaped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_EVENTS = 200
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as it was drawn: its file, and the two PNGs that the page embeds."""
+    """A drawn plot: its file, and the two PNGs that the page embeds."""
 
     path: Path
     title: str
@@ -36,7 +36,7 @@ class Picture:
 
 
 def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
-    """`moe report RUN`: write the report, and with `json` the list of its files as every verb's --json. Returns report.html's path."""
+    """`moe report RUN`: write the report, and with `json` the list of its files, as every verb does. Returns report.html's path."""
     folder = Path(run_dir)
     page = write_report(folder)
     if json is not None:
@@ -50,9 +50,9 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draw plots/*.png and write report.html into a run's folder, finished or not; returns the page's path.
+    """Draw plots/*.png and write report.html into a run's folder, whether the run is finished or not. Returns the page's path.
 
-    Raises BadInput for a folder without metrics.jsonl, or files in it that cannot be read.
+    Raises BadInput for a folder without metrics.jsonl, or if files in it cannot be read.
     """
     folder = Path(run_dir)
     if not (folder / METRICS).is_file():
@@ -83,14 +83,14 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The summary, unless it tells of an earlier life of the folder: a run that goes on past it, or started afresh."""
+    """The summary, or None if it belongs to an earlier run in this folder: the run has since gone on, or was started afresh."""
     last = max((line["step"] for line in lines if line.get("kind", "train") == "train"), default=None)
     stale = summary is not None and last is not None and summary.get("steps", last) != last
     return None if stale else summary
 
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[Picture]:
-    """Every plot that these lines have something for; a PNG of an earlier report that no longer applies is removed."""
+    """Draw every plot that these lines have data for. Removes the PNG of an earlier report's plot that no longer applies."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import DARK, LIGHT, drawn_in, png
@@ -118,7 +118,7 @@ def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[Picture]:
 def page_text(
     *, name: str, lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, recipe: str | None, pictures: Sequence[Picture]
 ) -> str:
-    """The page; `lines` as read from metrics.jsonl."""
+    """The whole page as HTML; `lines` as read from metrics.jsonl."""
     evals = [line for line in lines if line.get("kind") == "eval"]
     events = _events(lines)
     sample = (summary or {}).get("sample")
@@ -137,7 +137,7 @@ def page_text(
 
 
 def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
-    """One sentence under the title: how far the run is, and when it last wrote."""
+    """The sentence under the title: how far the run is, and when it last wrote."""
     train = [line for line in lines if line.get("kind", "train") == "train"]
     steps = f"{train[-1]['step']:,} steps" if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
@@ -146,7 +146,7 @@ def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None
 
 
 def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]) -> str:
-    """The few numbers to see first; a run without a summary shows its latest ones."""
+    """The most important numbers; a run without a summary shows its latest ones."""
     rows = dict(summary_rows(summary or _latest(lines)))
     wanted = ("validation loss", "bits per byte", "tokens per second", "dropped tokens", "parameters", "training time")
     cards = [(label, rows[label].partition(" nats")[0].partition(", ")[0]) for label in wanted if label in rows]
@@ -169,7 +169,7 @@ def _evaluation(line: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """What happened apart from plain steps: event lines, skipped steps, numbers that were not finite."""
+    """Everything but plain steps: event lines, skipped steps, numbers that were not finite."""
     found: list[tuple[str, ...]] = []
     explained = {line["step"] for line in lines if line.get("event") == "skipped"}
     for line in lines:

@@ -1,6 +1,6 @@
-"""The pictures of one run, one function each: history and theme in, figure out, or None where the run has nothing to show.
+"""The pictures of one run, one function each: takes history and theme; returns a figure, or None if the run has nothing to show.
 
-`PLOTS` is the table that the report goes through; a new picture is a function, a line there and a caption.
+`PLOTS` is the table that the report goes through. A new picture is a function, a line in that table and a caption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plot:
-    """`name` is the file's stem under plots/; a wide plot takes the whole width of the page."""
+    """One kind of plot. `name` is the file's stem under plots/; a wide plot takes the whole width of the page."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """What to look for."""
+        """The text below the plot: what to look for."""
         return CAPTIONS[self.name]
 
 
@@ -44,7 +44,7 @@ def _raw_and_smooth(ax: Axes, steps_S: Array, values_S: Array, *, colour: str, l
 
 
 def _events(ax: Axes, history: History, theme: Theme) -> None:
-    """A dotted line where a run was resumed: the usual reason for a kink."""
+    """A dotted line where a run was resumed, the usual reason for a kink."""
     for event in history.events:
         if event.get("event") == "resumed":
             ax.axvline(event["step"], color=theme.muted, linewidth=0.9, linestyle=(0, (1, 2)), zorder=0)
@@ -104,7 +104,7 @@ def gradient_norm(history: History, theme: Theme) -> Figure | None:
     for name, colour in zip(history.families, theme.lines, strict=False):
         values_S = history.series_S(f"grad_norm_parts.{name}")
         _raw_and_smooth(ax, steps_S, np.where(values_S > 0, values_S, np.nan), colour=colour, label=name)
-    # dashed and on top: often one family is nearly the whole
+    # dashed and on top, since often one family is nearly the whole norm
     whole_S = smoothed(total_S) if len(steps_S) > 10 else total_S
     ax.plot(steps_S, whole_S, color=theme.text, linestyle=(0, (3, 2)), linewidth=1.3, label="total", marker=marker(whole_S))
     log_axis(ax)
@@ -140,7 +140,7 @@ def speed_and_memory(history: History, theme: Theme) -> Figure | None:
 
 
 def learning_rate(history: History, theme: Theme) -> Figure | None:
-    """The loss scale joins where it ever differed from 1, with a mark at each skipped step."""
+    """The learning rate. The loss scale is added if it ever differed from 1, with a mark at each skipped step."""
     steps_S, rate_S, scale_S = history.steps_S, history.series_S("lr"), history.series_S("loss_scale")
     if not np.isfinite(rate_S).any():
         return None

@@ -1,4 +1,4 @@
-"""How every picture looks: sizes, two themes, colours that all kinds of colour vision tell apart (Okabe and Ito, 2008).
+"""The look of every picture: sizes, two themes, and colours that can be told apart with any colour vision (Okabe and Ito, 2008).
 
 Figures are made without pyplot: no global state, no window system, no change to the caller's matplotlib.
 """
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NARROW, WIDE = 6.4, 12.8  # inches; the page shows two narrow pictures or a wide one side by side
+NARROW, WIDE = 6.4, 12.8  # inches; a row of the page holds two narrow pictures or one wide picture
 DPI = 150
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one picture: `lines` in order of use, `heat` from too little load over a fair one to too much, `dead` for none."""
+    """The colours of a picture: `lines` in order of use; `heat` from too little load over fair to too much; `dead` for no load at all."""
 
     name: str
     background: str
@@ -93,7 +93,7 @@ def settings(theme: Theme) -> Any:  # matplotlib types each of its 300 keys
 
 
 def drawn_in(theme: Theme) -> AbstractContextManager[Any]:
-    """Inside it, figures take the theme; afterwards the caller's settings are back."""
+    """A context in which figures take the theme; afterwards the caller's settings are back."""
     import matplotlib
 
     return matplotlib.rc_context(settings(theme))
@@ -108,7 +108,7 @@ def figure(*, width: float = NARROW, height: float = 3.6) -> Figure:
 
 
 def png(fig: Figure) -> bytes:
-    """The picture as a PNG file. Call inside `drawn_in`, where it was made."""
+    """The picture as a PNG file. Call it inside the `drawn_in` in which the figure was made."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()
@@ -123,7 +123,7 @@ def save(draw: Callable[[Theme], Figure], path: Path, *, theme: Theme = LIGHT) -
 
 
 def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
-    """Steps along x: whole numbers, no empty margin, a sensible range even for one step."""
+    """Label the x axis in steps: whole numbers, no empty margin, a sensible range even for one step."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (float(np.min(steps_S)), float(np.max(steps_S))) if len(steps_S) else (0.0, 1.0)
@@ -135,7 +135,7 @@ def step_axis(ax: Axes, steps_S: Any, *, label: bool = True) -> None:
 
 
 def log_axis(ax: Axes) -> None:
-    """Decades along y as plain numbers; twos and fives join where few decades are seen. Call after plotting."""
+    """Make the y axis logarithmic with plain numbers, plus twos and fives if few decades are visible. Call after plotting."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     near = high < 50 * low
@@ -144,7 +144,7 @@ def log_axis(ax: Axes) -> None:
 
 
 def colours(theme: Theme, number: int) -> list[Any]:
-    """So many line colours: the theme's own while they last, then a dark-to-bright scale by order (layer depth)."""
+    """`number` line colours: the theme's own if they suffice, else a scale from dark to bright in order (of layer depth)."""
     if number <= len(theme.lines):
         return list(theme.lines[:number])
     import matplotlib
@@ -154,5 +154,5 @@ def colours(theme: Theme, number: int) -> list[Any]:
 
 
 def marker(values: Any) -> str:
-    """Dots where a line alone could not be seen."""
+    """A marker that shows single points, where a line alone would be invisible."""
     return "o" if int(np.isfinite(values).sum()) < 3 else ""
