@@ -1,6 +1,6 @@
-"""`moe doctor`: what this machine has for training, found out by trying it: one table, exit code 1 where something needed fails.
+"""`moe doctor`: tries out what this machine has for training. Prints one table; the exit code is 1 if something needed fails.
 
-A row is (check, value, state, fix). State: "ok", "note" (works, but worth knowing) or "FAIL" (training cannot work).
+A row is (check, value, state, fix). States: "ok", "note" (works, but worth knowing) and "FAIL" (training cannot work).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal
 from moe.launch.environment import free_port, usable_cores
 from parallel.extensions import extensions_dir, missing_for_nvme
 
-# package -> (oldest version that will do, whether training needs it)
+# package -> (oldest supported version, whether training needs it)
 PACKAGES = {
     "torch": ("2.10", True),
     "deepspeed": ("0.18", True),
@@ -34,7 +34,7 @@ PACKAGES = {
     "transformers": ("0", False),
     "triton": ("0", False),
 }
-# name of a processor flag -> what it multiplies; Linux, x86 and Arm
+# processor flag -> the matrix product that it offers; Linux, x86 and Arm
 MATRIX_INSTRUCTIONS = {
     "amx_bf16": "bf16",
     "avx512_bf16": "bf16",
@@ -56,12 +56,12 @@ class Row:
 
 
 def main(*, json: str | None = None) -> int:
-    """Print the table, and write it where `json` says; 1 if a needed thing fails."""
+    """Print the table, and write it to the file `json` if given. Returns 1 if something needed fails."""
     rows: list[Row] = []
     for check in (_python, _packages, _deepspeed, _exchange, _devices, _speed, _port, _disk, _extensions, _nvme):
         try:
             rows += check()
-        except Exception as error:  # a broken installation must not keep the other checks from being seen
+        except Exception as error:  # a broken installation must not hide the other checks
             rows.append(Row(check.__name__.strip("_"), f"{type(error).__name__}: {error}".splitlines()[0], "FAIL", "see the message"))
     _print(rows)
     if json is not None:
@@ -115,7 +115,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _deepspeed() -> list[Row]:
-    """DeepSpeed in a process of its own: its import is where a missing compiler or CUDA toolkit shows."""
+    """Import DeepSpeed in a separate process: a missing compiler or CUDA toolkit shows up at its import."""
     command = [sys.executable, "-c", "import deepspeed; print(deepspeed.accelerator.get_accelerator()._name)"]
     started = time.perf_counter()
     got = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -126,11 +126,11 @@ def _deepspeed() -> list[Row]:
 
 
 def exchange_rows(rank: int) -> list[float]:
-    """One uneven all-to-all of two ranks, with a rank that sends nothing to itself; what this rank received."""
+    """One uneven all-to-all between two ranks, in which a rank sends itself nothing. Returns the values that this rank received."""
     import torch
     import torch.distributed as dist
 
-    sends = {0: [1, 3], 1: [2, 0]}  # rows from a rank to each rank
+    sends = {0: [1, 3], 1: [2, 0]}  # number of rows from each rank to each rank
     receives = [sends[0][rank], sends[1][rank]]
     rows = torch.arange(sum(sends[rank]), dtype=torch.float32)[:, None] + 10 * (rank + 1)
     got = torch.empty(sum(receives), 1)
@@ -144,7 +144,7 @@ def _exchange() -> list[Row]:
 
     from parallel.fork import run_on_ranks
 
-    torch.set_num_threads(1)  # before anything else of torch runs: ranks are forked
+    torch.set_num_threads(1)  # before any other torch call, since ranks are forked
     started = time.perf_counter()
     try:
         got = run_on_ranks(exchange_rows, 2, timeout_s=EXCHANGE_TIMEOUT_S)
@@ -214,7 +214,7 @@ def _memory() -> str:
 
 
 def _speed() -> list[Row]:
-    """Square matrix products on all usable cores (or the first GPU) in fp32 and bf16."""
+    """Speed of square matrix products on all usable cores (or the first GPU), in fp32 and bf16."""
     import torch
 
     from moe.records.speed import matmul_flops
@@ -234,7 +234,7 @@ def _port() -> list[Row]:
 
 
 def _disk() -> list[Row]:
-    """Where runs will be written: the nearest folder that exists on the way to ./runs."""
+    """Free space in the folder for runs: the nearest existing folder on the way to ./runs."""
     folder = next(p for p in (Path("runs").absolute(), *Path("runs").absolute().parents) if p.exists())
     free = shutil.disk_usage(folder).free
     try:
@@ -247,7 +247,7 @@ def _disk() -> list[Row]:
 
 
 def _extensions() -> list[Row]:
-    """DeepSpeed's compiled ops; training on a CPU compiles none."""
+    """DeepSpeed's compiled ops. Training on a CPU compiles none."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or extensions_dir())
     nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     right = os.access(nearest, os.W_OK)
@@ -256,7 +256,7 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """What offload to a disk needs: DeepSpeed's async_io, which is compiled once. Offload to the host's memory needs nothing."""
+    """What offload to disk needs: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"

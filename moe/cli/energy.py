@@ -1,9 +1,9 @@
-"""`moe energy`: a clock for every action of a pipeline step, planned without a GPU (EnvPipe), and what that saves.
+"""`moe energy`: plans a clock for every action of a pipeline step, without a GPU (EnvPipe), and says how much energy that saves.
 
     moe energy --stages 4 --microbatches 16 --forward-time 0.01,0.01,0.01,0.013 --backward-time 0.02,0.02,0.02,0.026 --out plan.json
 
-Times and energies come from a measured profile (--profile), or from the power model of
-parallel/pipeline/energy/clocks.py at the times that flags or a recipe's FLOPs say. Clocks of GPUs are touched by --apply alone.
+Times and energies come from a measured profile (--profile), or from the power model of parallel/pipeline/energy/clocks.py at the
+times that flags give or that follow from a recipe's FLOPs. Only --apply changes the clocks of GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(
     json: Path | None = None,
     **times: Any,
 ) -> int:
-    """Plan, print, write; with `apply` rehearse on this machine's GPUs. Raises BadInput, one line, for what cannot be."""
+    """Plan, print and write; with `apply`, rehearse on this machine's GPUs. Raises BadInput, one line, for impossible input."""
     name = name or "1f1b"
     size: dict[str, Any] = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     _check(name, size, slowdown, ahead, apply, steps, out)
@@ -109,7 +109,7 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:
-    """What each action costs at each clock, the watts of a rank that waits, and the time of a message."""
+    """What each action costs at each clock, the power in watts of a waiting rank, and the time of a message."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
@@ -129,7 +129,7 @@ def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRec
 def _plan(
     name: str, schedule: Schedule, profile: Profile, idle_w: float, transfer: float, slowdown: float, ahead: int | None
 ) -> tuple[EnergyPlan, EnergyPlan]:
-    """The plan, and everything at its clock of least energy to compare with."""
+    """The plan, and for comparison one that runs every action at its clock of least energy."""
     uniform = plan_clocks(schedule, profile, idle_power=idle_w, transfer_time=transfer, rule="uniform")
     if name == "1f1b":
         ranks, microbatches = schedule.num_ranks, schedule.microbatches
@@ -197,10 +197,10 @@ def _write(plan: EnergyPlan, out: Path) -> None:
 
 
 def _apply(plan: EnergyPlan, steps: int) -> None:
-    """A rehearsal on this machine's GPUs; where that cannot be, one line says why."""
+    """Rehearse the plan on this machine's GPUs; if that is impossible, one line says why."""
     from parallel.pipeline.energy.nvml import NoControl, connect, rehearse
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that clocks are given back
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM, too, restores the clocks
     try:
         with connect(plan.schedule.num_ranks) as gpus:
             done = rehearse(plan, gpus, steps=steps)

@@ -1,10 +1,10 @@
-"""The words of a command line, checked one by one before tyro reads them, so that every mistake is one line.
+"""Checks the words of a command line one by one before tyro reads them, so that every mistake is one line.
 
     moe train switch_tiny --nproc 2 --model.d-ff=512
               word        flag      override: any dotted key of a recipe, wherever it stands
 
-A verb is a frozen dataclass: fields without a default, or marked so, are its words, the others its flags. tyro makes values, help and
-shell completion from the same dataclass; its own complaints are boxes of many lines, hence the check here.
+A verb is a frozen dataclass. Fields without a default, or marked as words, are its words; the others are its flags. tyro derives values,
+help and shell completion from the same dataclass, but its own errors are boxes of many lines, hence the checks here.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
 def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
-    """The same words in one spelling (values as --flag=value) once they fit the dataclass `kind` of a verb.
+    """The same words in one spelling (values as --flag=value), checked against the dataclass `kind` of a verb.
 
-    Raises BadInput for unknown, repeated, valueless and ill-typed flags, and for words that are missing or too many.
+    Raises BadInput for unknown, repeated, valueless and ill-typed flags, and for too few or too many words.
     """
     hints = get_type_hints(kind)
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
@@ -77,7 +77,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
 
 
 def _plain(hint: Any) -> Any:
-    """`int | None` is int; other hints as they are."""
+    """The type without None: `int | None` becomes int; other hints stay as they are."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(a for a in get_args(hint) if a is not type(None))
     return hint
@@ -99,7 +99,7 @@ def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
 
 
 def _recipe_key(name: str) -> str | None:
-    """The dotted key whose section was left out (`--lr`), or the form of one whose key was (`--optimizer`)."""
+    """The dotted key if only its section was left out (`--lr`); the form of a key if only a section was given (`--optimizer`)."""
     from moe.recipe.load import known_keys
     from moe.recipe.sections import Run
 

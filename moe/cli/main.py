@@ -1,8 +1,8 @@
-"""The `moe` command: what each verb does.
+"""The `moe` command: its entry, and the function of each verb.
 
     argv -> recipe overrides taken out -> words checked (flags.py) -> tyro -> the verb's dataclass (verbs.py) -> its function
 
-Anything wrong is one line on stderr and exit code 2, said before anything heavy is imported: each function imports what it
+Anything wrong is one line on stderr and exit code 2, before any large package is imported: each function imports what it
 needs. Exit codes: 0 done, 1 failed, 2 bad input, 75 stopped by a signal with the checkpoint saved.
 """
 
@@ -37,7 +37,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
     run, _ = load(flags.recipe, overrides)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
-    if not (alone and _is_rank(os.environ)):  # a rank of somebody else's launcher checks against that world
+    if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_run(run, world)
     if not alone:
         return start.start(
@@ -68,7 +68,7 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.debug_collectives:
         from parallel.debug_collectives import DEBUG
 
-        os.environ[DEBUG] = "20"  # seconds; its ranks are forks of this process
+        os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     return _call("moe.verify.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds)
 
 
@@ -107,13 +107,13 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
 
 
 def bench_names() -> list[str]:
-    """The measurements there are: modules of moe/bench with a main function, which is searched for in the text, to be quick."""
+    """The available measurements: modules of moe/bench with a main function. Searches the source text, which is faster than importing."""
     paths = [path for path in BENCHES.glob("*.py") if not path.stem.startswith("_")]
     return sorted(path.stem.replace("_", "-") for path in paths if "\ndef main(" in "\n" + path.read_text(encoding="utf-8"))
 
 
 def _arguments_of_main(module: Path) -> list[str]:
-    """Read from the source: to import a measurement is to import torch."""
+    """The arguments of a module's main function, read from its source, since importing a measurement would import torch."""
     import ast
 
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
@@ -187,7 +187,7 @@ def _doctor(flags: Doctor, _: dict[str, str]) -> int:
 
 
 def _call(module: str, *words: Any, **flags: Any) -> int:
-    """module.main(...), whose result is an exit code or nothing."""
+    """Call module.main(...). Its result is an exit code or None, which counts as 0."""
     return int(importlib.import_module(module).main(*words, **flags) or 0)
 
 

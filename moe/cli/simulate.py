@@ -1,9 +1,9 @@
-"""`moe simulate`: a pipeline schedule drawn and counted without a process, or all of them side by side.
+"""`moe simulate`: draws a pipeline schedule and counts its costs without starting a process, or compares all schedules in a table.
 
     moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
     moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
 
-The numbers come from parallel/pipeline: the same value that is drawn here is what a run carries out. Times: moe/cli/simulate_times.py.
+The numbers come from parallel/pipeline: a run executes the very schedule that is drawn here. Times: moe/cli/simulate_times.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel.pipeline.simulator.simulate import Timeline, period
 from parallel.pipeline.simulator.timeline import text, write_trace
 
 KINDS = {".png": "a picture", ".csv": "the actions", ".txt": "the rows as text", ".json": "a trace"}
-OPTIONS = ("vertical_sync", "pipelines")  # each belongs to one schedule
+OPTIONS = ("vertical_sync", "pipelines")  # options of a single schedule each
 RANKS, MICROBATCHES = 4, 8
 
 
@@ -43,7 +43,7 @@ def main(
     json: Path | None = None,
     **times: Any,
 ) -> int:
-    """One schedule drawn, or a table of all. Raises BadInput, one line, for what cannot be."""
+    """Draw one schedule, or print a table of all. Raises BadInput, one line, for impossible input."""
     if out is not None and out.suffix not in KINDS:
         raise BadInput("--out", got=str(out), needed=", ".join(f"*{k} ({v})" for k, v in KINDS.items()), fix=f"--out {out.stem}.png")
     if name is None and out is not None:
@@ -96,7 +96,7 @@ def _row(of_batches: Callable[[int | None], Schedule], batches: int | None, cost
     timeline = costs.run(schedule)
     num_batches = batches or (2 if schedule.name == "two_bw" else 1)
     microbatches = schedule.microbatches // num_batches
-    fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches after which a pipeline that never drains is in its rhythm
+    fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches until a pipeline that never drains reaches its steady state
     time_per_batch = period(of_batches, costs.run, batches=fill)
     ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / num_batches
     versions = weight_versions(schedule)
@@ -129,7 +129,7 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
         try:
             rows.append(_row(_from_catalog(name, own), own["batches"], costs)[0])
         except BadInput as bad:
-            if bad.what.startswith("--"):  # a flag that is wrong for all
+            if bad.what.startswith("--"):  # the flag is wrong for every schedule
                 raise
             refused.append({"schedule": name, "reason": str(bad)})
     print_all(rows, refused)

@@ -1,4 +1,4 @@
-"""What `moe simulate` prints: one schedule's rows and ranks, or the table of all."""
+"""The text that `moe simulate` prints: one schedule's rows and ranks, or the table of all schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def duration(time: float, row: dict[str, Any]) -> str:
-    """A plain number, or with its unit where times are seconds."""
+    """The time as a plain number, or with its unit if times are in seconds."""
     if row.get("time_unit") != "s":
         return f"{time:g}"
     scale, unit = next(((scale, unit) for scale, unit in _UNITS if abs(time) >= scale), _UNITS[-1])

@@ -1,4 +1,4 @@
-"""How long actions take in `moe simulate`: as flags say, in any unit, or as a recipe's model costs on a stated device, in seconds."""
+"""Durations of actions in `moe simulate`: given by flags, in any unit, or derived from a recipe's model on a given device, in seconds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
-WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); a card of 200 Gbit/s a rank
+WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); one 200 Gbit/s card per rank
 
 
 @dataclass(frozen=True)
 class Times:
-    """As the flags say: a number for the layers of a rank, which its chunks share, or one for each stage with commas between."""
+    """Times from flags: one number for all layers of a rank, which its chunks share, or a comma-separated number for each stage."""
 
     forward_time: str = "1"
     backward_time: str = "2"
@@ -32,7 +32,7 @@ class Times:
         return costs(forward, backward, weight_share=self.weight_share)
 
     def transfer_of(self, schedule: Schedule) -> float:
-        """Time of one message."""
+        """The time of one message."""
         return self.transfer_time
 
     def run(self, schedule: Schedule) -> Timeline:
@@ -40,7 +40,7 @@ class Times:
 
 
 def times_of(given: dict[str, Any]) -> Times:
-    """Times from flags. Raises BadInput for those that only a recipe gives a meaning, and for impossible numbers."""
+    """Times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     for flag in WITH_RECIPE:
         if flag in given:
             raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose FLOPs and bytes it times", fix="add it")
@@ -67,7 +67,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
 
 @dataclass(frozen=True)
 class OfRecipe:
-    """The recipe's model cut into a schedule's stages, micro-batches of `sequences`, on ranks that are a Device each."""
+    """Times of a recipe's model, cut into a schedule's stages, for micro-batches of `sequences`. Each rank is one Device."""
 
     recipe: Run
     sequences: int
@@ -88,7 +88,7 @@ class OfRecipe:
         return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))
 
     def transfer_of(self, schedule: Schedule) -> float:
-        """Time of one message: every boundary is as wide as the model."""
+        """The time of one message: every stage boundary is as wide as the model."""
         return self.stages(schedule)[0].crossing / (self.device.link_gb_s * 1e9)
 
     def run(self, schedule: Schedule) -> Timeline:
@@ -97,7 +97,7 @@ class OfRecipe:
         return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
-        """What a row of the table has beside times where there is a model: layers, bytes of each rank, speed."""
+        """The extra values of a table row when there is a model: layers, bytes of each rank, speed."""
         schedule, stages = timeline.schedule, self.stages(timeline.schedule)
         ranks = range(schedule.num_ranks)
         parameters = [sum(stages[stage].parameters for stage in schedule.stages_of(rank)) for rank in ranks]
@@ -122,7 +122,7 @@ class OfRecipe:
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:
-    """The costs of a recipe; `size` takes stages and micro-batches from it where the flags say nothing. Raises BadInput."""
+    """The costs of a recipe. Adds the recipe's stages and micro-batches to `size` if the flags give none. Raises BadInput."""
     from moe.recipe.load import load
 
     for flag in WITHOUT_RECIPE:

@@ -1,6 +1,6 @@
 """The verbs of `moe`: one frozen dataclass each, from which tyro makes values, help and shell completion.
 
-A field without a default is a word after the verb, one marked as a word may be left out, the others are flags. For completion,
+A field without a default is a word after the verb; a field marked as a word is an optional word; the others are flags. For completion,
 `train` and `show` also get every section of a recipe as a field, so that a shell knows each dotted key and its choices.
 """
 
@@ -58,7 +58,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 where one differs."""
+    """Compare every legal layout of a tiny model with one process: losses, gradients, weights; exit code 1 if one differs."""
 
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
@@ -104,7 +104,7 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Simulate:
-    """Draw a pipeline schedule and count its bubbles, activations and weight versions; without a name: a table of all of them."""
+    """Draw a pipeline schedule and count its bubbles, activations and weight versions; without a name, print a table of all schedules."""
 
     name: str | None = _word_or_none("a schedule, such as 1f1b or chimera, or a CSV file of actions")
     recipe: str | None = _flag(None, "a name (see: moe recipes) or a YAML file, whose model then decides times and memory")
@@ -131,7 +131,7 @@ class Simulate:
 
 @dataclasses.dataclass(frozen=True)
 class Energy:
-    """Plan a clock for every action of a pipeline step, so that only waits absorb what is slower (EnvPipe): what it saves, and the plan."""
+    """Plan a clock for every action of a pipeline step, so that slower actions only use up waiting time (EnvPipe), and what that saves."""
 
     name: str | None = _word_or_none("a schedule or a CSV file of actions; 1f1b by default, with forwards pulled ahead")
     profile: Path | None = _flag(None, "JSON: seconds and joules of each stage's F and B at each clock; else a power model is assumed")
@@ -154,7 +154,7 @@ class Energy:
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Make the checkpoint of one model that of another: dense layers to experts, or experts to fewer or to dense."""
+    """Convert a checkpoint of one model into one of another: dense layers to experts, or experts to fewer or to dense."""
 
     from_run: str = _word("a run's folder, or one checkpoint in it")
     to_run: str = _word("a new run's folder, from which moe train goes on")
@@ -208,7 +208,7 @@ VERBS: dict[str, type] = {
 
 
 def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
-    """The verb's dataclass from words that `moe.cli.flags.check_words` let pass; should tyro refuse them, in one line too."""
+    """The verb's dataclass from words that `moe.cli.flags.check_words` accepted. If tyro still refuses them, raises BadInput, one line."""
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -220,7 +220,7 @@ def parse(verb: str, words: list[str], *, benches: list[str]) -> Any:
 
 
 def print_verbs(*, benches: list[str]) -> None:
-    """The list of verbs. Written here, because to import tyro for it takes longer than all the rest."""
+    """Print the list of verbs. Written by hand, because importing tyro for it takes longer than everything else."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
     for verb, kind in VERBS.items():
@@ -228,13 +228,13 @@ def print_verbs(*, benches: list[str]) -> None:
 
 
 def print_help(verb: str, *, benches: list[str]) -> None:
-    """One verb's words and flags."""
+    """Print one verb's words and flags."""
     with contextlib.suppress(SystemExit):
         _tyro([verb, "--help"], benches=benches)
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
-    """`--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: verbs, flags, dotted keys and their choices."""
+    """Run `--tyro-print-completion SHELL` or `--tyro-write-completion SHELL FILE`: completes verbs, flags, dotted keys and choices."""
     least = 3 if "write" in words[0] else 2
     if len(words) < least or words[1] not in SHELLS:
         got = " ".join(words[1:]) or "no shell"
@@ -260,7 +260,7 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
 
 
 def _for_tyro(verb: str, kind: type, complete: bool) -> type:
-    """The verb's dataclass as tyro wants it: help, names of words and defaults as annotations."""
+    """The verb's dataclass in the form that tyro needs: help, names of words and defaults as annotations."""
     from tyro.conf import Positional, arg
 
     hints = get_type_hints(kind)

@@ -1,1 +1,1 @@
-"""One checkpoint made another: dense to experts and back."""
+"""Conversion of checkpoints between models: dense to experts and back."""

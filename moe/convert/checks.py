@@ -1,6 +1,6 @@
-"""Which conversions exist: what a recipe may ask of a source, refused in one line where it cannot be (no torch here).
+"""Which conversions exist: what a recipe may ask of a source checkpoint. Anything else is refused in one line (no torch here).
 
-A layer is kept, grown (dense to experts) or shrunk (experts to fewer, or to one dense network); one conversion grows or shrinks.
+A layer is kept, grown (dense to experts) or shrunk (experts to fewer experts, or to one dense network). One conversion does not do both.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Method = Literal["auto", "copy", "granular", "noise", "drop", "merge", "prune"]
 GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")
 SHRINKING: tuple[Method, ...] = ("merge", "prune")
 
-# what a conversion leaves as it is, though another value might have the same shapes
+# values that a conversion keeps, though others might give the same shapes
 SAME = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_size", "norm", "positions", "tied_embeddings")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`method` auto: copy or merge, whichever fits. `share` and `scale` of noise and drop; `weights` of a mean of experts;
-    `approximate`: gates need not sum to a constant.
+    """How to convert. `method` auto: copy or merge, whichever fits. `share` and `scale`: for noise and drop. `weights`: those of the mean
+    over experts. `approximate`: allows gates that do not sum to a constant.
     """
 
     method: Method = "auto"
@@ -40,7 +40,7 @@ class Settings:
 
 
 def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
-    """From what the command line gave; where it gave no method, the one that leaves outputs as they are. Raises BadInput."""
+    """Settings from the command line's values. Without a method, takes the one that keeps the outputs unchanged. Raises BadInput."""
     takes = {"share": ("noise", "drop"), "scale": ("noise",), "weights": ("merge",), "moments": ("copy",)}
     for key, methods in takes.items():
         if key in given and "method" in given and given["method"] not in methods and given[key] != "fresh":
@@ -57,13 +57,13 @@ def settings_of(given: dict[str, Any], *, approximate: bool) -> Settings:
 
 
 def experts_of(run: Run, layer: int) -> int:
-    """Of a layer; 0 where it is dense."""
+    """The number of experts in a layer; 0 if it is dense."""
     layers = run.model.layers_with_experts()
     return run.experts.of_layer(layers.index(layer)) if layer in layers else 0
 
 
 def change(before: Run, run: Run, layer: int) -> Literal["grow", "shrink"] | None:
-    """What becomes of a layer; None: it is kept."""
+    """How the conversion changes a layer; None if the layer is kept."""
     old, new = experts_of(before, layer), experts_of(run, layer)
     return None if old == new else "grow" if old == 0 else "shrink"
 
@@ -73,26 +73,26 @@ def layers_that(what: str | None, before: Run, run: Run) -> list[int]:
 
 
 def parts(before: Run, run: Run) -> int:
-    """Shards of one dense network, G."""
+    """G, the number of shards into which one dense network is cut."""
     return max(1, before.model.d_ff // _units(run))
 
 
 def gate_sum(router: Router) -> float | None:
-    """What the gates of every token sum to where nothing is dropped; None: it depends on the token."""
+    """The sum of a token's gates if nothing is dropped; None if it depends on the token."""
     s = router.spec
     one = s.gates != "as_is" or (s.score == "softmax" and s.softmax_over == "chosen")
     return s.gate_scale if one and s.select != "expert_choice" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:
-    """The same for a router without any preference, on average."""
+    """The same sum for a router without any preference, on average."""
     s = router.spec
     score = {"softmax": 1 / num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[s.score]
     return gate_sum(router) or s.gate_scale * s.num_choices * score
 
 
 def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
-    """The settings with their method settled. Raises BadInput for the first reason why a conversion cannot be made."""
+    """The settings with their method resolved. Raises BadInput for the first reason why the conversion is impossible."""
     _check_same(before, run)
     routed = any(experts_of(before, layer) and experts_of(run, layer) for layer in range(run.model.num_layers))
     if routed and before.router.spec.bias_rate is not None and run.router.spec.bias_rate is None:
@@ -235,7 +235,7 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
 
 
 def _units(run: Run) -> int:
-    """Hidden units of one expert."""
+    """The number of hidden units of one expert."""
     return run.experts.d_ff or run.model.d_ff
 
 

@@ -1,11 +1,11 @@
-"""`moe convert`: a checkpoint of one model made the checkpoint of another, from which `moe train` goes on.
+"""`moe convert`: converts a checkpoint of one model into a checkpoint of another, from which `moe train` continues.
 
     dense run -> moe/convert/upcycle.py -> sparse checkpoint at step 0          copy, granular, noise, drop
     sparse run -> moe/convert/upcycle.py -> fewer experts, or dense             merge, prune
 
-The new model is built as a new run would build it, so routers have their first values by name and seed; then every tensor that
-the source gives is put over it. Layers may be dense or sparse on either side, each by itself. What the source has and the
-recipe has no place for is refused: nothing is lost silently, and nothing is written unless all fits.
+The new model is built as for a new run, so routers get their initial values by name and seed; then every tensor from the source
+replaces the initial one. On either side each layer may be dense or sparse. A tensor of the source without a place in the new model
+is refused: nothing is lost silently, and nothing is written unless everything fits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
 
-RECENT = 100  # training lines of which a run's load is the mean
+RECENT = 100  # a run's load is the mean over so many of its last training lines
 
 
 def find(source: Path) -> Path:
-    """A checkpoint, or the newest good one of a run's folder. Raises BadInput."""
+    """The checkpoint at `source`, or the newest good one in a run's folder. Raises BadInput."""
     if (source / "manifest.json").is_file():
         verify(source)
         return source
@@ -52,9 +52,9 @@ def find(source: Path) -> Path:
 
 
 def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
-    """Each layer's share of choices by expert: the mean of a run's last RECENT training lines up to `step`, or a JSON file's own.
+    """Each layer's share of choices by expert: the mean over a run's last RECENT training lines up to `step`, or read from a JSON file.
 
-    A JSON file is an object of lists by layer number: {"1": [900, 20, 4, 76]}. Raises BadInput where a layer is missing.
+    The JSON file is an object of lists by layer number: {"1": [900, 20, 4, 76]}. Raises BadInput if a layer is missing.
     """
     if source.suffix == ".json":
         try:
@@ -77,7 +77,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
-    """The new model with its optimizer, as one process holds them. Raises BadInput for what cannot be converted."""
+    """The new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
     reader = Reader(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
@@ -119,7 +119,7 @@ def _by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:
 
 
 def _parts(name: str, layout: Layout, whole: Tensor) -> list[tuple[str, Tensor]]:
-    """A parameter as checkpoints name it: itself, or each element of a stack."""
+    """A parameter under its names in checkpoints: itself, or each element of a stack."""
     if layout.unstack is None:
         return [(global_name(name), whole)]
     return [(layout.unstack.format(i), part) for i, part in enumerate(whole)]
@@ -136,7 +136,7 @@ def main(
     check: bool = False,
     json: str | None = None,
 ) -> int:
-    """Convert, write `to`, and say what was done."""
+    """Convert, write the checkpoint to `to`, and print what was done."""
     from moe.convert.report import became, compared, promise, told
 
     out, path = Path(to), find(Path(source))
@@ -171,7 +171,7 @@ def main(
 
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:
-    """A recipe that is legal by itself, its dtypes settled."""
+    """A recipe that is valid by itself, with its dtypes resolved, and the origin of each value."""
     run, origins = load(recipe, overrides)
     check_together(run.resolve(1))
     return settle_precision(run, World()), origins

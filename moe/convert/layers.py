@@ -1,10 +1,10 @@
-"""One model's tensors from another's, layer by layer: what `moe convert` puts where, by global name.
+"""One model's tensors computed from another's, layer by layer and by global name: the core of `moe convert`.
 
-    kept      embedding, attention, norms, and layers that do not change: as they are
-    grown     a dense layer's network as experts                       moe/convert/upcycle.py: copy, granular, noise, drop
-    shrunk    experts as fewer, or as one dense network                moe/convert/upcycle.py: merge, prune
+    kept      embedding, attention, norms, and unchanged layers: copied
+    grown     a dense layer's network to experts                       moe/convert/upcycle.py: copy, granular, noise, drop
+    shrunk    experts to fewer experts, or to one dense network        moe/convert/upcycle.py: merge, prune
 
-What the source has and the new model has no place for is refused, and so is what the new model needs and nobody gives.
+A tensor of the source without a place in the new model is refused, and so is a tensor of the new model without a source.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Values = dict[str, Tensor]  # by global name
 
 @dataclass
 class Conversion:
-    """From a reader's model to the run's: new values, by global name, of every tensor that does not keep its first one."""
+    """New values, by global name, of every tensor of `run`'s model that does not keep its initial value, from a reader's checkpoint."""
 
     before: Run
     run: Run
     reader: Reader
     settings: Settings
-    shapes: dict[str, tuple[int, ...]]  # the new model's tensors
-    first: Callable[[str], Tensor]  # the value a new model starts with
+    shapes: dict[str, tuple[int, ...]]  # shapes of the new model's tensors, by global name
+    first: Callable[[str], Tensor]  # initial value of a tensor in a new model
     load: dict[int, list[float]] = field(default_factory=dict)  # load of each expert in the source's MoE layers
-    used: set[str] = field(default_factory=set)  # the source's tensors that were read
+    used: set[str] = field(default_factory=set)  # the source's tensors read so far
 
     @cached_property
     def source(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the source's parameters."""
+        """Shapes of the source's parameters, by global name."""
         return self.reader.names()
 
     def read(self, name: str, kind: str = "weight") -> Tensor:
@@ -51,7 +51,7 @@ class Conversion:
         self.used.add(name)
         return self.reader.region(name, kind, tuple(slice(0, n) for n in self.source[name]))
 
-    # --- networks by place, turned as experts have them
+    # --- one network of the source; matrices are transposed to the experts' form
 
     def dense(self, stem: str, kind: str = "weight") -> Network:
         gated = f"{stem}.w3.weight" in self.source
@@ -66,7 +66,7 @@ class Conversion:
     # --- one layer
 
     def grown(self, layer: int) -> Values:
-        """A dense layer's network as experts; what stands beside them makes no difference at first."""
+        """A dense layer's network converted to experts. A shared or residual network beside them does not change the output at first."""
         s, x, network = self.settings, self.run.experts, self.dense(f"layers.{layer}.ffn")
         count, g = experts_of(self.run, layer), parts(self.before, self.run)
         key, seed = f"layers.{layer}.experts", self.run.train.seed
@@ -82,16 +82,17 @@ class Conversion:
             for name in self._router_rows(layer, count):
                 values[name] = upcycle.shared_rows(self.first(name), parts=g)
         if x.residual:
-            values |= _dense(f"layers.{layer}.residual", network)  # c_0 f + c_1 f = f
+            values |= _dense(f"layers.{layer}.residual", network)  # the router's two coefficients sum to 1: c_0 f + c_1 f = f
         if x.shared:
             name = f"layers.{layer}.shared.w2.weight"
-            values[name] = torch.zeros_like(self.first(name))  # adds nothing until it has learned
+            values[name] = torch.zeros_like(self.first(name))  # contributes nothing until it has learned
         return values
 
     def grown_moments(self, layer: int, kind: str) -> Values:
-        """Of copies: an expert sees an equal part of the dense network's gradient, beside a residual network half of that.
+        """Optimizer moments for copied experts: each expert gets an equal part of the dense network's gradient.
 
-        Where a token's gates sum to s, w2 is stored as w2 / s and its gradient is s times as large.
+        Beside a residual network, which gets half of the gradient, the experts share the other half. If a token's gates sum to s, w2 is
+        stored as w2 / s, so its gradient is s times as large.
         """
         x, power = self.run.experts, {"exp_avg": 1, "exp_avg_sq": 2}[kind]
         count, half = experts_of(self.run, layer), 0.5 if self.run.experts.residual else 1.0
@@ -102,7 +103,7 @@ class Conversion:
         return _experts(layer, upcycle.copies(expert, count)) | beside
 
     def shrunk(self, layer: int) -> Values:
-        """A sparse layer with fewer experts, or with none."""
+        """A sparse layer converted to fewer experts, or to one dense network."""
         sparse = experts_of(self.run, layer)
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
@@ -119,14 +120,14 @@ class Conversion:
         return _dense(f"layers.{layer}.ffn", upcycle.joined(made))
 
     def _groups(self, layer: int) -> tuple[list[list[int]], list[float]]:
-        """Which experts become one, and what each counts."""
+        """The groups of experts that become one expert each, and the weight of each expert in its group's mean."""
         count, into = experts_of(self.before, layer), experts_of(self.run, layer) or 1
         weights = self.load[layer] if self.settings.needs_load else [1.0] * count
         prune = self.settings.method == "prune"
         return (upcycle.most_used(weights, into) if prune else upcycle.neighbours(count, into)), weights
 
     def bias(self, name: str, new_E: Tensor) -> Tensor:
-        """A router's selection bias: the source's, its experts' where there are fewer, and zero for a new router."""
+        """A router's selection bias: the source's; merged like the experts where there are fewer; zero for a new router."""
         layer = int(name.split(".")[1])
         if name not in self.reader.names(EXTRA):
             return torch.zeros_like(new_E)
@@ -134,13 +135,13 @@ class Conversion:
         return old_E if change(self.before, self.run, layer) is None else upcycle.merged_rows(old_E, *self._groups(layer))
 
     def _router_rows(self, layer: int, count: int) -> list[str]:
-        """The router's parameters that have one row an expert."""
+        """The router's parameters that have one row per expert."""
         return [n for n, shape in self.shapes.items() if n.startswith(f"layers.{layer}.router.") and shape[0] == count]
 
     # --- the whole model
 
     def values(self) -> Values:
-        """New weights. Raises BadInput for a tensor that has no place, or another shape."""
+        """All new weights. Raises BadInput for a tensor without a place, or with another shape."""
         out = {name: self.read(name) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             what = change(self.before, self.run, layer)
@@ -154,7 +155,7 @@ class Conversion:
         return out
 
     def moments(self, kind: str) -> Values:
-        """The optimizer's, of what is copied; of the rest they are 0."""
+        """Optimizer moments for everything that is copied. The rest is left out and starts at 0."""
         out = {name: self.read(name, kind) for name in self.kept()}
         for layer in range(self.run.model.num_layers):
             if change(self.before, self.run, layer) is not None:
@@ -162,12 +163,12 @@ class Conversion:
         return out
 
     def kept(self) -> list[str]:
-        """Tensors that are not in the feed-forward part of a changed layer."""
+        """Tensors outside the feed-forward part of changed layers."""
         return [n for n in self.shapes if not feed_forward(n) or change(self.before, self.run, int(n.split(".")[1])) is None]
 
 
 def feed_forward(name: str) -> bool:
-    """Whether a tensor belongs to the second half of a block, the part that conversions change."""
+    """Whether a tensor belongs to the feed-forward half of a block, the part that conversions change."""
     part = name.split(".")
     return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "ffn_norm")
 

@@ -1,4 +1,4 @@
-"""What `moe convert` says: what became of each part, whether the output is still the source's, how to go on."""
+"""The report that `moe convert` prints: how each part was converted, whether the output is unchanged, and how to continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(conversion: Conversion, source: Path, out: Path) -> list[str]:
 
 
 def became(conversion: Conversion) -> list[tuple[str, str]]:
-    """(part of the model, what became of it)."""
+    """(part of the model, how it was converted) for each part."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     changed = layers_that("grow", before, run) + layers_that("shrink", before, run)
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
@@ -65,7 +65,7 @@ def _layer(conversion: Conversion, layer: int) -> str:
 
 
 def promise(conversion: Conversion) -> str:
-    """Whether the new model computes what the source does, and when."""
+    """Whether, and under what condition, the new model computes the same function as the source."""
     s, before, run = conversion.settings, conversion.before, conversion.run
     if s.method in ("noise", "drop"):
         return "near the source's: the experts differ from its network on purpose"
@@ -83,7 +83,7 @@ def promise(conversion: Conversion) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the logits of two models on the same tokens: the largest, beside the largest logit of the first."""
+    """Largest difference between two models' logits on the same tokens, and the largest logit of the first model."""
 
     tokens: int
     largest_difference: float
@@ -96,7 +96,7 @@ class Difference:
 
 @torch.no_grad()
 def compared(source: Path, model: torch.nn.Module) -> Difference:
-    """Both models on the same random tokens, in evaluation and fp32."""
+    """Compare both models on the same random tokens, in evaluation mode and fp32."""
     assert isinstance(model, Transformer)
     old = restore(source)
     tokens_BL = torch.randint(old.vocab_size, (4, min(128, old.config.max_length)), generator=torch.Generator().manual_seed(0))
