@@ -1,7 +1,7 @@
-"""Text on disk to the token sequences of one step: `open_data` is the one entry. NumPy only; nothing here imports torch.
+"""From text on disk to the token sequences of one step. `open_data` is the only entry. NumPy only; nothing here imports torch.
 
-corpus.py  which documents, train or validation   ->  tokenizer.py  text to ids
-tokens.py  ids in memory-mapped files, built once ->  order.py      which sequences at which step
+corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
+tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def open_data(
     verify: bool = False,
     log: Callable[[str], object] = print,
 ) -> Dataset:
-    """Open the data of a recipe, tokenising it first where the cache does not have it; every rank calls this.
+    """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
-    `max_length` is in tokens, `vocab_size` the model's, `seed` decides the order; `verify` also hashes token files that were
-    there already. Raises BadInput for a path or text that cannot be used, text shorter than one sequence, a vocabulary smaller
-    than the tokenizer's, and a cache folder that cannot be written.
+    `max_length` is in tokens; `vocab_size` is the model's; `seed` decides the order. `verify` also hashes token files that existed
+    already. Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's,
+    and a cache folder that cannot be written.
     """
     files = open_or_build(find_corpus(data_config), data_config, cache=cache or cache_folder(), verify=verify, log=log)
     needed = files.tokenizer.vocab_size

@@ -1,14 +1,14 @@
-"""Where text comes from: the Python standard library's source, or the user's text files, folders and JSONL.
+"""The corpus: the Python standard library's source, or the user's text files, folders and JSONL.
 
-    files in sorted order -> documents -> each to one side: train or validation, never both
+    files in sorted order -> documents -> each on one side: train or validation, never both
 
-A side is chosen by the SHA-256 of a document's name (files) or text (JSONL lines), so it depends on nothing else: adding a
-file moves no other. Where that leaves a side empty, as with one file, the last share of every document is held out instead.
+The SHA-256 of a document's name (files) or text (JSONL lines) decides its side, and nothing else does: a new file never changes
+the side of another. If this leaves a side empty, as with one file, the last share of every document is held out instead.
 
-Left out of the standard library: test suites, because many systems install Python without them (Debian, container images);
-what says how and where this Python was built; and generated tables (encodings, pydoc's topics), which are no source and, at
-0.75 MB in one file, could fill most of either side. What is left depends on the Python version alone, up to parts that a
-system packages apart.
+Three parts of the standard library are left out. Test suites, because many systems install Python without them (Debian, container
+images). Files that record how and where this Python was built. And generated tables (encodings, pydoc's topics), which are not source
+code and, at 0.75 MB in one file, could fill most of either side. The rest depends on the Python version only, except for parts that a
+system packages separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files by their sorted POSIX paths under `root`, and how to read documents from them; nothing is read yet."""
+    """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet."""
 
     source: Literal["python_stdlib", "text", "jsonl"]
     root: Path
@@ -47,14 +47,14 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """`key` decides the side; `text` is None where the file is not text, or a JSONL line holds an empty one."""
+    """One document. `key` decides its side. `text` is None if the file is not text, or if a JSONL line holds an empty text."""
 
     key: str
     text: str | None
 
 
 class Survey(NamedTuple):
-    """What a whole corpus holds. `split` says what was divided between the sides: files, lines, or each document by position."""
+    """Counts over a whole corpus. `split` says what is divided between the sides: files, lines, or each document by position."""
 
     split: Literal["file", "line", "position"]
     documents: int
@@ -65,7 +65,7 @@ class Survey(NamedTuple):
 
 
 def find_corpus(data: Data) -> Corpus:
-    """The corpus that a recipe's data section names. Raises BadInput for a path that is missing or holds no such file."""
+    """The corpus that a recipe's data section names. Raises BadInput for a path that is missing or holds no usable file."""
     if data.path is None:
         if data.source != "python_stdlib":
             raise BadInput("data.path", got="null", needed=f"a path for data.source={data.source}", fix="add --data.path FILE_OR_FOLDER")
@@ -77,7 +77,7 @@ def find_corpus(data: Data) -> Corpus:
         )
     root, names = (path.parent, [path.name]) if path.is_file() else (path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != "."))
     source = data.source
-    if source == "python_stdlib":  # the default, which a path overrides
+    if source == "python_stdlib":  # the default value, so a path overrides it
         source = "jsonl" if names and all(name.endswith(".jsonl") for name in names) else "text"
     if source == "jsonl" and path.is_dir():
         names = [name for name in names if name.endswith(".jsonl")]
@@ -102,7 +102,7 @@ def _python_stdlib(text_key: str) -> Corpus:
 
 
 def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
-    """Regular files under a folder as sorted POSIX paths relative to it; links to folders are not followed, since they may form circles."""
+    """Regular files under a folder, as sorted relative POSIX paths. Does not follow links to folders, since they may form circles."""
 
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from None
@@ -119,7 +119,7 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
 
 
 def read_documents(corpus: Corpus) -> Iterator[Document]:
-    """Every document in order, one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
+    """Every document in order, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
     for name in corpus.names:
         path = corpus.root / name
         try:
@@ -132,9 +132,9 @@ def read_documents(corpus: Corpus) -> Iterator[Document]:
 
 
 def _decode(content: bytes) -> str | None:
-    """UTF-8 text with its line endings as they are and without a byte order mark; None for anything else, and for nothing.
+    """UTF-8 text without a byte order mark and with unchanged line endings. None for an empty file and for anything else.
 
-    A NUL byte says binary, as git has it: text never needs one, and token 0 must stay free to separate documents.
+    A NUL byte means binary, as in git: text never needs one, and token 0 must stay free to separate documents.
     """
     try:
         return None if b"\0" in content else content.decode("utf-8-sig") or None
@@ -151,7 +151,7 @@ def _read_lines(path: Path, text_key: str) -> Iterator[Document]:
 
 
 def _line_text(line: bytes, where: str, text_key: str) -> str:
-    """The text of one JSONL line; the same words anywhere get the same side, because they are their own key."""
+    """The text of one JSONL line, which is also its key: the same text anywhere gets the same side."""
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -186,13 +186,13 @@ def _unreadable(path: Path, error: OSError) -> BadInput:
 
 
 def side_of(key: str, validation_share: float) -> Side:
-    """The side of a document, from its key alone: a SHA-256 read as a number in [0, 1), compared with the share."""
+    """The side of a document, from its key alone: its SHA-256, read as a number in [0, 1), is compared with the share."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < int(validation_share * 2**64) else "train"
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput where none is text."""
+    """Read all documents once, count them and choose the split. Raises BadInput if none of them is text."""
     sides: Counter[Side] = Counter()
     skipped = 0
     for key, text in read_documents(corpus):
@@ -208,7 +208,7 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
-    """Every document, or part of one where `split` is position, with its side; in the corpus's order."""
+    """Every document with its side, in the corpus's order; parts of documents where `split` is position."""
     for key, text in read_documents(corpus):
         if text is None:
             continue
@@ -221,7 +221,7 @@ def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> I
 
 
 def cut(text: str, validation_share: float) -> int:
-    """Where the last share of a text begins: at the line boundary nearest to it, or between two characters where lines are too long."""
+    """Index at which the last share of a text begins: the nearest line start, or a place between characters where lines are too long."""
     at = int(len(text) * (1 - validation_share))
     reach = int(len(text) * min(validation_share, 1 - validation_share) / 2)
     ends = (text.rfind("\n", max(at - reach, 0), at), text.find("\n", at, at + reach))
@@ -232,7 +232,7 @@ def cut(text: str, validation_share: float) -> int:
 
 
 def content_hash(corpus: Corpus) -> str:
-    """SHA-256 over every path and its file's own SHA-256: the same for the same names and contents on any machine."""
+    """SHA-256 over every path and its file's own SHA-256: the same on any machine for the same names and contents."""
     whole = hashlib.sha256()
     for name in corpus.names:
         path = corpus.root / name
@@ -246,7 +246,7 @@ def content_hash(corpus: Corpus) -> str:
 
 
 class Stamp(NamedTuple):
-    """What can be said about a corpus's files without reading them."""
+    """A fingerprint of a corpus's files, taken without reading them."""
 
     size_bytes: int
     changed_ns: int
@@ -254,7 +254,7 @@ class Stamp(NamedTuple):
 
 
 def stamp(corpus: Corpus) -> Stamp:
-    """Sizes and times of all files. The change time (ctime) is part of it: unlike mtime, programs cannot set it back."""
+    """Sizes and times of all files. Includes the change time (ctime), which programs cannot set back, unlike mtime."""
     whole, size_bytes, changed_ns = hashlib.sha256(os.fsencode(corpus.root.resolve())), 0, 0
     for name in corpus.names:
         path = corpus.root / name

@@ -1,14 +1,14 @@
-"""Which sequence comes when: a pure function of (seed, epoch, global index), so resume is O(1) and exact on any number of ranks.
+"""The order of sequences: a pure function of (seed, epoch, global index), so resuming is O(1) and exact on any number of ranks.
 
     tokens    |s a a a a s b b b b b b s c c|      windows of max_length + 1 tokens at stride max_length:
     windows   |----0----|                          neighbours share one token, so each token is predicted once an epoch
                       |----1----|                  (the last tokens that fill no window are not)
-    step s    global indices s*G .. (s+1)*G - 1; rank r takes the r-th of `ranks` equal runs of them
+    step s    global indices s*G .. (s+1)*G - 1, in `ranks` equal runs; rank r takes run r
     index g   epoch = g // num_windows, window = permutation(g % num_windows; seed, epoch)
 
-The permutation is computed for one index without making it for all: a Feistel network (Luby and Rackoff 1988) over the
-smallest near-square grid that holds all windows, walking on from cells past the last window (cycle walking; Black and
-Rogaway 2002). It uses whole numbers alone, so every machine computes the same.
+The permutation is computed for a single index, without computing it for all. It is a Feistel network (Luby and Rackoff 1988) over
+the smallest near-square grid that holds all windows. From cells past the last window it walks on (cycle walking; Black and
+Rogaway 2002). It uses integers only, so every machine computes the same.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ ROUNDS = 8
 
 
 def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where each of `places` (0 .. size - 1, any shape [n]) goes under the shuffle of this seed and epoch; a bijection of 0 .. size - 1."""
+    """The images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = np.frombuffer(hashlib.sha512(f"order {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
-    # The grid is at most `rows` cells larger than `size`. A walk stays on its own cycle of the grid's permutation and began
-    # inside, so it ends inside, and two walks cannot end in the same cell.
+    # The grid is at most `rows` cells larger than `size`. A walk stays on its cycle of the grid's permutation and starts inside,
+    # so it ends inside, and two walks cannot end in the same cell.
     while (outside := found >= size).any():
         found[outside] = _feistel(found[outside], np.uint64(rows), np.uint64(columns), keys)
     return found.astype(np.int64)
 
 
 def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Permute the cells of a grid: each round adds to one coordinate a hash of the other, which the same hash could take away again."""
+    """Permute the cells of a grid: each round adds a hash of one coordinate to the other, which subtracting it could undo."""
     row, column = cells // columns, cells % columns
     for n in range(ROUNDS):
         if n % 2:
@@ -50,14 +50,14 @@ def _feistel(cells: npt.NDArray[np.uint64], rows: np.uint64, columns: np.uint64,
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit moves every output bit; arithmetic is modulo 2^64."""
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit. Arithmetic is modulo 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def rank_share(num_sequences: int, *, rank: int, ranks: int) -> range:
-    """The run of 0 .. num_sequences - 1 that one data rank takes. Raises BadInput where they do not divide evenly."""
+    """The run of 0 .. num_sequences - 1 that one data rank takes. Raises BadInput if the runs cannot be equal."""
     if num_sequences < 1 or num_sequences % ranks or not 0 <= rank < ranks:
         raise BadInput(
             "sequences",
@@ -71,7 +71,7 @@ def rank_share(num_sequences: int, *, rank: int, ranks: int) -> range:
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens [num_tokens], any unsigned type, seen as overlapping windows. Raises BadInput where it is shorter than one."""
+    """A stream of tokens [num_tokens], any unsigned type, read as overlapping windows. Raises BadInput if it is shorter than one window."""
 
     tokens: npt.NDArray[np.unsignedinteger]
     max_length: int
@@ -93,25 +93,25 @@ class Windows:
         return (len(self.tokens) - 1) // self.max_length
 
     def read(self, windows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]."""
+        """Windows by number [n] -> tokens [n, max_length + 1] int64; inputs are [:, :-1], targets [:, 1:]."""
         found: npt.NDArray[np.int64] = self.tokens[windows[:, None] * self.max_length + np.arange(self.max_length + 1)].astype(np.int64)
         return found
 
 
 @dataclass(frozen=True)
 class TrainSet:
-    """The training sequences in the order of one seed, without end: an epoch follows the other, each in its own order."""
+    """The training sequences in the order of one seed, without end: epoch after epoch, each shuffled anew."""
 
     windows: Windows
     seed: int
 
     @property
     def num_windows(self) -> int:
-        """Sequences in one epoch."""
+        """Number of sequences in one epoch."""
         return self.windows.num_windows
 
     def order(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The windows at these places of the endless order, [n] -> [n]."""
+        """The windows at these places of the endless order: [n] -> [n]."""
         epochs, places = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), self.num_windows)
         found = np.empty_like(places)
         for epoch in np.unique(epochs):  # one, or two where an epoch ends inside the batch
@@ -120,18 +120,18 @@ class TrainSet:
         return found
 
     def sequences(self, global_indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The sequences at these places of the endless order, [n] -> [n, max_length + 1] int64."""
+        """The sequences at these places of the endless order: [n] -> [n, max_length + 1] int64."""
         return self.windows.read(self.order(global_indices))
 
     def batch(self, step: int, global_batch: int, rank: int = 0, ranks: int = 1) -> npt.NDArray[np.int64]:
-        """One rank's share of step `step` (the first is 0), [global_batch / ranks, max_length + 1] int64."""
+        """One rank's share of step `step` (the first is 0): [global_batch / ranks, max_length + 1] int64."""
         share = rank_share(global_batch, rank=rank, ranks=ranks)
         return self.sequences(step * global_batch + np.arange(share.start, share.stop, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class Held:
-    """One rank's validation sequences [n, max_length + 1] int64, and the bytes of text a predicted token stands for over all ranks.
+    """One rank's validation sequences [n, max_length + 1] int64, and the mean number of text bytes per predicted token over all ranks.
 
     bits per byte = loss in nats / ln 2 / bytes_per_token
     """
@@ -142,15 +142,15 @@ class Held:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The held-out sequences: the same ones at every evaluation, spread evenly over the validation text."""
+    """The held-out sequences: the same in every evaluation, spread evenly over the validation text."""
 
     windows: Windows
     bytes_per_id: npt.NDArray[np.int64]
 
     def held(self, sequences: int, rank: int = 0, ranks: int = 1) -> Held:
-        """One rank's share of so many windows; where the text has fewer, they come again, each about as often as the others."""
+        """One rank's share of `sequences` windows. If the text has fewer windows, they repeat, each about equally often."""
         share = rank_share(sequences, rank=rank, ranks=ranks)
         chosen = np.arange(sequences, dtype=np.int64) * self.windows.num_windows // sequences
-        # All ranks count all windows, in parts: the mean must be over what all of them are evaluated on.
+        # every rank counts all windows, in parts: the mean must cover the sequences of all ranks
         counted = sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in np.array_split(chosen, -(-sequences // 256)))
         return Held(self.windows.read(chosen[share.start : share.stop]), counted / (sequences * self.windows.max_length))

@@ -1,10 +1,10 @@
-"""Text to token ids and back, without loss: plain bytes, or byte-level BPE trained on the training text alone.
+"""Lossless conversion between text and token ids: plain bytes, or byte-level BPE trained on the training text alone.
 
     bytes   id = byte                    256 ids, nothing to train
     bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
 
-Id 0 separates documents in both; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can
-forge a separator. Everything else comes back as it was, CRLF and emoji included.
+In both, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain
+a separator. Everything else is restored exactly, including CRLF and emoji.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEPARATOR = 0
 SEPARATOR_TEXT = "\0"
 PIECE_CHARACTERS = 1 << 20
 
-# What no token may hold: the separator, and half surrogates, which JSON can spell but UTF-8 cannot.
+# Characters that no token may hold: the separator, and half surrogates, which JSON can spell but UTF-8 cannot encode.
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def pieces(text: str) -> Iterator[str]:
-    """A text as the tokenizers take it: cleaned, and cut after a line end where it is so long that encoding it whole costs gigabytes."""
+    """A text in the tokenizers' form: cleaned, and cut after line ends where it is so long that encoding it whole would cost gigabytes."""
     text = _NOT_TEXT.sub("\ufffd", text)
     start = 0
     while start < len(text):
@@ -41,7 +41,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 class Tokenizer(ABC):
-    """Ids 0 .. vocab_size - 1, each a byte string in `token_bytes`; id `separator` stands between documents."""
+    """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` stands between documents."""
 
     separator = SEPARATOR
 
@@ -54,23 +54,23 @@ class Tokenizer(ABC):
 
     @property
     def bytes_per_id(self) -> npt.NDArray[np.int64]:
-        """The UTF-8 bytes that each id stands for, [vocab_size]; bits per byte are counted with it. A separator counts as one."""
+        """UTF-8 bytes of each id, [vocab_size], for counting bits per byte. A separator counts as one byte."""
         return np.array([len(held) for held in self.token_bytes], dtype=np.int64)
 
     @abstractmethod
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        """The ids of each of many `pieces`, encoded at once."""
+        """The ids of each of many `pieces`, encoded in one call."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Everything that `load` needs, as plain JSON values; checkpoints keep it."""
+        """Everything that `load` needs, as plain JSON values. Checkpoints keep it."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of a text, [number of tokens] int64."""
         return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
+        """The text of ids. Bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
         unknown = "\ufffd".encode()
         held = (self.token_bytes[i] if 0 <= i < self.vocab_size else unknown for i in (int(i) for i in ids))
         return b"".join(held).decode("utf-8", errors="replace")
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
 
 @final
 class Bytes(Tokenizer):
-    """One id a byte of UTF-8."""
+    """One id per byte of UTF-8."""
 
     name = "bytes"
 
@@ -94,7 +94,7 @@ class Bytes(Tokenizer):
 
 @final
 class Bpe(Tokenizer):
-    """Byte-level BPE by the `tokenizers` library, from that library's own JSON."""
+    """Byte-level BPE by the `tokenizers` library, built from that library's own JSON."""
 
     name = "bpe"
 
@@ -103,7 +103,7 @@ class Bpe(Tokenizer):
 
         try:
             self._library = Library.from_str(json.dumps(model))
-        except Exception as error:  # the library raises plain Exception for anything wrong in its JSON
+        except Exception as error:  # the library raises plain Exception for any error in its JSON
             raise _bad_description(error) from None
         self._model = model
         vocabulary = sorted(self._library.get_vocab().items(), key=lambda item: item[1])
@@ -123,7 +123,7 @@ class Bpe(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
-    """Learn `vocab_size` ids (separator and the 256 bytes among them; fewer where the text has no more pairs to merge) from texts.
+    """Learn `vocab_size` ids from texts. These include the separator and the 256 bytes; fewer if the text has no more pairs to merge.
 
     The same texts give the same tokenizer in every process: counts decide, and ties go to the pair with the lower ids.
     """
@@ -132,7 +132,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()  # for other programs that read its JSON
+    library.decoder = decoders.ByteLevel()  # for other programs that read this JSON
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[SEPARATOR_TEXT],
@@ -144,7 +144,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
 
 
 def load(description: Any) -> Tokenizer:
-    """The tokenizer that `describe` described. Raises BadInput for a description that is not one."""
+    """The tokenizer that a `describe` result describes. Raises BadInput for anything else."""
     kind = description.get("kind") if isinstance(description, dict) else description
     if kind == Bytes.name:
         return Bytes()
@@ -160,7 +160,7 @@ def _bad_description(got: object) -> BadInput:
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's names of bytes: printable Latin-1 characters name themselves, the other bytes take the characters from 256 on in order."""
+    """GPT-2's characters for bytes: printable Latin-1 characters stand for themselves, other bytes for the characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,11 +1,11 @@
-"""Token files: text tokenised once, kept in the user's cache folder, read through memory maps by every process.
+"""Token files: text tokenised once, kept in the user's cache folder, and read through memory maps by every process.
 
     <cache>/<key>/  train.bin  validation.bin    little-endian uint16 (uint32 where the vocabulary is larger than 65,536)
                     tokenizer.json  index.json   sizes, SHA-256 of each file and of the corpus, counts
 
-The key is a hash of everything the files depend on, so they are never out of date. They are built in a temporary folder,
-synced, then renamed: a reader sees all or nothing, a killed build leaves nothing that counts, and two builders cannot mix. A
-lock spares the second builder its work; the kernel frees it when its holder dies, and nothing relies on it for correctness.
+The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced,
+then renamed: a reader sees all or nothing, a killed build leaves nothing that counts, and two builders cannot mix their files. A
+lock saves the second builder the work. The kernel frees it when its holder dies, and correctness does not depend on it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from parallel.errors import BadInput
 
 FORMAT = 1
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
-# Up to here all contents are hashed at every start: at 1.1 GB/s (measured, one core) that stays under half a second.
+# Corpora up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
-# A file changed so recently could change again within one tick of the file system's clock, unseen by its stamp.
+# A file changed less than this before its stamp was taken might change again within the file system's clock tick, unseen by the stamp.
 SETTLED_NS = 2_000_000_000
 
 Log = Callable[[str], object]
 
 
 class Damaged(Exception):
-    """Token files that are not what their index says."""
+    """Raised for token files that do not match their index."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TokenFiles:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME or ~/.cache, then moe-parallel/data. A relative XDG_CACHE_HOME does not count, as its specification says."""
+    """$XDG_CACHE_HOME or ~/.cache, then moe-parallel/data. A relative XDG_CACHE_HOME is ignored, as its specification demands."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (named if named.is_absolute() else Path.home() / ".cache") / "moe-parallel" / "data"
@@ -66,7 +66,7 @@ def cache_folder() -> Path:
 
 
 def open_or_build(corpus: Corpus, data: Data, *, cache: Path, verify: bool = False, log: Log = print) -> TokenFiles:
-    """The token files of a corpus, built first where they are missing or damaged. Raises BadInput for bad text and an unusable cache."""
+    """The token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache."""
     corpus_hash = _corpus_hash(corpus, cache)
     folder = cache / _key(corpus, data, corpus_hash)
     try:
@@ -76,7 +76,7 @@ def open_or_build(corpus: Corpus, data: Data, *, cache: Path, verify: bool = Fal
             pass
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{folder.name}.lock", log) as locked:
-            try:  # another process may have built them while this one waited
+            try:  # another process may have built them while this one waited for the lock
                 return open_files(folder, verify=True)
             except Damaged as damage:
                 log(f"data: token files in {folder} are damaged ({damage}): building them again")
@@ -95,7 +95,7 @@ def open_or_build(corpus: Corpus, data: Data, *, cache: Path, verify: bool = Fal
 
 
 def _corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """The content hash; of a large corpus it is remembered by sizes and times, so that a restart does not read gigabytes."""
+    """The corpus's content hash. For a large corpus it is cached by sizes and times, so that a restart need not read gigabytes."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
         return content_hash(corpus)
@@ -106,7 +106,7 @@ def _corpus_hash(corpus: Corpus, cache: Path) -> str:
             return known
     digest = content_hash(corpus)
     if time.time_ns() - before.changed_ns > SETTLED_NS and stamp(corpus) == before:
-        with contextlib.suppress(OSError):  # only time is lost without the note
+        with contextlib.suppress(OSError):  # losing the cached hash costs only time
             note.parent.mkdir(parents=True, exist_ok=True)
             written = note.with_name(f"{note.name}.{os.getpid()}")
             written.write_text(digest)
@@ -115,7 +115,7 @@ def _corpus_hash(corpus: Corpus, cache: Path) -> str:
 
 
 def _key(corpus: Corpus, data: Data, corpus_hash: str) -> str:
-    """Everything that the token files depend on, hashed."""
+    """A hash of everything that the token files depend on."""
     settings = {
         "format": FORMAT,
         "corpus": corpus_hash,
@@ -132,9 +132,9 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str) -> str:
 
 
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files; sizes are checked always, contents against their SHA-256 with `verify`.
+    """Open token files. Always checks sizes; with `verify` also checks contents against their SHA-256.
 
-    Raises FileNotFoundError where there is no such folder, Damaged where what is there is not what the index says.
+    Raises FileNotFoundError if the folder does not exist, and Damaged if the files do not match their index.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
@@ -166,7 +166,7 @@ def _open_side(path: Path, dtype: str, entry: dict[str, Any], verify: bool) -> n
 
 
 def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, log: Log) -> TokenFiles:
-    """Tokenise a corpus into a temporary folder beside `folder`, then put it in its place."""
+    """Tokenise a corpus into a temporary folder beside `folder`, then rename it to `folder`."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({data.tokenizer}), once")
@@ -192,7 +192,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, log: Log)
 
 
 def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey) -> dict[str, Any]:
-    """Write tokenizer.json and both token files; their part of the index."""
+    """Write tokenizer.json and both token files. Returns their part of the index."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
@@ -208,7 +208,7 @@ def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey) -> 
 
 
 class _Writer:
-    """One growing token file with its hash and counts."""
+    """One growing token file, with its hash and counts."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.file, self.dtype, self.sha256 = path.open("wb"), dtype, hashlib.sha256()
@@ -228,12 +228,12 @@ class _Writer:
 
 
 def write_tokens(folder: Path, documents: Iterator[tuple[Side, str]], tokenizer: Tokenizer, *, dtype: str) -> dict[str, dict[str, Any]]:
-    """Write train.bin and validation.bin, with a separator before each document and after the last; counts and hashes of each."""
+    """Write train.bin and validation.bin, with a separator before each document and after the last. Returns counts and hashes of each."""
     with contextlib.ExitStack() as stack:
         writers = {side: _Writer(folder / f"{side}.bin", dtype) for side in SIDES}
         for writer in writers.values():
             stack.callback(writer.file.close)
-        waiting: list[tuple[Side, str, bool]] = []  # encoded together: the BPE library uses all cores on many pieces, one on one
+        waiting: list[tuple[Side, str, bool]] = []  # encoded together: BPE uses all cores on many pieces, one core on one piece
 
         def flush() -> None:
             encoded = tokenizer.encode_pieces([part for _, part, _ in waiting])
@@ -274,9 +274,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename a finished folder into place; where another builder was first, its files stay, unless they are damaged."""
+    """Rename a finished folder to its final name. If another builder was first, its files stay, unless they are damaged."""
     for _ in range(3):
-        with contextlib.suppress(OSError):  # it exists, or is about to fail once more below
+        with contextlib.suppress(OSError):  # it exists, or the second attempt below fails too
             os.rename(temporary, folder)
             _sync_folder(folder.parent)
             return
@@ -294,14 +294,14 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what killed builders of this folder left; call it with the lock held, when no builder is alive."""
+    """Delete what killed builders of this folder left. Call it with the lock held, when no builder is alive."""
     for left in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _lock(path: Path, log: Log) -> Iterator[bool]:
-    """Hold an exclusive lock; yields False on file systems without locks, where the rename alone keeps builders apart."""
+    """Hold an exclusive lock. Yields False on file systems without locks, where only the rename keeps builders apart."""
     with path.open("a") as file:
         locked = True
         try:

@@ -1,1 +1,1 @@
-"""Starting ranks: the parent process, launchers, and what each rank runs."""
+"""Starting the ranks of a run: the parent process, the launchers, and the code that each rank runs."""

@@ -1,6 +1,6 @@
-"""What `moe train` sets up for its ranks before torch loads: port, cores, devices, and where compiled extensions are kept.
+"""The environment that `moe train` gives its ranks before torch is imported: port, cores, devices, folder of compiled extensions.
 
-Everything is decided from files and package metadata, because importing torch to ask would cost two seconds.
+Everything is decided from files and package metadata, because importing torch to ask would take two seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe.launch.processes import PARENT
 from parallel.errors import BadInput
 from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
-# A rank must take its place from its launcher, not from a job this command happens to run inside.
+# Variables of an outer job's launcher are removed: a rank must take its place from its own launcher.
 _OF_A_LAUNCHER = (
     "RANK",
     "LOCAL_RANK",
@@ -31,7 +31,7 @@ _OF_A_LAUNCHER = (
 
 
 def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """The environment of the launcher: cores divided among the ranks, DeepSpeed's device, the extensions' folder."""
+    """The launcher's environment: cores divided among the ranks, DeepSpeed's device, and the folder of compiled extensions."""
     env = {
         name: value
         for name, value in environment.items()
@@ -41,14 +41,14 @@ def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, s
     env.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir(environment)))
     if not has_gpu(environment):
         env.setdefault("DS_ACCELERATOR", "cpu")
-        env.pop("CUDA_VISIBLE_DEVICES", None)  # DeepSpeed's launcher would print that it ignores it
+        env.pop("CUDA_VISIBLE_DEVICES", None)  # else DeepSpeed's launcher would print that it ignores it
     env[PARENT] = str(os.getpid())
     remove_stale_locks(Path(env["TORCH_EXTENSIONS_DIR"]))
     return env
 
 
 def usable_cores() -> int:
-    """The cores this process may use: its affinity, and a container's quota where there is one."""
+    """The number of cores that this process may use: its affinity, and a container's quota if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -58,7 +58,7 @@ def usable_cores() -> int:
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether torch will find a GPU; where that is uncertain, True, so that nothing is forced to the CPU."""
+    """Whether torch will find a GPU. If that is uncertain, True, so that nothing is forced to the CPU."""
     if version_of("torch").endswith("+cpu") or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return (
@@ -67,7 +67,7 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def devices(environment: Mapping[str, str], nproc: int) -> str | None:
-    """The first `nproc` of the GPUs that CUDA_VISIBLE_DEVICES allows, for DeepSpeed, which would take 0, 1, ... otherwise."""
+    """The first `nproc` of the GPUs that CUDA_VISIBLE_DEVICES allows, for DeepSpeed, which would otherwise take 0, 1, ... ."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible or not has_gpu(environment):
         return None
@@ -82,20 +82,20 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
+    """A TCP port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def port_from(environment: Mapping[str, str], *, local: bool = True) -> int:
-    """MASTER_PORT if it is asked for and free, else any free port (said in one line). Raises BadInput."""
+    """MASTER_PORT if it is set and free, else any free port (and one line says so). Raises BadInput."""
     asked = environment.get("MASTER_PORT")
     if asked is None:
         return free_port()
     if not asked.isdecimal() or not 0 < int(asked) < 65536:
         raise BadInput("MASTER_PORT", got=asked, needed="a port from 1 to 65535", fix="unset MASTER_PORT to have one chosen")
-    if not local:  # the port is on another host
+    if not local:  # the port is on another host, so it cannot be checked here
         return int(asked)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What every rank runs, whoever started it: deepspeed, torchrun, srun, or plain python.
+"""The code that every rank runs, whatever started it: deepspeed, torchrun, srun, or plain python.
 
     deepspeed --num_accelerators 2 --module moe.launch.launch switch_tiny --degrees.ep 2
     torchrun --nproc_per_node 2 -m moe.launch.launch switch_tiny
@@ -31,7 +31,7 @@ DEBUG_FLAG = "--debug-collectives"
 
 
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
-    """(recipe, overrides, out, fresh). `--local_rank`, which DeepSpeed's launcher adds, is accepted and ignored."""
+    """(recipe, overrides, out, fresh) from the arguments. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds."""
     words, overrides = take_overrides(list(argv))
     recipe: str | None = None
     out: Path | None = None
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One rank, from its arguments to its exit code."""
+    """Run one rank from its arguments. Returns its exit code."""
     die_with_parent()
     use_extensions_dir()
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, error = 2, str(bad)
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except Disagreement as disagreement:  # it names rank and collective: a stack would say no more
+    except Disagreement as disagreement:  # it names rank and collective, so a stack trace adds nothing
         error = str(disagreement)
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
+    except KeyboardInterrupt:  # before training; during training, a signal saves and stops
         code, error = 130, "interrupted"
-    except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
+    except BaseException as failure:  # whatever failed, the other ranks and the parent must learn of it
         error = None if run is None else _did_not_fit(failure, run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool) -> int:
-    from parallel import process  # torch, and only after the recipe has been read
+    from parallel import process  # imports torch, so only after the recipe has been read
 
     world = process.read_environment()
     check_run(run, world.size)
@@ -109,7 +109,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
     except Stopped:
         return STOPPED
     finally:
-        # launchers end the other ranks when the first has left: one that is still leaving must get to say how it ended
+        # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         process.stop()
@@ -117,7 +117,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:
-    """The line for memory that ran out, with the next thing to try; None where it was something else."""
+    """The line for a run out of memory, with the next thing to try; None for any other failure."""
     from moe.train.out_of_memory import did_not_fit
     from parallel import process
 
@@ -126,7 +126,7 @@ def _did_not_fit(failure: BaseException, run: Run) -> str | None:
 
 
 def _leave_status(out: Path | None, rank: int, code: int, error: str | None) -> None:
-    """One file a rank for the process that started them: launchers lose exit codes."""
+    """Write one file per rank for the process that started the ranks, because launchers lose exit codes."""
     if out is None:
         return
     try:

@@ -1,9 +1,9 @@
-"""The processes of one launch: found, signalled, watched as they die, and ended to the last one.
+"""The processes of one launch: finding them, signalling them, noticing their deaths, and ending every one of them.
 
     moe train (this process) -> launcher -> (second launcher) -> ranks -> whatever they start
 
-Launchers lose signals and exit codes, so ranks are looked up directly. Every process of a launch carries the same TOKEN in
-its environment, which it keeps when its parent dies or when it leaves the session; a rank is the topmost one with a RANK.
+Launchers lose signals and exit codes, so ranks are looked up directly. Every process of a launch carries the same TOKEN in its
+environment, and keeps it when its parent dies or when it leaves the session. A rank is the topmost process with a RANK.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import psutil
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
-_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # what only our parent, torchrun or DeepSpeed's launcher set
+_LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """In a rank: be killed when the launcher that started this process dies, or `moe train` above it (Linux).
+    """Called in a rank: have it killed when the launcher that started it dies, or `moe train` above that (Linux).
 
     An early Ctrl-C also ends it, without a traceback, until training catches signals. Does nothing in a process that no
-    launcher started: there the parent is a shell, and a run may outlive it (nohup).
+    launcher started: its parent is a shell, and the run may outlive that (nohup).
     """
     if not any(name in os.environ for name in _LAUNCHERS):
         return
@@ -46,13 +46,13 @@ def die_with_parent() -> None:
 
 
 def _die_with(pid: int) -> None:
-    """Wait in the kernel until `pid` has ended, then end this process: launchers between the two do not pass a death on."""
+    """Wait in the kernel until `pid` has ended, then end this process: launchers between the two do not do so when a process dies."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
         return
-    except OSError:  # an older kernel
+    except OSError:  # an older kernel without pidfd
         return
     select.select([handle], [], [])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +60,7 @@ def _die_with(pid: int) -> None:
 
 @dataclass
 class Rank:
-    """One rank as its ancestor sees it. `code` is its exit code (negative: a signal) where it could be read before it was reaped."""
+    """One rank as its ancestor sees it. `code` is its exit code (negative: a signal), if it could be read before it was reaped."""
 
     rank: int
     pid: int
@@ -69,7 +69,7 @@ class Rank:
     handle: int | None = None
 
     def look(self) -> None:
-        """Note the end of this process, and its exit code while it waits to be reaped."""
+        """Notice the end of this process, and read its exit code while it waits to be reaped."""
         if self.ended_at is not None:
             return
         state, code = _state(self.pid)
@@ -82,10 +82,10 @@ class Rank:
 
 
 def wait(ranks: list[Rank], wait_s: float) -> None:
-    """Sleep, but wake as soon as a rank ends: its exit code can be read only until its launcher has asked for it."""
+    """Sleep, but wake when a rank ends: its exit code can be read only until its launcher reaps it."""
     for rank in ranks:
         if rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # it has ended, or an older kernel
+            with contextlib.suppress(OSError):  # the rank has ended, or the kernel is older
                 rank.handle = os.pidfd_open(rank.pid)
     select.select([rank.handle for rank in ranks if rank.handle is not None], [], [], wait_s)
     for rank in ranks:
@@ -93,7 +93,7 @@ def wait(ranks: list[Rank], wait_s: float) -> None:
 
 
 def find_ranks(ancestor: int) -> list[Rank]:
-    """The ranks among the descendants of a launcher, by rank."""
+    """The ranks among the descendants of a launcher, in order of rank."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         family = {p.pid: _environment(p) for p in psutil.Process(ancestor).children(recursive=True)}
@@ -106,7 +106,7 @@ def find_ranks(ancestor: int) -> list[Rank]:
 
 
 def send(ranks: list[Rank], number: int) -> int:
-    """The signal to every living rank at once; how many got it."""
+    """Send the signal to all living ranks at once. Returns how many got it."""
     sent = 0
     for rank in ranks:
         rank.look()
@@ -118,7 +118,7 @@ def send(ranks: list[Rank], number: int) -> int:
 
 
 def kill_all(session: int, token: str, *, wait_s: float = 10.0) -> list[int]:
-    """SIGKILL every process of a launch, until none is left; the ids of those that outlived `wait_s` (stuck in the kernel)."""
+    """SIGKILL every process of a launch until none is left. Returns the ids of those alive after `wait_s` (stuck in the kernel)."""
     until = time.monotonic() + wait_s
     while True:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -133,7 +133,7 @@ def kill_all(session: int, token: str, *, wait_s: float = 10.0) -> list[int]:
 
 
 def _members(session: int, token: str) -> list[int]:
-    """Living processes in the launcher's session or with the launch's token."""
+    """Living processes in the launcher's session, or with the launch's token."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
@@ -152,7 +152,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """('R', None) of a living process, ('Z', exit code) of one that waits to be reaped, ('X', None) of one that is gone."""
+    """('R', None) for a living process, ('Z', exit code) for one that waits to be reaped, ('X', None) for one that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (ProcessLookupError, FileNotFoundError):

@@ -1,12 +1,12 @@
-"""The parent of a run on several processes: starts the launcher, passes signals on, judges the end, leaves nothing behind.
+"""The parent of a run on several processes: starts the launcher, passes signals on, judges the end, and leaves no process behind.
 
     start() -> deepspeed | torchrun -> ranks: moe.launch.launch -> <out>/.status/<rank>.json {"exit", "pid", "error"}
 
-Launchers alone are not enough: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0
-after one was killed. So success is what every rank wrote at its end, signals go to all ranks at once, and whatever happened
-nothing of the launch stays alive. Nothing here imports torch.
+Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its ranks one after another, and can exit with 0
+after a rank was killed. So each rank writes down its own end, which decides success; signals go to all ranks at once; and
+in every case no process of the launch stays alive. Nothing here imports torch.
 
-Exit codes: 0 every rank finished, 75 every rank saved and stopped for a signal, 2 bad input found by the ranks, 1 all else.
+Exit codes: 0 every rank finished, 75 every rank saved and stopped for a signal, 2 the ranks found bad input, 1 anything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moe.recipe.load import run_name
 from parallel.errors import BadInput
 
 Launcher = Literal["deepspeed", "torchrun"]
-STOPPED = 75  # sysexits' EX_TEMPFAIL: start it again and it goes on
+STOPPED = 75  # EX_TEMPFAIL of sysexits: started again, the run resumes
 _POLL_S = 0.1
 _FIND_S = 0.5
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
@@ -48,10 +48,10 @@ def start(
     module: str = "moe.launch.launch",
     grace_s: float = 60.0,
 ) -> int:
-    """Run `module` on `nproc` processes (with a hostfile: on each of its hosts) and return this command's exit code.
+    """Run `module` on `nproc` processes (with a hostfile: on each of its hosts). Returns this command's exit code.
 
-    After a signal the ranks have `grace_s` to save; then, or at a second signal, all are killed. Raises BadInput before
-    anything starts. Must be called from the main thread, which receives the signals.
+    After a signal the ranks have `grace_s` to save; after that, or at a second signal, all are killed. Raises BadInput before
+    anything starts. Call it from the main thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
@@ -62,7 +62,7 @@ def start(
     env = child_environment(os.environ, nproc or 1) | {TOKEN: token}
     visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
     if visible:
-        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from what it is told here
+        del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
     port = port_from(os.environ, local=hostfile is None)
     command = _command(launcher, nproc, hostfile, visible, port=port, module=module, status=status) + words
     with _caught_signals() as caught:
@@ -84,7 +84,7 @@ def start(
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
-    """How many ranks a launch has: `nproc`, on each host of a hostfile; without `nproc` the hosts' slots. Raises BadInput."""
+    """The number of ranks of a launch: `nproc` on each host of a hostfile; without `nproc`, the hosts' slots. Raises BadInput."""
     if nproc is not None and nproc < 1:
         raise BadInput("--nproc", got=nproc, needed="at least 1 process", fix="--nproc 1")
     if hostfile is None:
@@ -103,25 +103,25 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
 def _command(
     launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, status: Path
 ) -> list[str]:
-    """The launcher's command line up to the words for the ranks."""
+    """The launcher's command line, up to the arguments for the ranks."""
     if launcher == "torchrun":
         codes = str(status / "launcher.json")
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
-    # "-q" still shows the launcher's own errors, which repeat what the ranks and we say
+    # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
     if hostfile is not None:
         command += ["--hostfile", str(hostfile), *(["--num_accelerators", str(nproc)] if nproc else [])]
     else:
         command += ["--include", f"localhost:{visible}"] if visible else ["--num_accelerators", str(nproc or 1)]
-        command += ["--hostfile", os.devnull + "/none"]  # else /job/hostfile, where a cluster has one, would decide
+        command += ["--hostfile", os.devnull + "/none"]  # else /job/hostfile would decide, if a cluster has one
     return [*command, "--module", module]
 
 
 def _watch(
     process: subprocess.Popen[bytes], world: int, caught: list[tuple[int, float]], *, grace_s: float, local: bool
 ) -> tuple[list[Rank], bool]:
-    """Wait for the launcher's end; meanwhile find the ranks, note their ends, pass a signal on. (ranks, whether to kill what is left)."""
+    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns (ranks, whether to kill the rest)."""
     ranks: list[Rank] = []
     looked = passed_at = -1.0
     while process.poll() is None:
@@ -146,7 +146,7 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
 
 
 def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, number: int, *, local: bool) -> bool:
-    """The signal to all ranks at once; False if they have not all started, so that there is nothing to wait for."""
+    """Send the signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
     name = signal.Signals(number).name
     if not local:  # DeepSpeed's launcher for several hosts does pass SIGTERM on
         process.send_signal(signal.SIGTERM)
@@ -169,9 +169,9 @@ def verdict(
     asked: int | None = None,
     killed: bool = False,
 ) -> tuple[int, list[str]]:
-    """(exit code, a line for each rank that failed, the first to die first). A rank without a status has not finished.
+    """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
 
-    `asked`: the signal that was passed on; `killed`: whether what was left after it has been killed.
+    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed.
     """
     exits = [status.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
@@ -188,10 +188,10 @@ def verdict(
         ]
     failed = [rank for rank in range(world) if exits[rank] not in (0, STOPPED)]
     bad = [rank for rank in failed if exits[rank] == 2]
-    if bad:  # rank 0 prints its own
+    if bad:  # rank 0 prints its line itself
         return 2, [] if exits[0] == 2 else [f"error: {status[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
-    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # not seen: it was too quick
+    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
     lines = []
     for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
@@ -206,7 +206,7 @@ def verdict(
 
 
 def _said(code: int | None) -> str:
-    """An exit code in words; a launcher gives a signal as -9, 137 or (DeepSpeed) 247."""
+    """An exit code in words. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
@@ -218,7 +218,7 @@ def _said(code: int | None) -> str:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """{host: slots} of DeepSpeed's hostfile, one `host slots=N` a line, # for comments. Raises BadInput."""
+    """{host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -242,7 +242,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[list[tuple[int, float]]]:
-    """The signals that came, each with its time; signals that are ignored here (nohup) stay ignored."""
+    """The signals received, each with its time. Signals that are ignored in this process (nohup) stay ignored."""
     caught: list[tuple[int, float]] = []
     numbers = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {s: signal.signal(s, lambda number, _: caught.append((number, time.monotonic()))) for s in numbers}
@@ -254,7 +254,7 @@ def _caught_signals() -> Iterator[list[tuple[int, float]]]:
 
 
 def _empty_status(out: Path) -> Path:
-    """The folder where each rank leaves its last word, without those of an earlier run. Raises BadInput."""
+    """An empty folder for the ranks' status files; those of an earlier run are removed. Raises BadInput."""
     folder = out / ".status"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -269,7 +269,7 @@ def _empty_status(out: Path) -> Path:
 
 
 def _read_status(folder: Path) -> dict[int, dict[str, Any]]:
-    """What each rank left, and from torchrun the exit codes of those that left nothing."""
+    """The status of each rank; for ranks without one, the exit codes that torchrun gave."""
     status: dict[int, dict[str, Any]] = {}
     with contextlib.suppress(OSError, ValueError):
         status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
@@ -281,7 +281,7 @@ def _read_status(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _wait_for_status(folder: Path, world: int, wait_s: float) -> None:
-    """Ranks on other hosts may still be saving when their launcher here has ended."""
+    """Wait until every rank has a status: ranks on other hosts may still be saving when the launcher here has ended."""
     until = time.monotonic() + wait_s
     while time.monotonic() < until and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""torchrun, with the exit code of each failed rank written to a file instead of a traceback of the launcher's own.
+"""torchrun, but with each failed rank's exit code written to a file instead of the launcher's own traceback.
 
 python -m moe.launch.torchrun CODES.json [torchrun's arguments]
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Exit code 0, or 1 with {"rank": exit code} in CODES.json (negative: a signal)."""
+    """Exit code 0; or 1, with {"rank": exit code} in CODES.json (negative: a signal)."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     codes = Path(sys.argv[1])
-    logging.disable(logging.CRITICAL)  # in this process only: ranks are processes of their own
+    logging.disable(logging.CRITICAL)  # in this process only: the ranks are separate processes
     try:
         torchrun(sys.argv[2:])
     except ChildFailedError as failed:
