@@ -1,1 +1,1 @@
-"""What does not go together in a recipe: each mistake is one line, before torch loads."""
+"""Checks of a recipe's values against each other: each mistake is one line, found before torch is imported."""

@@ -1,4 +1,4 @@
-"""What K-FAC cannot do with the rest of a recipe: refused in one line, before torch loads."""
+"""Refuses recipes that K-FAC cannot train, in one line each, before torch is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from parallel.errors import BadInput
 
 
 def check_optimizer(run: Run) -> None:
-    """Raises BadInput for the first reason found."""
+    """Refuse what the recipe's optimizer cannot do with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
     if o.kind != "kfac":
         for key in Kfac.model_fields:
@@ -49,7 +49,7 @@ def check_optimizer(run: Run) -> None:
 
 
 def _check_experts(run: Run) -> None:
-    """An expert's factors are of whole matrices, and stay where the expert is."""
+    """Refuse experts that K-FAC cannot handle: it needs whole matrices, and experts that stay on their rank."""
     if not (run.optimizer.kfac.experts and run.model.layers_with_experts()):
         return
     for key, value, plain in (

@@ -1,4 +1,4 @@
-"""What does not go with a pipeline: shardings that gather weights, and what needs all stages to wait for each other."""
+"""Refuses what a pipeline cannot be combined with: sharding that gathers weights, and methods that make all stages wait for each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel.pipeline.schedule import Schedule
 
 
 def check_pipeline(run: Run) -> None:
-    """Refuse what the pipeline cannot do, and what cannot be right with it. Raises BadInput."""
+    """Refuse what the pipeline cannot do, and what would be wrong with it. Raises BadInput."""
     pp = run.degrees.pp
     if pp < 1:
         raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
@@ -60,7 +60,7 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
 
 
 def _check_continuous(run: Run) -> None:
-    """Stages update on their own, at different times: nothing may need all of them before an update."""
+    """Refuse what needs all stages before an update: in a continuous pipeline, stages update at different times."""
     p, name = run.pipeline, run.pipeline.schedule
     own = f"{name}, whose stages update without waiting for each other"
     if name == "pipedream" and p.microbatches != 1:

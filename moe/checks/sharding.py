@@ -1,4 +1,4 @@
-"""What kinds of data parallelism can shard and offload: refused in one line, before torch loads.
+"""Which states each kind of data parallelism can shard and offload; anything else is refused in one line, before torch is imported.
 
 kind zero   stage 0  nothing is sharded: DDP          offload: nothing
             1, 2     by DeepSpeed                     optimizer: cpu
@@ -16,7 +16,7 @@ from parallel.extensions import missing_for_nvme
 
 
 def check_sharding(run: Run) -> None:
-    """Refuse what the kind and stage of a recipe cannot do. Raises BadInput."""
+    """Refuse what the recipe's kind and stage of sharding cannot do. Raises BadInput."""
     if run.sharding.kind == "zero":
         _check_zero(run)
     else:
@@ -26,7 +26,7 @@ def check_sharding(run: Run) -> None:
 
 
 def _check_not_zero(s: Sharding) -> None:
-    """Keys of zero set for another kind would do nothing."""
+    """Refuse zero's keys with another kind, where they would have no effect."""
     for key in ("stage", "engine"):
         value = getattr(s, key)
         if value != Sharding.model_fields[key].default:
@@ -48,7 +48,7 @@ def _check_not_zero(s: Sharding) -> None:
 
 
 def _check_fsdp(s: Sharding) -> None:
-    """Keys of fsdp set for another kind would do nothing."""
+    """Refuse fsdp's keys with another kind, where they would have no effect."""
     if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
         return
     for key in ("reshard", "prefetch"):
@@ -104,7 +104,7 @@ def _check_zero(run: Run) -> None:
 
 
 def _check_disk(o: Offload) -> None:
-    """The folder for what goes to a disk, and what DeepSpeed needs to write there."""
+    """Check the folder for states offloaded to disk, and what DeepSpeed needs to write there."""
     if "nvme" not in (o.optimizer, o.parameters):
         if o.path is not None:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""What tiles and chunks must divide or not exceed: refused in one line, before torch loads."""
+"""The sizes that tiles and chunks must divide or not exceed; others are refused in one line, before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel.mesh import divisors
 
 
 def check_tiling(run: Run) -> None:
-    """Tiles of equal hidden units in every network; no tile of the vocabulary and no chunk of tokens empty. Raises BadInput."""
+    """Check that tiles divide every network's hidden units evenly, and that no vocabulary tile or token chunk is empty. Raises BadInput."""
     widths = _widths(run)
     wrong = {what: size for what, size in widths.items() if size % run.tiling.ffn}
     for what, size in wrong.items():
@@ -35,13 +35,13 @@ def check_tiling(run: Run) -> None:
 
 
 def _widths(run: Run) -> dict[str, int]:
-    """The hidden units that a rank holds of each kind of network."""
+    """The number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
     widths = {"model.d_ff": m.d_ff} if len(sparse) < m.num_layers else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
-        widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a smaller one is refused with the other degrees
+        widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a width below 1 is refused with the other degrees
         if x.shared:
             widths["the shared experts' width"] = (x.shared_d_ff or units) * x.shared
         if x.residual:

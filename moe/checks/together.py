@@ -1,4 +1,4 @@
-"""What each value of a recipe allows and the values together do not: refused in one line, before torch loads."""
+"""Checks of values that are allowed one by one but not together: each mistake is one line, found before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel.mesh import check_world, divisors
 
 
 def check_run(run: Run, world_size: int) -> Run:
-    """The run with its `auto` degrees settled for so many processes. Raises BadInput for the first thing that cannot work together."""
+    """The run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first combination that cannot work."""
     run = run.resolve(world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
@@ -109,7 +109,7 @@ def _check_experts(run: Run) -> None:
 
 
 def _check_networks(run: Run) -> None:
-    """How many experts a layer has, and what stands beside them."""
+    """Check the number of experts of each layer, and the dense networks beside them."""
     x, layers = run.experts, run.model.layers_with_experts()
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
         raise BadInput(
@@ -136,7 +136,7 @@ def _check_networks(run: Run) -> None:
 
 
 def _check_dispatch(run: Run) -> None:
-    """How rows travel, and how each expert's matrices are split."""
+    """Check how rows travel between ranks, and how each expert's matrices are split."""
     d, ep, etp = run.dispatch, run.degrees.ep, run.degrees.etp
     units = run.experts.d_ff or run.model.d_ff
     if run.model.layers_with_experts() and etp > 0 and units % etp:
@@ -230,7 +230,7 @@ def _check_data(run: Run) -> None:
 
 
 def _check_replicas(run: Run, sequences: int) -> None:
-    """The replicas of dp share one process and each of its micro-batches."""
+    """Check that the replicas of dp can share one process and each of its micro-batches."""
     if run.sharding.kind != "dp":
         return
     if run.degrees.dp != 1:
@@ -272,7 +272,7 @@ def _check_batch(run: Run) -> None:
             needed=f"a divisor of the {held} sequences in one rank's micro-batch",
             fix=f"set router.group to one of {divisors(held)}",
         )
-    # where evaluation has a capacity, its groups must be whole on every rank, or the loss would depend on the layout
+    # where evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
     grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp
     if run.train.eval_sequences % unit:

@@ -1,1 +1,1 @@
-"""Costs of a recipe without a model: FLOPs, activations, stages."""
+"""Costs of a recipe, computed without building the model: FLOPs, activations, pipeline stages."""

@@ -1,17 +1,17 @@
-"""Bytes that wait between a forward and its backward, from a recipe alone: what a micro-batch in flight keeps on its stage.
+"""Bytes held between forward and backward, from a recipe alone: what a micro-batch in flight keeps on its stage.
 
-For each token of a block; c bytes to an element of the compute dtype, D channels, w = heads * channels of a head, F hidden units:
+Bytes per token of a block; c bytes per element of the compute dtype, D channels, w = heads * channels of a head, F hidden units:
 
-    attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, their mixture, log-sum-exp
+    attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, attention output, log-sum-exp
                  with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
-    experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, of k rows; where rows travel (ep > 1) 2 c k D more
-    recomputed   c D instead of the whole block (full), or of all but its attention (selective)
-    the head     4 D + c D + 8, and 4 V of logits where loss_chunks does not cut them
+    experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows; 2 c k D more if rows are exchanged (ep > 1)
+    recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
+    the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them
 
-A stage keeps its input as well, c D (in fp32 it is the norm's), and for each micro-batch its own copy of the dense weights in the compute
-dtype where parameters are wider, and 9 L^2 for T5's buckets. tests/moe/plan/test_activations.py counts what autograd really keeps; rows of
-experts are not padded here. Not counted: what exists only while an action runs.
+A stage also keeps its input, c D (in fp32 it is the norm's input). For each micro-batch it keeps a copy of the dense weights in the
+compute dtype if parameters are wider, and 9 L^2 for T5's buckets. tests/moe/plan/test_activations.py counts what autograd really keeps;
+the experts' rows are not padded there. Not counted: memory that is in use only while an action runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe.recipe.shapes import GATED
 
 
 def compute_bytes(run: Run) -> int:
-    """Of an element in the compute dtype; `auto` counts as bf16."""
+    """Bytes per element of the compute dtype; `auto` counts as bf16."""
     return 4 if run.precision.compute == "fp32" else 2
 
 
 def block_bytes(run: Run, layer: int) -> float:
-    """Held for one token of one block, without copies of weights."""
+    """Bytes held per token of one block, without copies of weights."""
     m, c = run.model, compute_bytes(run)
     kind = run.recompute.of_layer(layer)
     if kind == "full":
@@ -40,23 +40,23 @@ def block_bytes(run: Run, layer: int) -> float:
 
 
 def head_bytes(run: Run) -> float:
-    """Held for one token by the last norm and the loss."""
+    """Bytes held per token by the last norm and the loss."""
     held = (4 + compute_bytes(run)) * run.model.d_model + 8
     return held + (4 * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
 
 
 def input_bytes(run: Run, layer: int) -> float:
-    """Held for one token of a stage's input, where its first block does not hold that tensor itself."""
+    """Bytes held per token for a stage's input, if the stage's first block does not hold that tensor itself."""
     own = run.recompute.of_layer(layer) == "full" or compute_bytes(run) == 4
     return 0 if own else compute_bytes(run) * run.model.d_model
 
 
 def fixed_bytes(run: Run, layer: int) -> float:
-    """Held for one micro-batch whatever its tokens: dense weights in the compute dtype where parameters are wider, T5's buckets."""
+    """Bytes held per micro-batch whatever its tokens: dense weights in the compute dtype if parameters are wider, and T5's buckets."""
     m, kind = run.model, run.recompute.of_layer(layer)
     if kind == "full":
         return 0
-    buckets = 9 * m.max_length**2 if m.positions == "t5" else 0  # int64, and the mask of the future
+    buckets = 9 * m.max_length**2 if m.positions == "t5" else 0  # int64 buckets, and the causal mask
     if compute_bytes(run) == (4 if run.precision.master == "fp32" else 2):
         return buckets
     weights: float = attention_products(m)
@@ -92,5 +92,5 @@ def _dense_weights(run: Run, layer: int) -> float:
 
 
 def _hidden(ffn: str) -> int:
-    """Hidden tensors that a plain network keeps: relu's output is its own derivative, gelu needs input and output, a gate two more."""
+    """Hidden tensors that one network keeps: 1 for relu (its output gives its derivative), 2 for gelu (input and output), 4 if gated."""
     return 4 if ffn in GATED else 1 if ffn == "relu" else 2

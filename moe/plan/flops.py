@@ -1,9 +1,9 @@
 """Parameters and floating-point operations of a model, from its recipe alone: total and active per token.
 
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
-    training          = 3 * forward                                                    (backward is two products for one)
+    training          = 3 * forward                                                    (backward has two products for each one)
 
-A causal token attends to (L + 1) / 2 positions on average. Capacity is not counted: a dropped choice would only lower it.
+A causal token attends to (L + 1) / 2 positions on average. Capacity is ignored: dropped choices would only lower the count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Size:
 
 
 def size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> Size:
-    """Of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
+    """The size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
     blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
     ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + model.d_model
     forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
@@ -33,7 +33,7 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
 
 
 def block_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, layer: int) -> Size:
-    """Of one block: attention, and its feed-forward network or its experts, of which a token passes those that it chooses."""
+    """The size of one block: attention, and a feed-forward network or experts. `active` counts only the experts that a token chooses."""
     products = attention_products(model)
     idle = 0
     if layer in model.layers_with_experts():
@@ -55,24 +55,24 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
 
 
 def attention_products(model: sections.Model) -> int:
-    """Weights of one block's attention."""
+    """Number of weights in one block's attention."""
     head = model.head_size or model.d_model // model.num_heads
     return 2 * model.d_model * head * (model.num_heads + (model.num_kv_heads or model.num_heads))
 
 
 def core_forward(model: sections.Model) -> float:
-    """Forward FLOPs per token between q, k, v and their mixture, where there is no weight."""
+    """Forward FLOPs per token of attention between q, k and v, which has no weights."""
     width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
     return 4.0 * (model.max_length + 1) / 2 * width
 
 
 def expert_size(model: sections.Model, experts: sections.Experts) -> int:
-    """Parameters of one expert."""
+    """Number of parameters of one expert."""
     return _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)
 
 
 def head_forward(model: sections.Model, *, vocab_size: int) -> float:
-    """Forward FLOPs per token of the projection to the vocabulary; to look a token up is no product."""
+    """Forward FLOPs per token of the projection to the vocabulary. The embedding lookup needs no product."""
     return 2.0 * vocab_size * model.d_model
 
 

@@ -1,7 +1,7 @@
-"""A recipe's pipeline before there are tensors: its schedule, the layers of each stage, and what does not go with it.
+"""A recipe's pipeline, planned without tensors: its schedule, the layers of each stage, and what it cannot be combined with.
 
-schedule_of(run)      the actions of one step, or of several between two drains
-layers_of(run, ...)   which layers each stage has: cut by FLOPs, or as pipeline.layers says
+schedule_of(run)      the actions of one step, or of several steps between two drains
+layers_of(run, ...)   the layers of each stage: cut by FLOPs, or as pipeline.layers says
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.plan.cut import cut
 
 
 def continuous(run: Run) -> bool:
-    """Whether updates follow each other without a drain of the pipeline between."""
+    """Whether updates follow each other without draining the pipeline in between."""
     kind = SCHEDULES.get(run.pipeline.schedule)
     return run.degrees.pp > 1 and kind is not None and kind.continuous
 
@@ -32,12 +32,12 @@ _KEYS = {"stages": "degrees.pp"} | {key: f"pipeline.{key}" for key in ("microbat
 
 
 def schedule_of(run: Run, *, batches: int = 1) -> Schedule:
-    """What the recipe's ranks carry out in `batches` steps. Raises BadInput for what its schedule cannot do."""
+    """The schedule of `batches` steps on the recipe's ranks. Raises BadInput for what its schedule cannot do."""
     return _named(run, batches) if run.pipeline.energy_plan is None else energy_plan(run).schedule
 
 
 def energy_plan(run: Run) -> Clocked:
-    """The recipe's plan, of its own schedule. Raises BadInput for any other file, and where no step is drained before the next."""
+    """The recipe's energy plan. Raises BadInput for a plan of another schedule, and if steps are not drained before the next."""
     p, what = run.pipeline, "pipeline.energy_plan"
     if run.degrees.pp == 1 or continuous(run):
         got, fix = ("it with degrees.pp=1", "degrees.pp") if run.degrees.pp == 1 else (f"it with {p.schedule}", "pipeline.schedule")
@@ -48,7 +48,7 @@ def energy_plan(run: Run) -> Clocked:
     size = "" if p.schedule.endswith(".csv") else f" --stages {run.degrees.pp} --microbatches {p.microbatches}"
     chunks = "" if p.chunks is None else f" --chunks {p.chunks}"
     fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json, or set it to null"
-    if p.pipelines not in (None, 2):  # which moe energy does not plan
+    if p.pipelines not in (None, 2):  # moe energy does not plan such schedules
         fix = "set it or pipeline.pipelines to null"
     return read_plan(Path(p.energy_plan).expanduser(), schedule, what=what, fix=fix)
 
@@ -112,7 +112,7 @@ def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
 
 
 def described(run: Run) -> str:
-    """The stages in words, with what the schedule leaves idle: simulated by FLOPs, backward twice forward, without transfers."""
+    """The stages in words, with the schedule's idle share: simulated by FLOPs, backward as twice forward, without transfers."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
     layers, flops = layers_of(run, schedule), layer_flops(run)
@@ -124,5 +124,5 @@ def described(run: Run) -> str:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Whether some action is the backward of the input, or of the weights, alone."""
+    """Whether the schedule has actions that compute only the input's gradient, or only the weights'."""
     return any(action.op is Op.I for order in schedule.orders for action in order)

@@ -1,12 +1,13 @@
-"""What each stage of a recipe's model costs, without a model: what a pipeline is cut and simulated by.
+"""The cost of each stage of a recipe's model, computed without the model: pipelines are cut and simulated by it.
 
-    layer_flops(run)          forward FLOPs per token of each layer, in order; the head's are with the last one
+    layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes the head's
     stages_of(run, ...)       the layers cut into stages (parallel/plan/cut.py) -> FLOPs and bytes of one micro-batch on each
-    Device.cost(stages)       the same as seconds: FLOPs over a speed, bytes over a link
+    Device.cost(stages)       the same in seconds: FLOPs over a speed, bytes over a link's bandwidth
 
-A backward pass has two products for each of the forward one: the weights' gradient, which W is, and the input's. Attention between q, k, v
-has no weights, so both are the input's. What is recomputed runs forward again with the input's gradient. To look a token up is no
-product: the embedding adds parameters to the first stage and no FLOPs. Norms, the optimizer's step, memory's limits: no time here.
+For each forward product, the backward pass has two: the weights' gradient (action W) and the input's gradient. Attention between q, k
+and v has no weights, so both of its products belong to the input's gradient. Recomputed parts run forward again with the input's
+gradient. An embedding lookup is no product: it adds parameters to the first stage but no FLOPs. Not counted as time: norms, the
+optimizer's step, memory bandwidth.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Cost
 from parallel.plan.cut import cut
 
-STATE_BYTES = 16  # per parameter on every rank that holds it: fp32 weight and gradient, and two moments of AdamW
-WEIGHT_BYTES = 4  # per parameter, for each older version of the weights that is kept
+STATE_BYTES = 16  # per parameter, on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
+WEIGHT_BYTES = 4  # per parameter, for each older weight version that is kept
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One micro-batch on one stage. FLOPs: `forward`, `backward` with what is recomputed, `weights` the part of it that W is.
+    """One micro-batch on one stage. FLOPs: `forward`; `backward`, including recomputation; `weights`, the part of `backward` in W.
 
-    held: bytes that it keeps from F until its backward; crossing: of its output, and of the gradient that comes back.
+    Bytes: `held` from F until the backward pass; `crossing`, of the output sent on and of the gradient that comes back.
     """
 
     layers: range
@@ -45,13 +46,13 @@ class Stage:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank reaches: FLOPs in a second, and bytes in a second to another rank, each way."""
+    """The speed that a rank reaches: FLOP/s, and bytes per second to another rank, in each direction."""
 
     tflops: float
     link_gb_s: float
 
     def cost(self, stages: Sequence[Stage], replicas: int) -> Cost:
-        """Seconds of each action; S sends and receives 2 (n - 1) / n of a stage's fp32 gradients between n replicas."""
+        """Seconds of each action. S sends and receives 2 (n - 1) / n of a stage's fp32 gradients between n replicas."""
 
         def cost(rank: int, action: Action) -> float:
             stage = stages[action.stage]
@@ -66,14 +67,14 @@ class Device:
 
 
 def layer_flops(run: Run) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, with those of the vocabulary's projection on the last; experts by the choices of a token."""
+    """Forward FLOPs per token of each layer, with the vocabulary projection's in the last. Experts count by a token's choices."""
     flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
     flops[-1] += head_forward(run.model, vocab_size=run.vocab_size)
     return tuple(flops)
 
 
 def micro_batch(run: Run, microbatches: int) -> int:
-    """Sequences in one micro-batch of one replica. Raises BadInput where the batch cannot be cut into so many."""
+    """Number of sequences in one micro-batch of one replica. Raises BadInput if the batch cannot be cut into `microbatches`."""
     replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
     share = run.train.global_batch // replicas
     if run.train.global_batch % replicas or share % microbatches:
@@ -88,9 +89,9 @@ def micro_batch(run: Run, microbatches: int) -> int:
 
 
 def stages_of(run: Run, num_stages: int, *, sequences: int) -> tuple[Stage, ...]:
-    """The layers cut into `num_stages`, for micro-batches of so many sequences: by FLOPs, or by pipeline.layers where that has as many.
+    """The layers cut into `num_stages`, with the costs of micro-batches of `sequences` sequences.
 
-    Raises BadInput for more stages than layers.
+    Cut by FLOPs, or by pipeline.layers if that has as many stages. Raises BadInput for more stages than layers.
     """
     given = run.pipeline.layers or ()
     counts = given if len(given) == num_stages and sum(given) == run.model.num_layers else cut(layer_flops(run), num_stages)
@@ -126,7 +127,7 @@ def _recomputed(run: Run, layer: int) -> float:
 
 
 def _parameters(run: Run, layer: int) -> int:
-    """Those of a block that one rank holds: of its experts a share of 1 / ep."""
+    """Number of parameters of a block on one rank; of the experts, that is a share of 1 / ep."""
     total = block_size(run.model, run.experts, run.router, layer=layer).total
     sparse, ep = run.model.layers_with_experts(), run.degrees.ep
     if layer not in sparse or not isinstance(ep, int):

@@ -1,1 +1,1 @@
-"""What a user may say, and where each value came from; nothing here needs torch."""
+"""Recipes: the values that a user can set, and the origin of each value. Nothing here needs torch."""

@@ -1,9 +1,9 @@
-"""A recipe file, its parents and flags made a Run, each value with its origin.
+"""Builds a Run from a recipe file, its parents and command-line flags, and records each value's origin.
 
     YAML file --extends--> parent        command line > file > parent > default
-         \\______ merge ______/          `load` returns the Run and where each value came from
+         \\______ merge ______/          `load` returns the Run and each value's origin
 
-Every mistake in them is one line with the fix: unknown keys get the nearest known one.
+Every mistake in them is one line with its fix; for an unknown key, that is the most similar known key.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """The recipes that ship with the project."""
+    """The names of the recipes that ship with the project."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
 def run_name(recipe: str) -> str:
-    """What a run of this recipe is called, by itself: the recipe's name; a run folder's own recipe.yaml is that run's."""
+    """The default name of a run: the recipe's name, or for a run folder's own recipe.yaml that run's name."""
     path = Path(recipe)
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
 
 
 def recipe_path(name: str) -> Path:
-    """A recipe by the name of a shipped one or by its path. Raises BadInput with the names there are."""
+    """The path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
     for path in (RECIPES / f"{name}.yaml", Path(name).expanduser()):
         if path.is_file():
             return path
@@ -50,7 +50,7 @@ def recipe_path(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """A recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}}, {'model.d_ff': 'dense_tiny.yaml'}."""
+    """A recipe merged with its parents, and each value's origin: {'model': {'d_ff': 512}} and {'model.d_ff': 'dense_tiny.yaml'}."""
     chain: list[tuple[Path, dict[str, Any]]] = []
     while True:
         if any(path.resolve() == seen.resolve() for seen, _ in chain):
@@ -80,7 +80,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str], *, prefix: str, source: str) -> None:
-    """Values over those of the parent, key by key; a section inside a section likewise."""
+    """Write `fields` over the parent's values in `into`, key by key; nested sections likewise."""
     for key, value in fields.items():
         dotted = f"{prefix}.{key}"
         if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known_keys()):
@@ -96,7 +96,7 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates 
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would keep the last of two equal keys and say nothing."""
+    """PyYAML's safe loader, but it refuses two equal keys, of which PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -126,7 +126,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dict[str, str]]:
-    """A recipe by name or path with dotted overrides (text, read as YAML): the Run and each value's origin. Raises BadInput."""
+    """A recipe by name or path, with dotted overrides (text, read as YAML): the Run and each value's origin. Raises BadInput."""
     values, origins = read_recipe(recipe_path(recipe))
     for dotted, text in (overrides or {}).items():
         if dotted not in known_keys():
@@ -150,7 +150,7 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
 
 
 def _read_value(text: str, annotation: Any) -> Any:
-    """A value from the command line, read as YAML; where text is wanted, as it stands (a folder may be called 2024 or no)."""
+    """A command-line value, read as YAML. Where text is wanted it stays as typed (a folder may be called 2024 or no)."""
     try:
         value = yaml.safe_load(text)
     except _NOT_YAML:
@@ -159,7 +159,7 @@ def _read_value(text: str, annotation: Any) -> Any:
 
 
 def build_run(values: dict[str, Any]) -> Run:
-    """A Run from plain values, or BadInput for the first thing that is wrong in them."""
+    """A Run from plain values. Raises BadInput for the first mistake in them."""
     try:
         return Run.model_validate(values)
     except ValidationError as error:
@@ -170,12 +170,12 @@ def build_run(values: dict[str, Any]) -> Run:
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of a recipe; `section.inner.key` where a section holds another."""
+    """Every dotted key of a recipe, as `section.key`, or `section.inner.key` where a section contains another."""
     return list(_keys())
 
 
 def flat(run: Run) -> dict[str, Any]:
-    """Every value of a recipe by its dotted key, as JSON has it."""
+    """Every value of a recipe by its dotted key, in JSON form."""
     values = run.model_dump(mode="json")
     return {key: reduce(lambda held, name: held[name], key.split("."), values) for key in known_keys()}
 
@@ -192,13 +192,13 @@ def _keys_of(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def _section(field: Any) -> type[Section] | None:
-    """The section that a field is, None for a value."""
+    """The section class of a field; None if the field is a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _field(path: Sequence[Any]) -> Any:
-    """The field at the end of a path of names; None if there is none."""
+    """The field at the end of a path of names; None if there is no such field."""
     section: type[Section] | None = Run
     field = None
     for name in path:
@@ -210,7 +210,7 @@ def _field(path: Sequence[Any]) -> Any:
 
 
 def _place(loc: Sequence[Any]) -> list[Any]:
-    """The names of a pydantic location: what follows them is inside a value."""
+    """The leading names of a pydantic error location; the rest of it points inside a value."""
     return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
 
 
@@ -248,7 +248,7 @@ _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def _explain(error: dict[str, Any], more: int) -> BadInput:
-    """pydantic's first complaint as one line in our form."""
+    """pydantic's first error as one line in the project's form."""
     loc = tuple(p for p in error["loc"])
     if error["type"] == "extra_forbidden":
         try:
@@ -276,7 +276,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
 
 
 def _shown(value: Any) -> str:
-    """A wrong value in a few words, whatever is nested in it."""
+    """A wrong value in a few words, however deeply nested."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
@@ -293,7 +293,7 @@ def _takes_number(annotation: Any) -> bool:
 
 
 def resolved_yaml(run: Run, origins: dict[str, str]) -> str:
-    """The whole recipe as YAML, each value with its origin as a comment; `load` reads it back."""
+    """The whole recipe as YAML, with each value's origin as a comment. `load` can read it back."""
     lines: list[str] = []
 
     def write(fields: dict[str, Any], prefix: str, depth: int) -> None:

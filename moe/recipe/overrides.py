@@ -1,4 +1,4 @@
-"""Recipe values on a command line: `--section.key value` and `--section.key=value`, wherever they stand."""
+"""Recipe values on a command line: `--section.key value` and `--section.key=value`, in any position."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from parallel.errors import BadInput
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split off every `--section.key value` and `--section.key=value`: (the other words, {"section.key": text}).
+    """Split off every `--section.key value` and `--section.key=value`: returns (the other words, {"section.key": text}).
 
-    Dashes in a key are read as underscores. Whether a key exists is for `moe.recipe.load.load` to say. Raises BadInput for a key
-    without a value or given twice.
+    Dashes in a key are read as underscores. Whether a key exists is checked in `moe.recipe.load.load`. Raises BadInput for a key
+    without a value, or given twice.
     """
     rest: list[str] = []
     overrides: dict[str, str] = {}

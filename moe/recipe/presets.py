@@ -1,4 +1,4 @@
-"""The published routers, each with all its choices; docs/moe/routing.md shows the table and where each number comes from.
+"""The published routers, each with all its settings; docs/moe/routing.md shows the table and the source of each number.
 
 switch          top-1, gate as it is                                Switch (arXiv 2101.03961); capacity as DeepSpeed rounds it
 switch_mtf      the same, with the released code's numbers          Mesh TensorFlow, mesh_tensorflow/transformer/moe.py

@@ -1,12 +1,12 @@
-"""A router as data: every choice that systems make differently, by name; nothing is left to a default of the code (no torch here).
+"""A router as data: every choice in which systems differ has a name here, and the code has no other defaults (no torch here).
 
     scores      x -> logits -> noise -> scores                       score, softmax_over, jitter, noise
     selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups, top_groups, second, bias_rate
     gates       scores of the chosen -> weights of their outputs     gates, gate_scale
-    capacity    choices -> which of them have a slot                 group ... queue
+    capacity    choices -> which of them get a slot                  group ... queue
     losses      what keeps experts evenly used                       balance_weight ... z_weight
 
-moe/recipe/presets.py has the published routers in these words; a recipe names one and replaces what it wants (`sections.Router.spec`).
+moe/recipe/presets.py describes the published routers with it; a recipe names one and replaces what it wants (`sections.Router.spec`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one
 
 @dataclass(frozen=True)
 class Key:
-    """What a recipe says of a field: its meaning in a few words, and the numbers it may have."""
+    """A recipe's description of a field: its meaning in a few words, and the range of its numbers."""
 
     description: str | None = None
     above: float | None = None
@@ -29,26 +29,26 @@ class Key:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """One router, complete. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
+    """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
-        `score` of a logit; `softmax_over` all experts, or over the chosen ones alone (after selection, Mixtral's order);
-        `jitter` e: the router's input times uniform(1 - e, 1 + e); `noise` on logits: `gumbel` for selection only, so that an
-        expert is drawn with its probability; `noisy_top_k` for gates too, with a learned size (Shazeer et al. 2017). All train only.
+        `score`: function of a logit. `softmax_over`: all experts, or only the chosen ones (after selection, Mixtral's order).
+        `jitter` e: the router's input times uniform(1 - e, 1 + e). `noise` on logits: `gumbel` for selection only, so that an
+        expert is drawn with its probability; `noisy_top_k` for gates too, with a learned size (Shazeer et al. 2017). Training only.
     selection
         `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts;
-        `expert_choice`: experts choose tokens, num_choices a token on average; `hash` of the token's id; `sinkhorn`: top-k of a
-        balanced plan in training. `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
-        selection bias, None for no bias, 0 for one that stays as loaded.
+        `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id; `sinkhorn`:
+        top-k of a balanced plan in training. `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
+        selection bias; None: no bias; 0: a bias that stays as loaded.
     gates
-        `as_is`; sum 1 over a token's choices `before_drop`; sum 1 over those that found a slot, `after_drop`. Times `gate_scale`.
+        `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over those with a slot (`after_drop`). Times `gate_scale`.
     capacity
-        slots = factor * tokens of the `group` [* k] / experts, rounded, up to a `capacity_multiple`, at least `min_capacity`;
-        factor None is dropless. `drop`: who came last by `position`, who has the `lowest_gate`, or a `random` choice (train only).
+        slots = factor * tokens of the `group` [* k] / experts, rounded, up to a multiple of `capacity_multiple`, at least
+        `min_capacity`. Factor None is dropless. `drop`: the last by `position`, the `lowest_gate`, or at `random` (training only).
         `queue`: all first choices of a group, then all second ones; or token after token.
     losses
-        weights of Switch's balance loss, of the importance loss and of the z loss, each summed over layers; `balance_counts`:
-        which choices f counts; `balance_scope`: over which tokens f is taken.
+        weights of Switch's balance loss, the importance loss and the z-loss, each summed over layers. `balance_counts`:
+        which choices f counts. `balance_scope`: over which tokens f is taken.
     """
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
@@ -90,12 +90,12 @@ class RouterSpec:
 
     @property
     def drops(self) -> bool:
-        """Whether a choice may be left without a slot, in training or in evaluation."""
+        """Whether a choice may get no slot, in training or in evaluation."""
         return self.select != "expert_choice" and (self.capacity_factor is not None or self.eval_capacity_factor is not None)
 
     @property
     def looks_ahead(self) -> str | None:
-        """Why the experts of a token may depend on tokens after it, in training or in evaluation; None: they never do."""
+        """Why a token's experts may depend on later tokens, in training or in evaluation; None if they never do."""
         if self.select == "expert_choice":
             return "an expert chooses its tokens among those of the whole group"
         if self.select == "sinkhorn":
@@ -110,10 +110,10 @@ class RouterSpec:
 
     @property
     def causal(self) -> bool:
-        """No output depends on a later token."""
+        """Whether no output depends on a later token."""
         return self.looks_ahead is None
 
     @property
     def second_choices_only(self) -> bool:
-        """It looks ahead, but through GShard's queue alone: never at a first choice. So GShard and GLaM train, and so may a recipe."""
+        """Whether it looks ahead only through GShard's queue, never at first choices. GShard and GLaM do, so a recipe may train so."""
         return self.looks_ahead == _SECOND_CHOICES

@@ -1,9 +1,9 @@
-"""The sections of a recipe: small, frozen, one a concern (this file needs no torch).
+"""The sections of a recipe: small, frozen, one per concern (this file needs no torch).
 
     Run = model + experts + router + degrees + sharding + ... + train
-    check_run(run, world)  what fits one by one but not together (moe/checks/together.py): one line, what, got, needed, fix
+    check_run(run, world)  refuses valid values that do not fit together (moe/checks/together.py): one line, what, got, needed, fix
 
-`Run` is the library's entry too: `train(Run(...))` never reads argv. Reading YAML and flags into a Run: moe/recipe/load.py.
+`Run` is also the library's entry: `train(Run(...))` never reads argv. moe/recipe/load.py reads YAML and flags into a Run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic lets pass: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
+        """Refuse what pydantic accepts: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
                 raise ValueError("a number or a name, not true or false")
@@ -86,17 +86,17 @@ class Experts(Section):
         return value
 
     def of_layer(self, nth: int) -> int:
-        """The number of experts in the nth of the layers that have experts, from 0."""
+        """The number of experts in the nth layer with experts, counted from 0."""
         return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Every number of experts that a layer has."""
+        """The distinct numbers of experts that layers have."""
         return (self.num_experts,) if isinstance(self.num_experts, int) else self.num_experts
 
 
 class _RouterSection(Section):
-    """Who goes where: a published router by name, and what this recipe does differently from it."""
+    """The router: a published one by name, and this recipe's changes to it."""
 
     preset: Literal[
         "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "deepseek_v3", "deepspeed", "megatron", "expert_choice"
@@ -104,22 +104,22 @@ class _RouterSection(Section):
 
     @property
     def own(self) -> dict[str, Any]:
-        """What this recipe says itself."""
+        """The values that this recipe sets itself."""
         return {f.name: value for f in fields(RouterSpec) if (value := getattr(self, f.name)) != "preset"}
 
     @property
     def unlike_preset(self) -> dict[str, Any]:
-        """Of that, what the preset has otherwise."""
+        """Those of the recipe's own values that differ from the preset's."""
         return {key: value for key, value in self.own.items() if value != getattr(PRESETS[self.preset], key)}
 
     @property
     def spec(self) -> RouterSpec:
-        """The preset with this recipe's own values: complete."""
+        """The complete router: the preset with this recipe's own values."""
         return replace(PRESETS[self.preset], **self.own)
 
 
 def _router_keys() -> dict[str, Any]:
-    """The fields of RouterSpec as keys of a recipe, each with one value more: "preset", the one that the preset has."""
+    """The fields of RouterSpec as keys of a recipe. Each may also be "preset", which takes the preset's value."""
     keys: dict[str, Any] = {}
     for name, hint in get_type_hints(RouterSpec, include_extras=True).items():
         kind, key = get_args(hint)
@@ -148,7 +148,7 @@ else:
 
 
 class Dispatch(Section):
-    """How rows travel to the ranks that hold their experts, and back; all kinds give the same numbers."""
+    """How rows travel to the ranks that hold their experts, and back. All kinds give the same numbers."""
 
     kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] = Field(
         "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
@@ -158,7 +158,7 @@ class Dispatch(Section):
 
 
 class Parallel(Section):
-    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest that divides dp / etp and the experts."""
+    """Ways to split the work. `auto` dp uses all processes; `auto` ep is the largest that divides both dp / etp and the experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
@@ -200,7 +200,7 @@ class Sequence(Section):
 
 
 class Pipeline(Section):
-    """Layers cut into stages on degrees.pp ranks; without stages only `microbatches` counts."""
+    """Layers cut into stages on degrees.pp ranks. Without stages only `microbatches` has an effect."""
 
     schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
     microbatches: int = Field(1, gt=0, description="each rank's share of the batch is cut into so many; gradients accumulate")
@@ -213,7 +213,7 @@ class Pipeline(Section):
 
 
 class Tiling(Section):
-    """Large matrices in runs, each a parameter of its own that an engine gathers, steps and frees alone."""
+    """Large matrices cut into tiles, each a separate parameter that an engine gathers, steps and frees on its own."""
 
     ffn: int = Field(1, gt=0, description="of feed-forward networks and experts, by hidden units")
     head: int = Field(1, gt=0, description="of the embedding table and the vocabulary projection, by tokens of the vocabulary")
@@ -231,7 +231,7 @@ class Recompute(Section):
 
 
 class Precision(Section):
-    """One policy for dense and sparse: parameters live in `master`, matrix products run in `compute`, everything that sums is fp32."""
+    """One policy for dense and sparse: parameters are stored in `master`, matrix products run in `compute`, all sums are fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = Field("fp32", description="auto: bf16 if every processor has it, else fp32")
     master: Literal["fp32", "bf16"] = "fp32"
@@ -248,7 +248,7 @@ class Data(Section):
 
 
 class Kfac(Section):
-    """Of K-FAC: how its factors are taken and damped."""
+    """Settings of K-FAC: how its factors are estimated and damped."""
 
     damping: float = Field(0.3, gt=0, description="added to each factor, whose mean eigenvalue is 1: its square root")
     ema: float = Field(0.5, ge=0, lt=1, description="what remains of the old factors at a refresh")
@@ -258,7 +258,7 @@ class Kfac(Section):
 
 
 class Optimizer(Section):
-    """AdamW, or K-FAC's direction with its length; no decay on norms, biases and the router."""
+    """AdamW, or K-FAC's direction with AdamW's length. No weight decay on norms, biases and the router."""
 
     kind: Literal["adamw", "kfac"] = "adamw"
     lr: float = Field(1e-3, gt=0)
@@ -310,7 +310,7 @@ class Run(Section):
         return self.model.vocab_size or (256 if self.data.tokenizer == "bytes" else self.data.vocab_size)
 
     def resolve(self, world_size: int) -> Run:
-        """The same run with `auto` degrees made numbers for so many processes."""
+        """The same run with `auto` degrees resolved for `world_size` processes."""
         dp = max(1, world_size // max(1, self.degrees.pp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
@@ -318,7 +318,7 @@ class Run(Section):
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def mesh_degrees(self) -> Degrees:
-        """The resolved degrees; call `resolve` first."""
+        """The resolved degrees. Call `resolve` first."""
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
