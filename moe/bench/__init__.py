@@ -1,1 +1,1 @@
-"""What is measured against which peer: one file a bench, each with `main(**flags) -> int`, a table and `--json FILE`."""
+"""The measurements of `moe bench`: one file each, with `main(**flags) -> int`, a table and `--json FILE`."""

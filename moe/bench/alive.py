@@ -1,6 +1,6 @@
-"""Bytes of the storages that torch makes and has not freed, whoever holds them: Python, autograd's graphs, a process group.
+"""Counts the bytes of tensor storages that are alive, whoever holds them: Python, autograd's graphs, a process group.
 
-Every operator's results are seen as they are made (forward, backward and what C++ calls), each storage once; it tells when it goes.
+Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """`now` and `most` bytes since it was entered; `there`: tensors made before, which may come out of an operator (a view of a weight)."""
+    """`now` and `most`: live bytes made since it was entered. `there`: older tensors, which an operator may return (a view of a weight)."""
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Alive(TorchDispatchMode):
         return out
 
     def new(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes that some tensors have in `now`; no two of them in one storage."""
+        """The bytes of these tensors that count in `now`. No two of them may share a storage."""
         storages = (t.untyped_storage() for t in tensors)
         return sum(storage.nbytes() for storage in storages if storage._cdata not in self.storages)
 

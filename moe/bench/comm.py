@@ -1,13 +1,13 @@
-"""Bytes that each rank sends for gradients and parameters in one step, counted, against theory (parallel/plan/states.py).
+"""Bytes that each rank sends for gradients and parameters in one step, counted, against the closed forms (parallel/plan/states.py).
 
     all-reduce (DDP)                             2 (N - 1)/N of the parameters' bytes
     reduce-scatter + all-gather (ZeRO-1, -2)     2 (N - 1)/N
     two all-gathers + reduce-scatter (ZeRO-3)    3 (N - 1)/N           N: dp for dense parameters, edp for experts
 
-Counted as messages pass torch's dispatcher (moe/bench/sent.py), so DeepSpeed's and torch's engines are seen like ours; what our own
-collectives count must agree. Rows that travel to experts, and numbers such as the norm, are apart. Micro-batches: an engine that does
-not keep whole gradients between them reduces them in each one. DeepSpeed's stage 3 keeps the weights that it has gathered ahead
-when the forward pass ends: the law is measured without, and a row `ahead` with. `moe bench comm --nproc 2 --json FILE`.
+Bytes are counted as messages pass torch's dispatcher (moe/bench/sent.py), so DeepSpeed's and torch's engines are counted like ours. The
+counts of our own collectives must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
+not keep whole gradients between micro-batches reduces them in each one. When the forward pass ends, DeepSpeed's stage 3 keeps the weights
+that it has gathered ahead: the law is measured without gathering ahead, and a row `ahead` with it. `moe bench comm --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from parallel.plan.states import sent_bytes
 from parallel.precision import LossScale
 
 LENGTH = 12
-TOLERANCE = 0.005  # padding to equal parts adds; small weights that stay whole take away
+TOLERANCE = 0.005  # padding to equal parts adds bytes; small weights that stay whole save some
 
 
 def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, precision: str = "fp32") -> dict[str, Any]:
-    """A small model, as bytes do not depend on size."""
+    """The recipe of a small model, since the ratio to theory does not depend on size."""
     model = {"num_layers": 4, "d_model": 512, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH}
     values: dict[str, Any] = {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": 2 if sparse else 1}}
     values |= {"pipeline": {"microbatches": microbatches}, "precision": {"compute": precision}}
@@ -44,7 +44,7 @@ def recipe(kind: ShardedKind, ranks: int, *, sparse: bool, microbatches: int, pr
 
 
 def expected(kind: ShardedKind, started: Started) -> float:
-    """Bytes of one step by theory: dense parameters over dp, those of the experts that a rank holds over edp; FSDP's table beside."""
+    """Bytes of one step by theory: dense parameters over dp, a rank's experts over edp, plus FSDP's table (`table_bytes`)."""
     held, bytes_of = {"dp": 0, "edp": 0}, kind.travels(started.run.precision.compute)
     for layout in started.layouts.values():
         parts = torch.Size(layout.local_shape(started.mesh))
@@ -64,7 +64,7 @@ def expected(kind: ShardedKind, started: Started) -> float:
 
 
 def table_bytes(kind: ShardedKind, started: Started) -> float:
-    """What FSDP's tied table costs beyond other weights: gathered at both ends of the model in both passes, and always in fp32."""
+    """Bytes that FSDP's tied table costs beyond other weights: it is gathered at both ends of the model, in both passes, always in fp32."""
     run, dp = started.run, started.mesh.axis("dp").size
     gathers = 4 * 4 - 2 * kind.travels(run.precision.compute).parameters
     return run.pipeline.microbatches * (dp - 1) / dp * gathers * run.vocab_size * run.model.d_model
@@ -73,7 +73,7 @@ def table_bytes(kind: ShardedKind, started: Started) -> float:
 def measure(
     rank: int, ranks: int, kind: ShardedKind, sparse: bool, microbatches: int, precision: str, ahead: bool = False
 ) -> dict[str, Any]:
-    """One case on the ranks that are running: this rank's row, of its third step, when every engine has settled."""
+    """This rank's row of one case, on ranks that are running; of the third step, when every engine has reached its steady state."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
     with quick_values(), nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
         started = start(kind, values, rank, ranks)
@@ -103,9 +103,9 @@ def measure(
 
 
 def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int, bool, int, str, bool]]:
-    """Dense and sparse (ep 2), micro-batches 1 and 3, on each number of ranks that divides nproc; peers dense, in bf16, as they come.
+    """Dense and sparse (ep 2), with 1 and 3 micro-batches, on each number of ranks that divides nproc. Peers: dense, bf16, as installed.
 
-    bf16 and looking ahead on two ranks alone, as nothing else differs.
+    bf16 and gathering ahead are measured on two ranks only, since more ranks change nothing.
     """
     numbers = [ranks for ranks in divisors(nproc) if ranks > 1]
     found = []
@@ -120,7 +120,7 @@ def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int,
 
 
 def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench comm`: 1 if an engine sends other bytes than theory says."""
+    """`moe bench comm`: returns 1 if an engine sends other bytes than theory says."""
     chosen = kinds_of(kinds or ",".join((*PLAIN, "deepspeed1", "deepspeed2", "deepspeed3")))
     torch.set_num_threads(1)
     load_engines(chosen)

@@ -1,9 +1,9 @@
-"""What it costs in loss that gradients are of older weights: PipeDream, 2BW, and a long delay for all stages (vertical sync).
+"""The cost in loss of gradients from older weights: PipeDream, 2BW, and the same long delay for all stages (vertical sync).
 
-Tiny models of eight layers on Python's standard library, with the same first weights, batches and learning rates in all variants. One
-process stands for the pipeline: before each pass the values that a stage's weights had `age` updates ago are put under the model, and the
-step is made from the newest, which is what the runtime computes to the digit (tests/moe/train/test_stream.py). Nothing is clipped: a
-stage that updates on its own knows no gradient norm of the whole model.
+Tiny models of eight layers on Python's standard library; all variants have the same initial weights, batches and learning rates. One
+process simulates the pipeline: before each pass, the model's weights are set to the values that they had `age` updates ago, and the
+update is made from the newest. The runtime computes exactly the same (tests/moe/train/test_stream.py). Nothing is clipped, because a
+stage that updates on its own does not know the gradient norm of the whole model.
 
     PipeDream of p stages   age p - 1 - s on stage s        vertical sync   age p - 1 everywhere        2BW   age 1, of whole batches
 
@@ -38,8 +38,8 @@ from parallel.precision import LossScale
 from parallel.process import World
 
 CPU = torch.device("cpu")
-Ages = Callable[[int], int]  # stage -> age of its weights, in updates
-VARIANTS: dict[str, tuple[int, Ages]] = {  # stages, and how old the weights of each are
+Ages = Callable[[int], int]  # stage -> age of the weights that its gradients come from, in updates
+VARIANTS: dict[str, tuple[int, Ages]] = {  # variant -> (number of stages, age of each stage's weights)
     "none": (1, lambda stage: 0),
     "two_bw": (8, lambda stage: 1),
     "pipedream, 4 stages": (4, lambda stage: 3 - stage),
@@ -62,7 +62,7 @@ def values_of(model: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[str, int]:
-    """The delay of each parameter's gradient, in updates: how much older the weights are that it was computed from. Zeros are left out."""
+    """Delay of each parameter's gradient: the age, in updates, of the weights from which it was computed. Zeros are left out."""
     stages, age = VARIANTS[variant]
     if stages == 1:
         return {}
@@ -73,7 +73,7 @@ def ages_of(variant: str, values: dict[str, Any], model: Transformer) -> dict[st
 
 
 def losses_of(variant: str, values: dict[str, Any]) -> tuple[list[float], float]:
-    """Each step's training loss, and the validation loss of the last weights."""
+    """Each step's training loss, and the validation loss of the final weights."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
@@ -109,7 +109,7 @@ def _some(rank: int, ranks: int, jobs: list[Job], steps: int) -> list[tuple[list
 
 
 def rows_of(models: list[str], steps: int, seeds: int, *, at_once: int = 2) -> list[dict[str, Any]]:
-    """A row for each model, variant and seed."""
+    """One row for each model, variant and seed."""
     jobs: list[Job] = list(product(models, VARIANTS, range(seeds)))
     found = run_on_ranks(_some, at_once, at_once, jobs, steps, timeout_s=1800)
     rows = []
@@ -132,7 +132,7 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(*, steps: int = 250, seeds: int = 3, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench delay`: a study, which fails only where a loss is not finite."""
+    """`moe bench delay`: a study; returns 1 only if a loss is not finite."""
     if only not in (None, *MODELS):
         raise BadInput("--only", got=only, needed=f"one of {', '.join(MODELS)}", fix=f"--only {MODELS[0]}")
     torch.set_num_threads(1)

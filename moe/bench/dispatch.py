@@ -1,13 +1,13 @@
-"""How fast is one MoE layer, forward and backward, against its peers and against the limit? One process.
+"""Speed of one MoE layer, forward and backward, against its peers and against the limit, in one process.
 
-    limit   batched matrix products of the same rows in equal parts, nothing routed
-    peers   as installed: DeepSpeed MoE, transformers' Switch and Mixtral, torch grouped_mm written plainly; dense at equal FLOPs;
-            on a GPU ScatterMoE, SonicMoE and MegaBlocks too
+    limit   batched matrix products of the same rows in equal parts, without routing
+    peers   as installed: DeepSpeed MoE, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
+            on a GPU also ScatterMoE, SonicMoE and MegaBlocks
     ours    the layer as a model trains it, with router, balance loss and report
 
-All run in turn in every round; a ratio is the median over rounds. `over_limit` is time over the limit's, `over_peers` ours
-over the peer's (below 1: ours is faster). Peak memory is what torch holds beyond weights and input, gradients included.
-Two more tables: growth with tokens and experts, and rows moved against a plain copy (moe/bench/moves.py).
+All run in turn in every round; a ratio is the median over rounds. `over_limit` is the time divided by the limit's; `over_peers` is
+our time divided by the peer's (below 1: ours is faster). Peak memory is what torch holds beyond weights and input, gradients included.
+Two more tables: growth with tokens and experts, and moving rows compared with a plain copy (moe/bench/moves.py).
 `moe bench dispatch --peers all --json FILE`.
 """
 
@@ -65,11 +65,11 @@ PEERS: dict[str, dict[str, Make]] = {
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }
-TABLES = ("growth", "moves")  # beside those of the shapes; --only knows them by these names
+TABLES = ("growth", "moves")  # tables beside those of the shapes; --only accepts these names
 
 
 def main(*, peers: str = "all", only: str | None = None, rounds: int = 7, json: str | None = None) -> int:
-    """`moe bench dispatch`: 1 if a layer computes something else than its peers; speed is reported, not judged."""
+    """`moe bench dispatch`: returns 1 if a layer computes something else than its peers. Speed is reported, not judged."""
     chosen = _chosen(peers)
     keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,7 +116,7 @@ def _label(case: LayerCase) -> str:
 
 
 def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> list[dict[str, Any]]:
-    """One table: the limit, ours and the peers with this network."""
+    """One table: the limit, our layer and the peers with this network."""
     if ffn == "swiglu" and not peers:
         return []
     mine = {name: make for name, make in OURS[ffn].items() if case.dtype != torch.float32 or "fp32 weights" not in name}
@@ -166,20 +166,20 @@ def _measure(case: LayerCase, ffn: str, peers: list[str], *, rounds: int) -> lis
 
 
 def _made(case: LayerCase, name: str, make: Make) -> Pass | str:
-    """The layer's pass, or why there is none."""
+    """The layer's pass, or the reason why it cannot run."""
     if reason := _reason_not_to_run(case, name):
         return reason
     try:
         made = make(case)
         if name in gpu_layers.LAYERS:
-            made()  # its kernels are compiled for this GPU and these sizes now, or refused
+            made()  # compiles its kernels for this GPU and these sizes, or fails
         return made
     except ImportError as error:
         return f"not installed: {error.name}"
     except Exception as error:
         if name not in gpu_layers.LAYERS:
             raise
-        said = (str(error).splitlines() or [""])[0]  # a package that does not know this GPU or these sizes says so in its own way
+        said = (str(error).splitlines() or [""])[0]  # packages report an unsupported GPU or size in their own ways
         return f"not run: {type(error).__name__}: {said}"
 
 
@@ -193,7 +193,7 @@ def _reason_not_to_run(case: LayerCase, name: str) -> str | None:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What a peer may take: a GPU's free memory, or half of this machine's."""
+    """The bytes that a peer may use: a GPU's free memory, or half of this machine's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -206,13 +206,13 @@ def _peak(run: Pass, device: torch.device) -> int:
 
 
 def _same(ours: Pass, peer: Pass) -> bool:
-    """Whether every token's output points the same way: all have the same weights, and some renormalise the gate of top-1."""
+    """Whether every token's outputs point in the same direction. Weights are the same, but some layers renormalise a top-1 gate."""
     a_TD, b_TD = (run().detach().float().reshape(-1, run.x.shape[-1]) for run in (ours, peer))
     return bool(torch.nn.functional.cosine_similarity(a_TD, b_TD).min() > 0.99)
 
 
 def _growth(device: torch.device, *, rounds: int) -> list[dict[str, Any]]:
-    """How time and memory grow with tokens (should be by at most 4.3) and with experts at equal rows (at most 2)."""
+    """Growth of time and memory with tokens (at most 4.3 expected), and with experts at equal rows (at most 2)."""
     rows = []
     print(f"\ngrowth, fp32 balanced\n  {'what':<20} {'time':>6} {'memory':>7}")
     for what, shapes in GROWTH.items():

@@ -1,10 +1,10 @@
-"""What the exchange of one layer sends, counted, against theory; how long it takes against a plain all-to-all of the same bytes.
+"""Bytes that one layer's exchange sends, counted, against theory; and its time against a plain all-to-all of the same bytes.
 
-    each dispatcher   balanced routing; the experts' network is the identity, so that all time is routing rows, there and back
-    plain             four all_to_all of equal parts, which together send as many bytes (forward and backward have two each)
-    moved experts     a skewed load: what the fullest rank gets with experts in order, and after moving them; with real experts
+    each dispatcher   balanced routing; the experts' network is the identity, so that all time goes into sending rows there and back
+    plain             four all_to_all of equal parts that together send as many bytes (forward and backward have two each)
+    moved experts     a skewed load: rows of the fullest rank with experts in order, and after moving them; with real experts
 
-Bytes are those that leave a rank for one layer, forward and backward, and must equal the theory exactly (docs/moe/dispatch.md has it).
+Bytes are those that leave a rank for one layer, forward and backward. They must equal the theory exactly (docs/moe/dispatch.md states it).
 A time's ratio is the median over interleaved pairs. Ranks are forked gloo processes with one thread each.
 `moe bench exchange --nproc 2 --json FILE`.
 """
@@ -39,12 +39,12 @@ from parallel.process import World
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SPARE = 1.25  # slots of a padded block, over those that are filled
+SPARE = 1.25  # slots of a padded block, relative to the filled ones
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one rank: tokens, width, hidden units of an expert; experts in all, and choices of a token."""
+    """Sizes on one rank: tokens, width, hidden units of an expert; and the number of experts in total, and choices per token."""
 
     tokens: int = 2048
     width: int = 256
@@ -64,7 +64,7 @@ class Shape:
 def expected(kind: str, s: Shape, *, ranks: int, node: int, number_bytes: int) -> int:
     """Bytes that leave a rank for one layer, forward and backward, with balanced routing."""
 
-    def away(handed: int, axis: int) -> int:  # what is not for the rank itself
+    def away(handed: int, axis: int) -> int:  # bytes that do not stay on the rank itself
         return handed * (axis - 1) // axis
 
     row, table = s.width * number_bytes, 8 * s.experts
@@ -81,7 +81,7 @@ def expected(kind: str, s: Shape, *, ranks: int, node: int, number_bytes: int) -
 
 
 def routing_of(shape: Shape, *, skew: bool = False, padded: bool = False, rank: int = 0) -> Routing:
-    """Every expert equally often; or `skew`: expert e about 1 / (e + 1) as often as the first."""
+    """Routing that chooses every expert equally often; with `skew`, expert e about 1 / (e + 1) times as often as the first."""
     if skew:
         weight_E = 1 / torch.arange(1, shape.experts + 1)
         weight_TE = weight_E.expand(shape.tokens, -1)
@@ -96,12 +96,12 @@ def routing_of(shape: Shape, *, skew: bool = False, padded: bool = False, rank: 
 
 
 def identity(rows_RD: Tensor, experts: Experts, **_: Any) -> Tensor:
-    """The network of experts that cost nothing."""
+    """An experts' network that costs nothing: it returns its rows."""
     return rows_RD
 
 
 class Halves:
-    """Experts over etp whose network costs nothing: each rank's part is its share of the row."""
+    """Experts over etp whose network costs nothing: each rank's partial result is its share of the row."""
 
     kernels = None
 
@@ -113,7 +113,7 @@ class Halves:
 
 
 def work_of(dispatcher: Dispatcher, experts: Any, routing: Routing, x_TD: Tensor) -> Callable[[], None]:
-    """One layer forward and backward."""
+    """One layer's forward and backward pass as a function."""
     grad_TD = torch.ones_like(x_TD)
 
     def work() -> None:
@@ -124,7 +124,7 @@ def work_of(dispatcher: Dispatcher, experts: Any, routing: Routing, x_TD: Tensor
 
 
 def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
-    """Four exchanges of equal parts that send `sent` bytes in all, to a part."""
+    """Four exchanges of equal parts that together send `sent` bytes, rounded to equal parts."""
     size = max(1, round(sent / 4 / 4 / (axis.size - 1))) * axis.size
     rows, out = torch.ones(size), torch.empty(size)
 
@@ -136,7 +136,7 @@ def plain_of(axis: Axis, sent: int) -> Callable[[], None]:
 
 
 def ways(ranks: int, node: int, rank: int, shape: Shape) -> dict[str, tuple[Dispatcher, Any, bool]]:
-    """Each dispatcher with its experts; True: its blocks have a capacity."""
+    """For each dispatcher: itself, its experts, and whether its blocks have a capacity."""
     world = World(rank, ranks)
     mesh = process.connect(Degrees(dp=ranks, ep=ranks, ep_inner=node), world)
     ep, etp = mesh.axis("ep"), process.connect(Degrees(dp=ranks, etp=ranks), world).axis("etp")
@@ -155,8 +155,8 @@ def ways(ranks: int, node: int, rank: int, shape: Shape) -> dict[str, tuple[Disp
 
 
 def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[str, Any]]:
-    """Rows of all dispatchers and dtypes on the ranks that are running; the same bytes on each, times of this one."""
-    keep_freed_memory()  # both sides alike: else what is timed is the system clearing pages
+    """The rows of all dispatchers and dtypes, on ranks that are running. Bytes are equal on all ranks; times are this rank's."""
+    keep_freed_memory()  # for both sides: else the time would include the system clearing pages
     s, found, node = Shape(*shape), [], divisors(ranks)[len(divisors(ranks)) // 2]
     world = process.everyone(World(rank, ranks))
     for dtype_name, dtype in DTYPES.items():
@@ -175,7 +175,7 @@ def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[s
 
 
 def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, Any]:
-    """Rows of the fullest rank with experts in order and after moving them, and the layer's time after over before."""
+    """Rows of the fullest rank with experts in order and after moving them, and the ratio of the layer's time after to before."""
     s = Shape(*shape)
     mesh = process.connect(Degrees(dp=ranks, ep=ranks), World(rank, ranks))
     ep, routing = mesh.axis("ep"), routing_of(s, skew=True, rank=rank)
@@ -194,14 +194,14 @@ def skewed(rank: int, ranks: int, rounds: int, shape: list[int]) -> dict[str, An
         fullest[when] = int(max_over(torch.tensor(sum(way.send(x_TD, routing)[1].counts)), ep))
         work[when] = work_of(way, experts, routing, x_TD)
     seconds = in_turn(work, rounds=rounds, device=CPU)
-    even = s.rows  # what each rank would get of an even load
+    even = s.rows  # each rank's rows under an even load
     return {f"largest_rank_{when}": rows / even for when, rows in fullest.items()} | {
         "over_before": ratio(seconds["after"], seconds["before"])
     }
 
 
 def main(*, nproc: int = 2, rounds: int = 21, json: str | None = None) -> int:
-    """`moe bench exchange`: 1 if any dispatcher sends other bytes than theory says."""
+    """`moe bench exchange`: returns 1 if a dispatcher sends other bytes than theory says."""
     s = Shape()
     if nproc < 2 or s.experts % (2 * nproc):
         fits = [n for n in divisors(s.experts // 2) if n > 1]

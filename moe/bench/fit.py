@@ -1,11 +1,11 @@
-"""A model that does not fit: trained under a hard limit on memory by doing what each failing run says.
+"""Trains a model that does not fit under a hard memory limit, by following the advice of each failing run.
 
-    moe train dense_wide                         without a limit: the losses to reach
-    moe train dense_wide                         with it: ends in one line, `memory: got none left for ...; fix: add FLAGS`
-    moe train dense_wide FLAGS                   and so on, until one trains
+    moe train dense_wide                         without a limit: gives the expected losses
+    moe train dense_wide                         with the limit: ends in one line, `memory: got none left for ...; fix: add FLAGS`
+    moe train dense_wide FLAGS                   and so on, until a run trains
 
-The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), under which an allocation fails as it does on a machine that is
-full. Passed where the last run trains, in fp32, with the losses of the first. Linux only.
+The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it). Under it an allocation fails as on a machine without free
+memory. Passed if the last run trains, in fp32, with the losses of the first. Linux only.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ RECIPE, LIMIT_BYTES, TRIES, TOLERANCE = "dense_wide", 1500 * 2**20, 6, 1e-5
 
 
 def main(*, steps: int = 4, json: str | None = None) -> int:
-    """Print each run and how it ended. 0 where the last one trained with the same losses."""
+    """Print each run and how it ended. Returns 0 if the last one trained with the same losses."""
     use_extensions_dir()
-    compile_async_io(lambda text: print(text, flush=True))  # here, because a compiler needs more than the limit
+    compile_async_io(lambda text: print(text, flush=True))  # before the limit, because a compiler needs more
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "disk").mkdir()
@@ -48,7 +48,7 @@ def main(*, steps: int = 4, json: str | None = None) -> int:
 
 
 def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
-    """One training in a process of its own: its losses and largest memory, or the line it ended with."""
+    """One training run in a separate process: its losses and peak memory, or the line with which it ended."""
     words = [word for key, value in flags.items() for word in (key, value)]
     command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), "--train.steps", str(steps), *words]
 
@@ -76,7 +76,7 @@ def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None
 
 
 def advised(said: str, disk: Path) -> dict[str, str]:
-    """The flags that a failing run says to add."""
+    """The flags that a failing run's message says to add."""
     found = re.search(r"; fix: add (.*)$", said)
     assert found is not None, said
     words = found[1].replace("FOLDER_ON_A_DISK", str(disk)).split()

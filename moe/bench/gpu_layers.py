@@ -1,6 +1,6 @@
-"""The MoE layers of packages that need a GPU, made for the same case as all others (moe/bench/layers.py), where they are installed.
+"""MoE layers of packages that need a GPU, built for the same case as all others (moe/bench/layers.py), if they are installed.
 
-    name         layer                  w1 (what is activated), w3 (what it is multiplied with)        w2           router
+    name         layer                  w1 (gets the activation), w3 (multiplied with it)              w2           router
     scattermoe   mlp.MLP, mlp.GLUMLP    [E, F, D], or [E, 2F, D]: w3 before w1                         [E, D, F]    the caller's
     sonicmoe     MoE                    [E, F, D], or [E, 2F, D]: a row of w1, a row of w3, ...        [E, D, F]    its own
     megablocks   layers.dmoe.dMoE       [E F, D] each                                                  [E F, D]     its own
@@ -29,7 +29,7 @@ class Make(Protocol):
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """Why a layer of this file cannot run here; None where it can be tried, and for a name that is not one of them."""
+    """Why a layer of this file cannot run here. None if it may be tried, and for a name of another file's layer."""
     if name not in LAYERS:
         return None
     if find_spec(name) is None:
@@ -38,7 +38,7 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def scattermoe(case: LayerCase, ffn: str) -> Pass:
-    """ScatterMoE's block behind a plain softmax router."""
+    """ScatterMoE's block after a plain softmax router."""
     from scattermoe.mlp import GLUMLP, MLP
 
     s = case.shape
@@ -59,7 +59,7 @@ def scattermoe(case: LayerCase, ffn: str) -> Pass:
 
 
 def sonicmoe(case: LayerCase, ffn: str) -> Pass:
-    """SonicMoE's layer, softmax over the chosen."""
+    """SonicMoE's layer, with softmax over the chosen experts."""
     from sonicmoe import MoE
     from sonicmoe.enums import ActivationType
 
@@ -114,7 +114,7 @@ def megablocks(case: LayerCase, ffn: str) -> Pass:
 
 
 def _output_first(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """w1 and w3 [E, F, D], w2 [E, D, F]: the case's weights, a matrix's output first."""
+    """w1 and w3 [E, F, D], w2 [E, D, F]: the case's weights with each matrix's output dimension first."""
     w1_EDF, w2_EFD, w3_EDF = stack(case, ffn)
     w3_EFD = None if w3_EDF is None else w3_EDF.detach().transpose(1, 2)
     return w1_EDF.detach().transpose(1, 2), w3_EFD, w2_EFD.detach().transpose(1, 2)

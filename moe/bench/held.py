@@ -1,8 +1,8 @@
-"""What a process holds of a model under training, by what it is for, as torch and as the system see it.
+"""The memory that a process holds for a model in training, by purpose, as torch and as the system see it.
 
-parameters | gradients | optimizer      unique storages of tensors that the model, its engine and its optimizers name
-buckets                                 buffers of a fixed size, in which DeepSpeed's messages are gathered
-other                                   every other storage that was not there before: what somebody forgot to free, too
+parameters | gradients | optimizer      unique storages of tensors that the model, its engine and its optimizers refer to
+buckets                                 buffers of a fixed size in which DeepSpeed collects its messages
+other                                   every other storage that was not there before, including forgotten ones
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from parallel.plan.states import States
 
 
 def give_freed_memory_back() -> None:
-    """Every tensor of 64 KiB or more in pages of its own, which the system has back at once: else holes in the heap count as held."""
+    """Allocate every tensor of 64 KiB or more in pages of its own, which go back to the system at once. Else heap holes count as held."""
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h
 
 
 def resident_bytes() -> int:
-    """Anonymous memory of this process, after the C library has given back what it keeps for later."""
+    """Anonymous memory of this process, after the C library has returned what it keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the unique storages behind some tensors, by address; of a distributed tensor, those of this rank."""
+    """Bytes of the unique storages behind some tensors, by address. Of a distributed tensor, only this rank's part."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -46,18 +46,18 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def living() -> list[Tensor]:
-    """Every tensor that Python knows of."""
+    """Every tensor that Python's garbage collector knows."""
     gc.collect()
     return [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
 
 
 def shards_of(model: nn.Module) -> Iterator[Tensor]:
-    """DeepSpeed's parts of parameters that are not gathered."""
+    """DeepSpeed's shards of parameters that are not gathered."""
     yield from (parameter.ds_tensor for parameter in model.parameters() if hasattr(parameter, "ds_tensor"))
 
 
 def _of_optimizers() -> Iterator[tuple[Tensor, Tensor | None]]:
-    """What optimizers step and remember, with the gradients that wait there."""
+    """The parameters that optimizers step and their states, with the gradients that wait there."""
     for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
         for stepped in (*(p for group in optimizer.param_groups for p in group["params"]), *optimizer.state):
             yield stepped, stepped.grad
@@ -73,7 +73,7 @@ def _buckets(engine: Engine) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes; `shards` are those of `states.parameters` that are parts of parameters."""
+    """Bytes held, by purpose. `shards`: the part of `states.parameters` that is shards of parameters."""
 
     states: States
     shards: int
@@ -82,7 +82,7 @@ class Held:
 
 
 def held(model: nn.Module, engine: Engine, *, before: set[int]) -> Held:
-    """What torch holds of the model now, apart from storages that were there before."""
+    """The bytes that torch now holds for the model, without the storages in `before`."""
     shards = storages(shards_of(model))
     parameters = shards | storages(model.parameters())
     stepped = list(_of_optimizers())
@@ -100,7 +100,7 @@ def _there(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
 
 @dataclass
 class Arriving:
-    """The most that whole gradients took at once as they arrived, and what the process held at that moment."""
+    """Peak bytes of whole gradients while they arrive, and the process's resident bytes at that moment."""
 
     model: nn.Module
     gradients: int = 0

@@ -1,11 +1,11 @@
-"""What K-FAC gains in steps, and what it costs in time: at the ends of steps, and in a pipeline's bubbles (PipeFisher).
+"""K-FAC's gain in steps and its cost in time: computed at the ends of steps, and in a pipeline's bubbles (PipeFisher).
 
-    steps      tiny models on Python's standard library, the same batches: steps until the mean loss of ten is down to what AdamW, with the
-               best of three learning rates, ends with; K-FAC has the best of its own three
-    bubbles    4 processes, a stage each: every forward and backward pass of a stage and every unit of K-FAC also sleeps, as if a device
-               were at work, so that two cores suffice; seconds a step of AdamW, of K-FAC at the ends of steps and in the bubbles
-    time       the same processes on the library, the same batches: each way until the mean loss of ten steps is down to what AdamW ends
-               with, at the best of three learning rates in one process, which takes the same steps; seconds of all steps
+    steps      tiny models on Python's standard library, with the same batches: steps until the mean loss of ten steps reaches AdamW's final
+               loss, with the best of three learning rates for each
+    bubbles    4 processes, a stage each. Every forward and backward pass of a stage and every unit of K-FAC's work also sleeps, as if a
+               device were computing, so that two cores suffice. Seconds per step: AdamW, K-FAC at the ends of steps, K-FAC in bubbles
+    time       the same processes on the library, with the same batches: seconds until the mean loss of ten steps reaches AdamW's final one.
+               The learning rate is the best of three in one process, which takes the same steps
 
 `moe bench kfac --json FILE`.
 """
@@ -41,16 +41,16 @@ from parallel.process import World
 
 CPU = torch.device("cpu")
 RATES = {"adamw": (0.006, 0.012, 0.024), "kfac": (0.012, 0.024, 0.048)}
-LAST = 10  # steps whose mean loss counts
+LAST = 10  # the loss is the mean over so many steps
 FORWARD_S, BACKWARD_S = 0.03, 0.06
-UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # for one factor; with these K-FAC is a third of the work of a step that has all of it
-ALLOWED = 1.10  # times AdamW's step time in the same schedule
+UNIT_S = {"curvature": 0.004, "inversion": 0.012}  # per factor; with these K-FAC is a third of the work of a step that has all of it
+ALLOWED = 1.10  # relative to AdamW's step time in the same schedule
 KFAC_ENDS, KFAC_BUBBLES = "kfac at the ends", "kfac in the bubbles"
 WAYS = ("adamw", KFAC_ENDS, KFAC_BUBBLES)
 
 
 def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0) -> dict[str, Any]:
-    """Two layers, in one process."""
+    """Recipe values of a model with two layers, in one process."""
     model = {"num_layers": 2, "d_model": 64, "num_heads": 2, "d_ff": 256, "ffn": "relu", "norm": "layernorm", "max_length": 128}
     kfac = {"kfac": {"delay": delay}} if kind == "kfac" else {}
     values: dict[str, Any] = {
@@ -67,7 +67,7 @@ def values_of(kind: str, lr: float, steps: int, *, sparse: bool, delay: int = 0)
 
 
 def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
-    """Each step's loss, and seconds a step."""
+    """Each step's loss, and the seconds per step."""
     run = check_run(Run(**values), 1)
     mesh = process.connect(run.mesh_degrees(), World(0, 1))
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
@@ -86,12 +86,12 @@ def losses_of(values: dict[str, Any]) -> tuple[list[float], float]:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """The mean of LAST steps, from the LAST-th on."""
+    """The mean loss over the last LAST steps, from step LAST on."""
     return [statistics.mean(losses[i - LAST : i]) for i in range(LAST, len(losses) + 1)]
 
 
 def steps_to(losses: list[float], target: float) -> int | None:
-    """After how many steps the mean of the last LAST is at most the target."""
+    """The number of steps until the mean loss over the last LAST steps is at most the target; None if it never is."""
     return next((i + LAST for i, mean in enumerate(smoothed(losses)) if mean <= target), None)
 
 
@@ -115,7 +115,7 @@ def steps_row(model: str, steps: int, say: Callable[[str], None]) -> dict[str, A
 
 
 class _Sleep(torch.autograd.Function):
-    """The tensor as it is; each pass takes a while."""
+    """Identity, but each pass sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def _slow(kfac: Kfac) -> None:
 
 @dataclass
 class Started:
-    """One rank of a pipeline in which every pass and every unit takes a while. `filler`: None without K-FAC."""
+    """One rank of a pipeline in which every pass and every unit of K-FAC sleeps. `filler`: None without K-FAC."""
 
     run: Run
     mesh: Mesh
@@ -154,7 +154,7 @@ class Started:
     filler: Any = None
 
     def step(self, number: int, batch: Tensor, *, lr: float) -> tuple[float, float]:
-        """The loss and the seconds of a step on this batch."""
+        """Train one step on this batch. Returns its loss and its seconds."""
         started = time.perf_counter()
         numbers = accumulate(self.engine, batch, mesh=self.mesh, microbatches=self.run.pipeline.microbatches, seed=0, step=number)
         world, clip_norm = self.mesh.axis("world"), self.run.optimizer.clip_norm
@@ -180,7 +180,7 @@ def start(values: dict[str, Any], way: str, rank: int, ranks: int, schedule: str
 
 
 def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[str, float]:
-    """One rank's seconds a step, the median after what is measured for the plan."""
+    """One rank's median seconds per step, after the steps that are measured for the plan."""
     values = {
         "model": {"num_layers": ranks, "d_model": 32, "num_heads": 2, "d_ff": 64, "max_length": 16, "tied_embeddings": False},
         "optimizer": {"kind": "kfac", "kfac": {"refresh_every": 4, "delay": 3}} if way != "adamw" else {},
@@ -191,9 +191,9 @@ def staged(rank: int, ranks: int, schedule: str, way: str, steps: int) -> dict[s
         batch = torch.randint(0, started.run.vocab_size, (ranks, 17), generator=torch.Generator().manual_seed(step))
         loss, took = started.step(step, batch, lr=1e-3)
         seconds.append(took)
-    planned = seconds[12:]  # two refreshes are measured, the next begins with the plan
+    planned = seconds[12:]  # two refreshes are measured, and the plan starts with the next
     whole = len(planned) // 4 * 4
-    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # a refresh's steps differ
+    phases = [statistics.median(planned[i:whole:4]) for i in range(4)]  # the steps between two refreshes differ
     found, filler = {"seconds": statistics.mean(phases), "loss": loss}, started.filler
     return found | ({} if filler is None else {"placed": filler.placed_share, "waits": filler.waits[0], "filled": filler.waits[1]})
 
@@ -215,11 +215,11 @@ def bubbles_row(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
 
 # --- time -------------------------------------------------------------------------------------------------------------
 
-DELAYS = (0, 1)  # with 1, curvature is in the waits of one step and inversions in those of the next
+DELAYS = (0, 1)  # delay 1: curvature fills the waits of one step, inversions those of the next
 
 
 def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> dict[str, Any]:
-    """A layer a stage."""
+    """Recipe values of a model with one layer per stage."""
     values = values_of(kind, lr, steps, sparse=False, delay=delay)
     values["model"] |= {"num_layers": ranks, "d_model": 48, "d_ff": 192, "max_length": 64}
     if kind == "kfac":
@@ -228,7 +228,7 @@ def timed_values(kind: str, delay: int, lr: float, steps: int, ranks: int) -> di
 
 
 def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any], target: float) -> dict[str, Any]:
-    """One rank's seconds until the mean of the last LAST losses is at most the target, or the steps are over."""
+    """One rank's seconds until the mean of the last LAST losses is at most the target, or until the last step."""
     started = start(values, way, rank, ranks, schedule)
     run, losses, seconds = started.run, list[float](), 0.0
     data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
@@ -244,7 +244,7 @@ def until(rank: int, ranks: int, schedule: str, way: str, values: dict[str, Any]
 
 
 def best_rate(delay: int, steps: int, ranks: int, target: float, say: Callable[[str], None]) -> float:
-    """K-FAC's with the fewest steps to the target in one process: where work is done changes no number."""
+    """K-FAC's learning rate with the fewest steps to the target, found in one process: where the work is done does not change numbers."""
     taken = {}
     for lr in RATES["kfac"]:
         taken[lr] = steps_to(losses_of(timed_values("kfac", delay, lr, steps, ranks))[0], target) or steps + 1
@@ -256,7 +256,7 @@ def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) 
     ends = {lr: smoothed(losses_of(timed_values("adamw", 0, lr, steps, ranks))[0])[-1] for lr in RATES["adamw"]}
     say("adamw, loss in one process: " + ", ".join(f"{end:.3f} at lr {lr:g}" for lr, end in ends.items()))
     rates = {("adamw", 0): min(ends, key=lambda lr: ends[lr])}
-    target = math.ceil(min(ends.values()) * 1000) / 1000  # above what summing micro-batches in another order changes
+    target = math.ceil(min(ends.values()) * 1000) / 1000  # rounded up by more than the effect of another summation order over micro-batches
     rates |= {("kfac", delay): best_rate(delay, steps, ranks, target, say) for delay in DELAYS}
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for way, delay in (("adamw", 0), *((way, delay) for delay in DELAYS for way in WAYS[1:])):
@@ -283,8 +283,8 @@ def time_row(schedule: str, ranks: int, steps: int, say: Callable[[str], None]) 
 
 
 def main(*, only: str = "steps,bubbles,time", steps: int = 200, kinds: str = "1f1b,gpipe,chimera", json: str | None = None) -> int:
-    """`moe bench kfac`: 1 if K-FAC needs no fewer steps than AdamW, costs more than 10 % of a pipeline's step in its bubbles, or does not
-    come to AdamW's loss first there."""
+    """`moe bench kfac`: returns 1 if K-FAC does not need fewer steps than AdamW, costs more than 10 % of a pipeline's step in its bubbles,
+    or does not reach AdamW's loss first there."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "bubbles" in only:

@@ -1,11 +1,11 @@
-"""How long is a step of each kind of data parallelism? Two processes, one thread each, a dense Transformer of 3M parameters.
+"""Step time of each kind of data parallelism: two processes, one thread each, a dense Transformer of 3M parameters.
 
-    torch        torch's DistributedDataParallel around the same model, written plainly: clip_grad_norm_, AdamW
+    torch        torch's DistributedDataParallel around the same model, used plainly: clip_grad_norm_, AdamW
     ours         the kind through the recipe, with the trainer's own step
-    deepspeed    where the kind is DeepSpeed's: its engine with the same configuration, called as its documentation says, clipping by itself
+    deepspeed    for DeepSpeed's kinds: its engine with the same configuration, used as its documentation says, with its own clipping
 
-The three step in turn, round by round, on the same tokens from the same weights, so they must also find the same losses; a time's
-ratio is the median over rounds. Each kind has processes of its own. `moe bench kinds --rounds 15 --json FILE`.
+The three step in turn, round by round, on the same tokens from the same weights, so their losses must agree too. A time's ratio is the
+median over rounds. Each kind runs in processes of its own. `moe bench kinds --rounds 15 --json FILE`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
 BATCH, LENGTH = 8, 128
-ALLOWED = 1.03  # times plain DeepSpeed's time
-AGREE = 1e-3  # losses after all rounds, relative: rounding grows from step to step
-Step = Callable[[int], float]  # the number of a step -> its loss on this rank
+ALLOWED = 1.03  # relative to plain DeepSpeed's time
+AGREE = 1e-3  # relative difference of losses after all rounds: rounding errors grow from step to step
+Step = Callable[[int], float]  # step number -> loss on this rank
 
 
 def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def recipe(kind: ShardedKind, ranks: int) -> dict[str, Any]:
 
 
 def ours(started: Started, rank: int) -> Step:
-    """The trainer's own step."""
+    """A step of the trainer."""
     o, world = started.run.optimizer, started.mesh.axis("world")
 
     def step(number: int) -> float:
@@ -65,7 +65,7 @@ def ours(started: Started, rank: int) -> Step:
 
 
 def _model(run: Run, mesh: Mesh) -> Transformer:
-    """As DDP has it: whole on every rank."""
+    """The model as DDP needs it: whole on every rank."""
     return build(run.model_copy(update={"sharding": Sharding()}), mesh, device=CPU)[0]
 
 
@@ -76,7 +76,7 @@ def _loss(model: nn.Module, rank: int, number: int) -> Tensor:
 
 
 def plain_torch(started: Started, rank: int) -> Step:
-    """torch DDP as its tutorial has it."""
+    """A step of torch DDP, as in its tutorial."""
     run = started.run
     model = DistributedDataParallel(_model(run, started.mesh))
     adamw = optimizer_of(run.optimizer)
@@ -96,7 +96,7 @@ def plain_torch(started: Started, rank: int) -> Step:
 
 
 def plain_deepspeed(started: Started, rank: int) -> Step:
-    """DeepSpeed's engine with the configuration that our engine gave it, and its own clipping."""
+    """A step of DeepSpeed's engine, with the configuration that our engine gave it, and its own clipping."""
     from parallel.data.deepspeed import start_deepspeed
 
     run = started.run
@@ -105,7 +105,7 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
     optimizer = adamw.build(adamw.groups(model.named_parameters()))
     for group in optimizer.param_groups:
         group["lr"] = run.optimizer.lr
-    config.pop("gradient_allreduce_op", None)  # alone it averages gradients, and clips
+    config.pop("gradient_allreduce_op", None)  # used alone, it averages gradients itself, and clips
     settings = config | {"train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": run.optimizer.clip_norm or 0.0}
     engine, *_ = start_deepspeed().initialize(model=model, optimizer=optimizer, dist_init_required=False, config=settings)
 
@@ -119,8 +119,8 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds of each round and losses of each step, by who made them, on the ranks that are running."""
-    keep_freed_memory()  # as the trainer does; for all alike
+    """Seconds of each round and losses of each step, by implementation, on ranks that are running."""
+    keep_freed_memory()  # as the trainer does; the same for all
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
     if kind.by_deepspeed:
@@ -139,7 +139,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) 
 
 
 def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One kind's numbers from those of its ranks; times are the first rank's."""
+    """One kind's row from its ranks' numbers. Times are the first rank's."""
     seconds: dict[str, list[float]] = found[0]["seconds"]
     last = {name: statistics.mean(rank["losses"][name][-1] for rank in found) for name in seconds}
     apart = max(abs(loss / last["torch"] - 1) for loss in last.values())
@@ -154,7 +154,7 @@ def row_of(kind: ShardedKind, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(*, kinds: str | None = None, rounds: int = 15, json: str | None = None) -> int:
-    """`moe bench kinds`: 1 if losses differ, or a kind of DeepSpeed's takes more than 3 % longer than its engine alone."""
+    """`moe bench kinds`: returns 1 if losses differ, or if a kind of DeepSpeed's takes more than 3 % longer than its engine alone."""
     chosen = kinds_of(kinds)
     torch.set_num_threads(1)
     load_engines(chosen)

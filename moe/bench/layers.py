@@ -1,8 +1,8 @@
-"""One MoE layer as each system builds it, on the same problem: the same input, router, routing, and amount of work.
+"""One MoE layer as each system builds it, for the same problem: the same input, router, routing, and amount of work.
 
-A function here makes a layer for a case and returns its forward and backward pass. All have the same weights and route by the
-same matrix with orthonormal rows; inputs are made so that the wanted experts have the highest logits: routing is balanced
-exactly, or one expert is given half of the rows.
+Each function here makes a layer for a case and returns its forward and backward pass. All layers have the same weights and the same
+router matrix, whose rows are orthonormal. Inputs are made so that the wanted experts have the highest logits: routing is exactly
+balanced, or one expert gets half of the rows.
 
     relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, bmm limit
     swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, bmm limit
@@ -46,7 +46,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """`routing`: balanced, or skewed: one expert has half of the rows (all tokens, where k > 2)."""
+    """One problem. `routing`: balanced, or skewed: one expert gets half of the rows (all tokens if k > 2)."""
 
     shape: Shape
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class LayerCase:
         return values.to(self.device, dtype or self.dtype)
 
     def router(self) -> Tensor:
-        """[E, D] fp32 with orthonormal rows."""
+        """The router's weight [E, D], fp32, with orthonormal rows."""
         s = self.shape
         if s.experts > s.width:
             raise BadInput("experts", got=s.experts, needed=f"at most width={s.width}", fix="choose a wider shape")
@@ -67,7 +67,7 @@ class LayerCase:
         return q.t().contiguous().to(self.device)
 
     def experts_of_tokens(self) -> Tensor:
-        """The choices [T, K] that every layer is made to take, highest first."""
+        """The choices [T, K] that every layer must make, highest first."""
         s, generator = self.shape, torch.Generator().manual_seed(2)
         if self.routing == "balanced":
             chosen = torch.arange(s.rows).view(s.tokens, s.k) % s.experts
@@ -80,7 +80,7 @@ class LayerCase:
         return shuffled.to(self.device)
 
     def inputs(self) -> Tensor:
-        """[T, D]: the sum of the chosen experts' directions, in falling strength, and a little of everything."""
+        """The input [T, D]: the sum of the chosen experts' directions with decreasing strength, plus small noise."""
         s = self.shape
         strength = torch.linspace(6.0, 5.0, s.k, device=self.device)
         x_TD = (self.router()[self.experts_of_tokens()] * strength[:, None]).sum(1)
@@ -91,7 +91,7 @@ class LayerCase:
 
 
 class Pass:
-    """One forward and backward pass of a layer. `leaves`: all that gets a gradient."""
+    """One forward and backward pass of a layer. `leaves`: all tensors that get a gradient."""
 
     def __init__(self, parameters: list[Tensor], forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> None:
         self.x, self.grad, self.forward = x.detach().requires_grad_(), grad, forward
@@ -102,7 +102,7 @@ class Pass:
             leaf.grad = None
 
     def __call__(self) -> Tensor:
-        """The output; gradients lie on the leaves."""
+        """Run the pass and return the output. Gradients are left on the leaves."""
         self.clear()
         y = self.forward(self.x)
         y.backward(self.grad.view(y.shape))  # type: ignore[no-untyped-call]
@@ -110,10 +110,10 @@ class Pass:
 
 
 def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernels: str = "auto") -> Pass:
-    """The layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype weights live in."""
+    """Our layer as a model trains it: dropless, with its report and its balance loss. `master`: the dtype in which weights are stored."""
     s = case.shape
     spec = replace(PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")], num_choices=s.k, capacity_factor=None)
-    # what the layer reads of a recipe, without the packages that read recipes: a GPU machine may not have them
+    # the fields that the layer reads of a recipe, without the packages that read recipes, which a GPU machine may lack
     experts = SimpleNamespace(
         of_layer=lambda nth: s.experts, d_ff=None, ffn=None, kernels=kernels, dropout=0.0, shared_gate=False, residual=False
     )
@@ -130,7 +130,7 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
 
 
 def limit(case: LayerCase, ffn: str) -> Pass:
-    """The same rows in equal parts through batched matrix products; nothing is routed."""
+    """The same rows in equal parts through batched matrix products, without routing."""
     s = case.shape
     each = -(-s.rows // s.experts)
     x_ERD = case.weights(s.experts, each, s.width, seed=5)
@@ -160,7 +160,7 @@ def stack(case: LayerCase, ffn: str) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def grouped_mm(case: LayerCase) -> Pass:
-    """torch's grouped product written plainly: sort rows by expert, two grouped products, gather back and sum."""
+    """torch's grouped product used plainly: sort rows by expert, two grouped products, gather back and sum."""
     s = case.shape
     router = case.router().requires_grad_()
     w1, w2, _ = stack(case, "relu")
@@ -179,7 +179,7 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 
 def deepspeed(case: LayerCase) -> Pass:
-    """DeepSpeed's MoE: exactly filled slots where routing is balanced, its dropless form (padded to the fullest expert) where not."""
+    """DeepSpeed's MoE: exactly filled slots if routing is balanced, else its dropless form (padded to the fullest expert)."""
     moe = _deepspeed_moe()
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
@@ -248,6 +248,6 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
 
 
 def bytes_of_batched_mm(case: LayerCase) -> int:
-    """What Mixtral's batched_mm holds at least: every row's copy of its expert's matrices, and their gradients."""
+    """The least bytes that Mixtral's batched_mm holds: for every row a copy of its expert's matrices, and their gradients."""
     s = case.shape
     return 2 * s.rows * 3 * s.width * s.hidden * case.dtype.itemsize

@@ -1,13 +1,13 @@
 """Bytes of model states on each rank, measured, against the ZeRO formulas (parallel/plan/states.py).
 
-    torch holds    when a backward pass is over and the step is not yet made: parameters, gradients, optimizer state and whatever else
-                   (moe/bench/held.py), but for buckets of a fixed size. Whole gradients (stages 0 and 1) count as they arrive, because
-                   an engine may drop those of others before the backward pass returns
-    resident       what the process then holds more than before the model was made, as the system sees it, without those buckets
-    device         offload: what is left on the device, by what it is, and what was moved to the host or is in files on the disk
+    torch holds    after the backward pass and before the step: parameters, gradients, optimizer state and everything else
+                   (moe/bench/held.py), except buckets of a fixed size. Whole gradients (stages 0 and 1) count while they arrive, because
+                   an engine may drop those of other ranks before the backward pass returns
+    resident       the process's memory at that time beyond that before the model was made, as the system sees it, without those buckets
+    device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
 
-Each case runs in processes of its own, which give freed memory back. The model has 100M parameters in two wide layers and sees a few
-tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 --nproc 4 --json FILE`.
+Each case runs in processes of its own, which return freed memory to the system. The model has 100M parameters in two wide layers and gets
+few tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 --nproc 4 --json FILE`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model; with `experts` its second layer has so many, each as wide as the first layer's network."""
+    """Sizes of the model. With `experts`, its second layer has so many experts, each as wide as the first layer's network."""
 
     layers: int = 2
     width: int = 2048
@@ -52,7 +52,7 @@ class Shape:
         return "sparse" if self.experts else "dense"
 
     def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
-        """`ep` ranks share the experts. In bf16 DeepSpeed's stages keep weights in 16 bits; other kinds keep what they keep in fp32."""
+        """`ep` ranks share the experts. In bf16, DeepSpeed's stages keep weights in 16 bits; other kinds keep the same as in fp32."""
         model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
         values: dict[str, Any] = {"precision": {"compute": precision}}
         values |= {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
@@ -71,7 +71,7 @@ SPARSE = Shape(width=1152, hidden=4608, experts=8)
 
 
 def warm_up(shape: Shape, precision: str) -> None:
-    """Matrix products as the model has them, on the same threads: the library keeps its scratch, which is no model state."""
+    """Run matrix products of the model's sizes on the same threads, since the library keeps scratch memory that is no model state."""
     dtype = DTYPES[precision]
     for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
         weight = torch.zeros(out, into, dtype=dtype, requires_grad=True)
@@ -80,7 +80,7 @@ def warm_up(shape: Shape, precision: str) -> None:
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
-    """One case on the ranks that are running: this rank's row."""
+    """This rank's row of one case, on ranks that are running."""
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
@@ -89,7 +89,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     engine, mesh, model = started.engine, started.mesh, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
     numbers = accumulate(engine, batch, mesh=mesh, microbatches=1, seed=0, step=0)
-    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # moments are born
+    finish(engine, numbers, world=mesh.axis("world"), scale=LossScale.of("none"), lr=1e-3, clip_norm=1.0, device=CPU)  # makes the moments
     arriving = Arriving(model).watch()
     accumulate(engine, batch, mesh=mesh, microbatches=1, seed=0, step=1)
     found, resident = held(model, engine, before=known), resident_bytes()
@@ -100,10 +100,10 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
 
 
 def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, resident: int, disk: int) -> dict[str, Any]:
-    """What was measured beside the formula."""
+    """The measured bytes beside the formula's."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
-    sizes = {True: 0, False: 0}  # of the whole model: experts, and the rest
+    sizes = {True: 0, False: 0}  # of the whole model: experts (True), and everything else (False)
     for layout in started.layouts.values():
         sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
     storage = kind.storage(precision)
@@ -120,7 +120,7 @@ def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, re
     row |= {"error": measured / expected - 1, "resident_bytes": resident, "resident_error": resident / expected - 1}
     row |= {f"measured_{name}": int(value) for name, value in vars(states).items()}
     row |= {"measured_other": found.other, "buckets": found.buckets} | {f"expected_{name}": value for name, value in vars(want).items()}
-    if kind.place != "device":  # what it has left there, and what it has moved
+    if kind.place != "device":  # bytes left on the device, and bytes moved
         left = states.parameters - (found.shards if kind.moves_parameters else 0)
         should = 0.0 if kind.moves_parameters else want.parameters
         row |= {
@@ -145,12 +145,12 @@ def _bytes_in(folder: str) -> int:
 
 
 def papers_gb(parameters: float, ranks: int) -> list[float]:
-    """GB of model states on a rank, for each stage."""
+    """GB of model states on each rank, for each stage."""
     return [model_states(parameters, stage=stage, copies=ranks, storage=MIXED).total / 1e9 for stage in STAGES]
 
 
 def print_papers_table(say: Callable[[str], None] = print) -> None:
-    """Table 1 of the ZeRO paper by the same code: GB of model states a rank."""
+    """Print table 1 of the ZeRO paper, computed by the same code: GB of model states on each rank."""
     say("ZeRO paper, table 1: GB of model states on each of N ranks, 16 bits and Adam")
     say(f"{'parameters':>11}{'N':>6}" + "".join(f"{name:>10}" for name in ("DP", "stage 1", "stage 2", "stage 3")))
     for parameters in (7.5e9, 128e9, 1e12):
@@ -159,9 +159,9 @@ def print_papers_table(say: Callable[[str], None] = print) -> None:
 
 
 def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]:
-    """Each kind on each number of ranks that divides nproc; peers not on one, and offload on two, as it moves the same at any.
+    """Each kind on each number of ranks that divides nproc. Peers not on one rank; offload on two, as it moves the same on any number.
 
-    Sparse: from two ranks on, without peers and disks. Raises BadInput.
+    Sparse models: from two ranks on, without peers and offload to disk. Raises BadInput.
     """
     nvme = missing_for_nvme()
     if names is None and nvme:
@@ -179,7 +179,7 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench memory`: 1 if a kind takes other bytes than the formula says, by more than 5 %; of offload, those on the device."""
+    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device."""
     chosen = cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
@@ -196,7 +196,7 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
 
 
 def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
-    """Run one case in processes of its own and print its row; of the ranks, the one that is furthest from the formula."""
+    """Run one case in processes of its own and print its row, for the rank that differs most from the formula."""
     with tempfile.TemporaryDirectory() as folder:
         found = run_on_ranks(measure, ranks, ranks, kind, shape, "bf16", 2 if shape.experts else 1, folder, timeout_s=300)
     row: dict[str, Any] = max(found, key=lambda row: max(abs(row["error"]), abs(row["resident_error"])))

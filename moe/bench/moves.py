@@ -1,9 +1,9 @@
-"""How fast are rows moved? Tokens to rows and back, against a copy of as many bytes on the same device.
+"""Speed of moving rows, tokens to rows and back, against a copy of as many bytes on the same device.
 
     permute     tokens [T, D] -> rows [R, D], sorted by expert      reads R D, writes R D      a copy of R D
     unpermute   rows [R, D] -> tokens [T, D], weighted by gates     reads R D, writes T D      a copy of (R + T) D / 2
 
-`share` is a copy's seconds over theirs: 1 is all of the memory's bandwidth. A part of `moe bench dispatch` (--only moves).
+`share` is a copy's time divided by theirs: 1 is the full memory bandwidth. A part of `moe bench dispatch` (--only moves).
 The fused path gathers rows inside its products and does neither (docs/moe/kernels.md).
 """
 
@@ -22,12 +22,12 @@ from moe.kernels import choose
 
 # T tokens, D width, R rows, K choices
 
-_BYTES = {"cpu": 2**25, "cuda": 2**33}  # moved in one timing, so that a launch or a look at the clock counts for little
-_MOST = 64  # moves in one timing, however small they are
+_BYTES = {"cpu": 2**25, "cuda": 2**33}  # bytes moved in one timing, so that launches and clock reads hardly count
+_MOST = 64  # repetitions in one timing, at most
 
 
 def measure(cases: list[LayerCase], *, rounds: int) -> list[dict[str, Any]]:
-    """Print the table; a row for each case and direction."""
+    """Print the table. Returns one row for each case and direction."""
     print(f"\nrows moved\n  {'shape and dtype':<34} {'what':<10} {'MiB':>7} {'GB/s':>8} {'copy GB/s':>9} {'share':>6}")
     return [row for case in cases for row in _case(case, rounds=rounds)]
 

@@ -1,13 +1,13 @@
-"""Does a pipeline take the time, and keep the memory, that its schedule says, and is it as fast as torch's own?
+"""Compares pipelines with what their schedules promise in time and memory, and with torch's own pipelining in speed.
 
-    times      seconds a step against the timeline simulated from the mean seconds of each action (Runtime.record): the stages sleep, as
-               if devices were at work, so that two cores suffice for four processes; every schedule
-    memory     bytes of storages alive between two actions, over those before the first, against what each micro-batch of a stage
-               keeps, measured alone, times the simulated count of those held (parallel/pipeline/simulator/held.py); every schedule
-    peers      seconds a step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
+    times      seconds per step against the timeline simulated from the mean seconds of each action (Runtime.record), for every schedule.
+               The stages sleep, as if devices were computing, so that two cores suffice for four processes
+    memory     bytes of storages alive between two actions, beyond those before the first, for every schedule. Expected: what a stage keeps
+               for one micro-batch, measured alone, times the simulated number of held ones (parallel/pipeline/simulator/held.py)
+    peers      seconds per step of the same modules and micro-batches in torch.distributed.pipelining, in turn with ours: GPipe, 1F1B and
                interleaved 1F1B on two processes; losses and all gradients are compared too
 
-`moe bench pipeline --json FILE`; `--only times`, and so on, and `--kinds 1f1b,zb_v` take a part.
+`moe bench pipeline --json FILE`; `--only times` (and so on) and `--kinds 1f1b,zb_v` select parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("times", "memory", "peers")
 def main(
     *, nproc: int | None = None, only: str = ",".join(PARTS), kinds: str | None = None, rounds: int = 15, json: str | None = None
 ) -> int:
-    """`moe bench pipeline`: 1 where a schedule takes or keeps what it should not, or is slower than torch's. nproc: 2 and 4 by default."""
+    """`moe bench pipeline`: returns 1 if a schedule's time or memory is wrong, or it is slower than torch's. nproc: default 2 and 4."""
     parts = only.split(",")
     for part in parts:
         if part not in PARTS:

@@ -1,9 +1,9 @@
-"""What a pipeline's ranks keep, storage by storage, against the simulated count of held activations.
+"""The bytes that a pipeline's ranks keep, storage by storage, against the simulated number of held activations.
 
-Of each stage one micro-batch is weighed alone: between F and its backward, and, where that comes in two passes, between I and W. The
-count of those held at once, which follows from the order of actions (parallel/pipeline/simulator/held.py), times these is what a
-rank should keep. Measured between actions, over what was there before the first; copies of older weights are left out and
-counted as versions.
+For each stage, one micro-batch is measured alone: between F and its backward pass and, if that comes in two passes, between I and W.
+A rank should keep these bytes times the number held at once, which follows from the order of actions
+(parallel/pipeline/simulator/held.py). Measured between actions, beyond what was there before the first. Copies of older weights are
+left out and counted as versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITHIN = 0.05
 
 
 def weighed(rank: int, ranks: int, names: list[str], microbatches: int, config: dict[str, int], size: int) -> list[dict[str, Any]]:
-    """One rank's bytes for each schedule; `size`: sequences of a micro-batch."""
+    """One rank's bytes for each schedule. `size`: sequences in a micro-batch."""
     mesh = connect(rank, ranks)
     return [_weighed(mesh, schedule_for(name, ranks, microbatches), Model(**config), size) for name in names]
 
@@ -73,7 +73,7 @@ def _weighed(mesh: Mesh, schedule: Schedule, config: Model, size: int) -> dict[s
 
 
 def _alone(work: Stages, stage: int, alive: Alive) -> tuple[int, int]:
-    """Bytes that one micro-batch of a stage keeps between F and its backward, and between I and W where that is put off."""
+    """Bytes that one micro-batch keeps on a stage between F and its backward pass, and between I and W if W is deferred."""
     before = alive.now
     x = torch.randn(work.crossing).requires_grad_() if stage else None
     output = torch.autograd.graph.get_gradient_edge(work.forward(stage, 0, x))

@@ -1,4 +1,4 @@
-"""The same modules, micro-batches and order of actions in torch.distributed.pipelining and in ours: seconds a step, losses, gradients."""
+"""The same modules, micro-batches and order of actions in torch.distributed.pipelining and here: seconds per step, losses, gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parallel.mesh import Axis
 from parallel.pipeline.schedule import Schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved")
-SAME = 1e-6  # largest difference of losses, and of gradients relative to the largest of a weight
+SAME = 1e-6  # largest difference of losses, and of gradients relative to the largest gradient of a weight
 
 
 def compared(rank: int, ranks: int, name: str, microbatches: int, config: dict[str, int], size: int, rounds: int) -> dict[str, Any]:
-    """One rank's seconds in each round, ours and torch's, its losses and how far gradients are apart."""
+    """One rank's seconds in each round, ours and torch's; its losses, and the largest difference of gradients."""
     mesh, model_config = connect(rank, ranks), Model(**config)
     schedule = schedule_for(name, ranks, microbatches)
     inputs, targets = batch(microbatches, size, model_config.max_length)

@@ -1,7 +1,7 @@
 """A pipeline's step time against the timeline simulated from the mean seconds of each of its actions (Runtime.record).
 
-The stages sleep, as if devices were at work, so that two cores suffice for four processes. What is left to differ is what a simulator
-does not know: the runtime's own work between actions, waits for a message that it takes too early, sends that hold a rank up.
+The stages sleep, as if devices were computing, so that two cores suffice for four processes. The differences left are what a simulator
+does not know: the runtime's own work between actions, waiting for a message that is taken too early, and sends that hold a rank up.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
 SECONDS = Seconds(forward=0.02, inputs=0.02, weights=0.02, update=0.005)  # for all stages of a rank together
-ROWS, WIDTH = 32, 256  # what crosses stages: 32 KiB
+ROWS, WIDTH = 32, 256  # size of the tensors that cross stages: 32 KiB
 WITHIN = 0.10
 
 
 def timed(rank: int, ranks: int, names: list[str], microbatches: int, steps: int, scale: float) -> list[dict[str, Any]]:
-    """One rank's times for each schedule; the first step of each is not counted."""
+    """One rank's times for each schedule. The first step of each does not count."""
     mesh = connect(rank, ranks)
     return [_timed(mesh, schedule_for(name, ranks, microbatches), steps, scale) for name in names]
 
@@ -75,7 +75,7 @@ def _key(action: Action) -> str:
 
 
 def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
-    """From the first rank to the second: half of there and back, the median."""
+    """Seconds of a transfer from the first rank to the second: half of a round trip, median."""
     if axis.index > 1:
         return 0.0
     tensor, other, seconds = torch.zeros(ROWS, WIDTH), axis.ranks[1 - axis.index], []
@@ -88,7 +88,7 @@ def _transfer_seconds(axis: Axis, *, times: int = 20) -> float:
 
 
 def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
-    """Of one stage's gradient over the ranks."""
+    """Seconds of summing one stage's gradient over the ranks."""
     tensor, seconds = torch.zeros(WIDTH, WIDTH), []
     for _ in range(times):
         started = barrier()
@@ -98,7 +98,7 @@ def _sum_seconds(axis: Axis, *, times: int = 10) -> float:
 
 
 def simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: float, summation: float) -> Timeline:
-    """From each rank's mean seconds of each action, a transfer's and a sum's."""
+    """The timeline simulated from each rank's mean seconds of each action, and those of a transfer and a sum."""
 
     def cost(rank: int, action: Action) -> float:
         return summation if action.op is Op.S else actions[rank][_key(action)]
@@ -107,7 +107,7 @@ def simulated(schedule: Schedule, actions: list[dict[str, float]], *, transfer: 
 
 
 def times_rows(ranks: int, names: list[str], *, microbatches: int, steps: int = 5, scale: float = 1.0) -> list[dict[str, Any]]:
-    """Medians over the steps: of seconds measured, and of seconds simulated from the same step's actions."""
+    """Rows with medians over steps: measured seconds, and seconds simulated from the same step's actions."""
     by_rank = run_on_ranks(timed, ranks, ranks, names, microbatches, steps, scale, timeout_s=300)
     rows = []
     for name, *found in zip(names, *by_rank, strict=True):

@@ -1,10 +1,10 @@
-"""Bytes that torch.distributed sends, whoever calls it: counted logically as messages pass torch's dispatcher, never from time.
+"""Bytes that torch.distributed sends, whoever calls it: counted from the messages that pass torch's dispatcher, never from time.
 
     with Sent() as sent: step()         sent.bytes["gradients and parameters"]
 
-Every collective of this thread and its backward passes is seen with its tensors and its group, so engines that keep no counters are
-counted like ours. Reductions and gathers count as rings do, which no algorithm undercuts: (N - 1)/N of the whole tensor, twice for
-an all-reduce; a reduce or broadcast, which only some ranks send, counts as its mean over ranks.
+Every collective of this thread and its backward passes is seen with its tensors and its group, so engines without counters are
+counted like ours. Reductions and gathers count as a ring sends them, which no algorithm undercuts: (N - 1)/N of the whole tensor, twice
+for an all-reduce. A reduce or broadcast, in which only some ranks send, counts as its mean over ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SECOND_IS_INPUT = ("_allgather", "allgather", "_reduce_scatter", "reduce_scatte
 
 
 class Sent(TorchDispatchMode):
-    """`bytes` sent by this rank by what they are; `calls` by (collective, dtype, ranks), and `bytes_of` those, of STATES alone."""
+    """`bytes`: sent by this rank, by purpose. `calls`: number by (collective, dtype, ranks). `bytes_of`: bytes by the same, STATES only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Sent(TorchDispatchMode):
         did, sent = _sent(name, size, ranks)
         dtype = given[0].dtype
         if did == "all_to_all":
-            parts = args[4] if name == "alltoall_base_" else ()  # rows to each rank, where they are not equally many
+            parts = args[4] if name == "alltoall_base_" else ()  # uneven splits: rows to each rank
             self.bytes[ROWS] += size - size * parts[mine] // max(1, sum(parts)) if parts else sent
         elif dtype in (torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8) or sum(t.numel() for t in given) <= ranks:
             self.bytes[NUMBERS] += sent  # norms, counts, agreements
@@ -73,7 +73,7 @@ class Sent(TorchDispatchMode):
 
 
 def _sent(name: str, size: int, ranks: int) -> tuple[str, int]:
-    """What the collective is called, and the bytes that leave this rank for an input of `size` bytes."""
+    """The collective's common name, and the bytes that leave this rank for an input of `size` bytes."""
     if name in _ALL_REDUCE:
         return "all_reduce", 2 * size * (ranks - 1) // ranks
     if name in _GATHER:
@@ -98,7 +98,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _group(args: list[Any]) -> tuple[int, int]:
-    """Size and own place of the group among a collective's arguments: an object of torch's, or its name."""
+    """Size of, and this rank's place in, the group among a collective's arguments, which is a torch object or a group's name."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):  # type: ignore[attr-defined]
             group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]

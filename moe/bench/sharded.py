@@ -1,9 +1,9 @@
-"""Kinds of data parallelism by the short names that `moe bench memory`, `comm` and `kinds` take, started for them.
+"""Kinds of data parallelism under the short names that `moe bench memory`, `comm` and `kinds` take, and how to start them.
 
-A name of its own:
+The names:
     ddp, fsdp, zero1, zero2, zero3             through the recipe's `sharding`
     zero2+cpu, zero3+nvme ...                  with the optimizer's state there; +cpu-all, +nvme-all: parameters too
-    deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as the ZeRO paper counts
+    deepspeed1, deepspeed2, deepspeed3         DeepSpeed's engine alone, in bf16 with fp32 master weights, as in the ZeRO paper
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PLAIN = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class ShardedKind:
-    """`stage` of the closed forms (parallel/plan/states.py); `sharding` of the recipe, empty for what does not go through one."""
+    """`stage` in the closed forms (parallel/plan/states.py). `sharding` of the recipe; empty for peers, which do not go through one."""
 
     name: str
     stage: int
     sharding: dict[str, Any]
 
     def storage(self, precision: str) -> Storage:
-        """What one parameter's states take before they are sharded, where the model computes in fp32 or bf16."""
+        """The bytes of one parameter's states before sharding, if the model computes in fp32 or bf16."""
         if self.is_peer:
             return MIXED
         if self.sharding["kind"] != "zero":
@@ -54,7 +54,7 @@ class ShardedKind:
         return FP32_AND_COPY if precision == "fp32" else MIXED_FP32_GRADIENTS
 
     def travels(self, precision: str) -> Storage:
-        """The same as it is sent: FSDP gathers in the dtype that the model computes in."""
+        """The same bytes as they are sent: FSDP gathers in the compute dtype."""
         storage = self.storage(precision)
         if self.sharding.get("kind") == "fsdp" and precision != "fp32":
             return Storage(2, storage.gradients, storage.optimizer)
@@ -66,12 +66,12 @@ class ShardedKind:
 
     @property
     def is_peer(self) -> bool:
-        """Not through the recipe."""
+        """Whether this kind does not go through the recipe."""
         return not self.sharding
 
     @property
     def place(self) -> str:
-        """Where the optimizer's state lies: device, cpu or nvme."""
+        """Where the optimizer's state is stored: device, cpu or nvme."""
         return str(self.sharding.get("offload", {}).get("optimizer", "device"))
 
     @property
@@ -79,14 +79,14 @@ class ShardedKind:
         return bool(self.sharding.get("offload", {}).get("parameters", "none") != "none")
 
     def with_path(self, folder: str) -> ShardedKind:
-        """The same kind with a folder for what goes to a disk."""
+        """The same kind with a folder for states offloaded to disk."""
         if self.place != "nvme":
             return self
         return ShardedKind(self.name, self.stage, self.sharding | {"offload": self.sharding["offload"] | {"path": folder}})
 
 
 def kind_of(name: str) -> ShardedKind:
-    """Raises BadInput."""
+    """The kind with this name. Raises BadInput for an unknown one."""
     if name in ("deepspeed1", "deepspeed2", "deepspeed3"):
         return ShardedKind(name, int(name[-1]), {})
     found = re.fullmatch(r"(ddp|fsdp|zero([0-3]))(\+(cpu|nvme)(-all)?)?", name)
@@ -102,7 +102,7 @@ def kind_of(name: str) -> ShardedKind:
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:
-    """Those named, with commas between; otherwise all without offload that this version's recipes have. Raises BadInput."""
+    """The kinds named, separated by commas; by default all without offload that this version's recipes have. Raises BadInput."""
     if names is not None:
         return [kind_of(name) for name in names.split(",")]
     return [kind for kind in map(kind_of, PLAIN) if _is_there(kind)]
@@ -117,24 +117,24 @@ def _is_there(kind: ShardedKind) -> bool:
 
 
 def load_engines(kinds: list[ShardedKind]) -> None:
-    """Import what the kinds need, once, before ranks are forked."""
+    """Import what the kinds need once, before ranks are forked."""
     if any(kind.by_deepspeed for kind in kinds):
         from parallel.data.deepspeed import load_deepspeed
 
         use_extensions_dir()
         load_deepspeed()
     if any(kind.sharding.get("kind") == "fsdp" for kind in kinds):
-        importlib.import_module("parallel.data.fsdp")  # 40 MB of modules, which no rank shall count as its model's
+        importlib.import_module("parallel.data.fsdp")  # 40 MB of modules, which must not count as the model's memory
 
 
 def without_look_ahead() -> AbstractContextManager[Any]:
-    """DeepSpeed's stage 3, started inside, gathers weights when they are due. Otherwise a small model is whole within its window."""
+    """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
     return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
 
 
 @contextmanager
 def quick_values() -> Iterator[None]:
-    """First values from one draw each: to bytes they do not matter, and a truncated normal's take longer than all the rest."""
+    """Initialise weights with one draw each: values do not matter to bytes, and a truncated normal takes longer than all the rest."""
 
     def uniform_(x: Tensor, *, std: float, **_: Any) -> Tensor:
         return x.uniform_(-std, std)
@@ -145,7 +145,7 @@ def quick_values() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Started:
-    """One engine on the ranks that are running."""
+    """One engine with its model, on ranks that are running."""
 
     run: Run
     mesh: Mesh
@@ -155,19 +155,19 @@ class Started:
 
 
 def start(kind: ShardedKind, values: dict[str, Any], rank: int, ranks: int) -> Started:
-    """The recipe's engine around its model, as the trainer makes them; a peer's around the same one. Every rank must call it."""
+    """The recipe's engine around its model, as the trainer makes it; for a peer, its engine around the same model. Collective."""
     run = check_run(build_run(values), ranks)
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks))
     prepare(run, print)
     model, layouts = build(run, mesh, device=CPU)
     if kind.is_peer:
         alone = DeepSpeedAlone(run, model.to(torch.bfloat16), layouts, stage=kind.stage)
-        return Started(run, mesh, model, layouts, cast(Engine, alone))  # as far as a training step asks
+        return Started(run, mesh, model, layouts, cast(Engine, alone))  # it has what a training step calls
     return Started(run, mesh, model, layouts, start_engine(run, model, layouts, mesh))
 
 
 class DeepSpeedAlone:
-    """DeepSpeed's engine with its own settings around a model of bf16, as far as a step asks. It averages, and clips nothing."""
+    """DeepSpeed's engine with its own settings around a bf16 model, with what a step calls. It averages gradients and does not clip."""
 
     pipeline = None
 
@@ -191,7 +191,7 @@ class DeepSpeedAlone:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.backward(loss)
         if not last:
-            self.engine.step()  # counts a micro-batch
+            self.engine.step()  # counts a micro-batch; steps only at the last one
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for parts in self.engine.optimizer.averaged_gradients.values():
@@ -207,5 +207,5 @@ class DeepSpeedAlone:
 
 
 def tokens_of(rank: int, *, sequences: int, length: int, step: int = 0) -> Tensor:
-    """Int64 [sequences, length + 1] of bytes."""
+    """Byte tokens, int64 [sequences, length + 1]."""
     return torch.randint(256, (sequences, length + 1), generator=torch.Generator().manual_seed(1000 * step + rank))

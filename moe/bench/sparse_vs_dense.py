@@ -1,8 +1,8 @@
-"""Does a sparse model beat its dense twin at equal FLOPs per token? The claim of Switch (arXiv 2101.03961, fig. 1 and 12).
+"""Compares sparse models with their dense twin at equal FLOPs per token, a claim of Switch (arXiv 2101.03961, fig. 1 and 12).
 
-Three recipes see the same tokens in the same order from the same seed, in one process each with one thread, as many side by side
-as there are cores; the last validation loss is compared seed by seed. Prints a table; writes the curves as PNG and the rows
-as JSON beside it. A run that is there already, whole and from the same settings, is not trained again.
+Three recipes see the same tokens in the same order from the same seed. Each run is one process with one thread; as many run at once
+as there are cores. The last validation losses are compared seed by seed. Prints a table; writes the curves as PNG and the rows
+as JSON. A run that already exists, complete and with the same settings, is not repeated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BASELINE = "dense_tiny"
 
 
 def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str = "runs/sparse-vs-dense") -> int:
-    """`moe bench sparse-vs-dense`: 1 if a sparse recipe is not better than the dense one on average."""
+    """`moe bench sparse-vs-dense`: returns 1 if a sparse recipe is not better than the dense one on average."""
     for what, value in (("--steps", steps), ("--seeds", seeds)):
         if value < 1:
             raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {1500 if what == '--steps' else 3}")
     jobs = [(recipe, seed) for seed in range(seeds) for recipe in RECIPES]
     _train_all([(recipe, seed, steps, str(_folder(out, recipe, seed, steps))) for recipe, seed in jobs])
 
-    from moe.records.metrics import read, read_summary  # after the forks: these need no torch, but what follows draws
+    from moe.records.metrics import read, read_summary  # imported after the forks, which need no torch; the code below draws
 
     rows = []
     for recipe, seed in jobs:
@@ -61,7 +61,7 @@ def main(*, steps: int = 1500, seeds: int = 3, json: str | None = None, out: str
 
 
 def settings(recipe: str, seed: int, steps: int) -> Run:
-    """The recipe as it is, with the bench's length and seed, and more validation text than a training run takes."""
+    """The recipe with the bench's number of steps and seed, and with more validation text than a training run uses."""
     values = {"train.steps": steps, "train.seed": seed, "train.eval_every": max(1, steps // 15), "train.save_every": 0}
     values |= {"train.eval_sequences": 256, "degrees.dp": 1, "degrees.ep": 1}
     return check_run(load(recipe, {key: str(value) for key, value in values.items()})[0], 1)
@@ -110,7 +110,7 @@ def _train_one(recipe: str, seed: int, steps: int, folder: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> bool:
-    """Print means and spreads, and the difference to the dense twin seed by seed; whether every sparse recipe is better on average."""
+    """Print means, spreads, and the difference to the dense twin seed by seed. Returns whether every sparse recipe is better on average."""
     by: dict[str, list[dict[str, Any]]] = {recipe: [r for r in rows if r["recipe"] == recipe] for recipe in RECIPES}
     base = {r["seed"]: r["validation_loss"] for r in by[BASELINE]}
     print(f"{'recipe':<12} {'FLOPs/token':>12} {'parameters':>11} {'validation loss (least to most)':>32} {'minus dense, by seed':>28}")

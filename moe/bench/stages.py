@@ -1,6 +1,6 @@
-"""Stages that are plain modules at work in the pipeline's runtime: what `moe bench pipeline` times, weighs and compares.
+"""Plain modules as stages in the pipeline's runtime: `moe bench pipeline` measures their time and memory and compares them with peers.
 
-One model a process, of which a rank uses its stages alone; weights that updates do not wait for have versions, as in training.
+Each process builds one model, of which its rank uses only its stages. Where updates do not wait, weights have versions, as in training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Loss = Callable[[Tensor, int], Tensor]  # takes the last stage's output and the 
 
 
 class Stages:
-    """The Work of one rank (parallel/pipeline/runtime.py). `crossing`: the shape of what crosses stages; `change`: an update."""
+    """The Work of one rank (parallel/pipeline/runtime.py). `crossing`: shape of the tensors between stages. `change`: the update."""
 
     dtype, device = torch.float32, CPU
 
@@ -81,7 +81,7 @@ class Stages:
 
 
 def descend(module: nn.Module) -> None:
-    """A step of gradient descent, so small that it changes nothing that is measured."""
+    """A step of gradient descent, too small to change anything that is measured."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.grad is not None:
@@ -89,12 +89,12 @@ def descend(module: nn.Module) -> None:
                 parameter.grad.zero_()
 
 
-# --- what stages compute ----------------------------------------------------------------------------------------------
+# --- the stages' modules ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """That F, I and W of one stage take; B takes the last two together, U its own."""
+    """The duration of F, I and W on one stage, and of its update. B takes as long as I and W together."""
 
     forward: float
     inputs: float
@@ -103,7 +103,7 @@ class Seconds:
 
 
 class Asleep(nn.Module):
-    """x W, slept over as if a device were at work, so that few cores serve many ranks."""
+    """x W, with sleeps as if a device were computing, so that few cores serve many ranks."""
 
     def __init__(self, width: int, seconds: Seconds) -> None:
         super().__init__()
@@ -136,12 +136,12 @@ class _Asleep(torch.autograd.Function):
 
 
 class Layers(nn.Module):
-    """A part of a Transformer as a module of its own: tokens or hidden states -> hidden states, or logits."""
+    """A part of a Transformer as a separate module: tokens or hidden states -> hidden states or logits."""
 
     def __init__(self, model: Transformer, part: Part, tokens_BL: Tensor) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(model.layers[layer] for layer in part.layers)
-        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)  # in a list: not a module of this one
+        self.model, self.part, self.context = [model], part, Context.of(tokens_BL)  # in a list, so that torch registers no submodule
         self.ends = nn.ParameterList([*([model.embedding] if part.begins else []), *(_head(model) if part.ends else [])])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _head(model: Transformer) -> Iterator[nn.Parameter]:
 
 
 def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transformer, dict[int, nn.Module]]:
-    """The same weights on every rank, and equally many layers a stage."""
+    """A model with the same weights on every rank, and its stages with equally many layers."""
     model, stages = Transformer(config), schedule.num_stages
     each = config.num_layers // stages
     parts = [Part(range(s * each, (s + 1) * each), begins=s == 0, ends=s == stages - 1) for s in range(stages)]
@@ -164,7 +164,7 @@ def layers(config: Model, schedule: Schedule, tokens_BL: Tensor) -> tuple[Transf
 
 
 def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens and targets [size, length] of each micro-batch."""
+    """The tokens and the targets of each micro-batch, [size, length] each."""
     tokens = torch.randint(0, 256, (microbatches * size, length + 1), generator=torch.Generator().manual_seed(1))
     return list(tokens[:, :-1].contiguous().split(size)), list(tokens[:, 1:].contiguous().split(size))
 
@@ -173,7 +173,7 @@ def batch(microbatches: int, size: int, length: int) -> tuple[list[Tensor], list
 
 
 def schedule_for(name: str, ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """One step; of a schedule that does not drain as many micro-batches as `batches` steps have."""
+    """The schedule of one step; of a schedule that does not drain, with as many micro-batches as `batches` steps have."""
     if not SCHEDULES[name].continuous:
         return make_schedule(name, ranks=ranks, microbatches=microbatches)
     if name == "pipedream":
@@ -186,7 +186,7 @@ def connect(rank: int, ranks: int) -> Mesh:
 
 
 def runtime_for(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -> Runtime:
-    """Collective: groups are made. `stages`: all of them, of which this rank uses its own."""
+    """This rank's runtime. Collective, since it makes groups. `stages`: all stages, of which this rank uses its own."""
     axis = mesh.axis("pp")
     for homes in sorted({homes for homes in schedule.homes if len(homes) > 1}):
         mesh.part("pp", homes, label="replicas")
@@ -208,6 +208,6 @@ def _replicas(schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module]) -
 
 
 def barrier() -> float:
-    """When this rank left it, in seconds of a clock that all processes of the machine share."""
+    """A barrier. Returns when this rank left it, in seconds of a clock that all processes of the machine share."""
     dist.barrier()
     return time.perf_counter()

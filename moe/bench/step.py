@@ -1,8 +1,8 @@
-"""How fast is a whole training step of a sparse model, against its peers? Two processes, ep 2, one thread each.
+"""Speed of a whole training step of a sparse model, against its peers: two processes, ep 2, one thread each.
 
-The same Transformer three times, apart from its MoE layers and what trains it: ours; DeepSpeed's MoE with expert parallelism
-under its engine; transformers' Switch block, whose experts every process holds, under torch DDP. Same tokens, same FLOPs per
-token, same capacity factor, same optimizer and clipping. Steps run in turn, round by round; ratios are medians over rounds.
+The same Transformer three times, with different MoE layers and engines: ours; DeepSpeed's MoE with expert parallelism under its
+engine; transformers' Switch block, all experts in every process, under torch DDP. Same tokens, same FLOPs per token, same
+capacity factor, same optimizer and clipping. Steps run in turn, round by round; ratios are medians over rounds.
 `moe bench step --peers deepspeed,transformers --json FILE`.
 """
 
@@ -38,11 +38,11 @@ from parallel.process import World
 
 WORLD, BATCH, LENGTH, VOCABULARY, CAPACITY = 2, 8, 256, 256, 1.25
 PEERS = ("deepspeed", "transformers")
-Step = Callable[[int], float]  # the number of a step -> its loss
+Step = Callable[[int], float]  # step number -> its loss
 
 
 def main(*, peers: str = "deepspeed,transformers", only: str | None = None, rounds: int = 9, json: str | None = None) -> int:
-    """`moe bench step`: prints tokens per second of each; 1 if a loss is not finite or does not fall."""
+    """`moe bench step`: prints tokens per second of each; returns 1 if a loss is not finite or does not fall."""
     names = list(PEERS) if peers == "all" else [] if peers == "none" else peers.split(",")
     for name in names:
         if name not in PEERS:
@@ -83,7 +83,7 @@ def main(*, peers: str = "deepspeed,transformers", only: str | None = None, roun
 
 
 def recipe(precision: str, *, ep: int) -> Run:
-    """A small Switch Transformer: 4 layers of width 256, each with 64 experts of 512 hidden units."""
+    """The recipe of a small Switch Transformer: 4 layers of width 256, each with 64 experts of 512 hidden units."""
     return build_run(
         {
             "model": {
@@ -136,7 +136,7 @@ def _on_rank(rank: int, precision: str, names: list[str], rounds: int) -> dict[s
 
 
 def ours(rank: int, precision: str) -> Step:
-    """The trainer's own step, with its metrics."""
+    """A step of the trainer, with its metrics."""
     run = check_run(recipe(precision, ep=WORLD), WORLD)
     mesh = process.connect(run.mesh_degrees(), World(rank, WORLD))
     device = torch.device("cpu")
@@ -154,7 +154,7 @@ def ours(rank: int, precision: str) -> Step:
 
 
 class _Other(nn.Module):
-    """Another system's layer in the place of ours; its balance loss, where it has one, joins as ours does."""
+    """Another system's layer in place of ours. Its balance loss, if it has one, joins the backward pass as ours does."""
 
     def __init__(self, layer: nn.Module, *, returns_loss: bool) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Other(nn.Module):
 
 
 def _with_layers(precision: str, make: Callable[[Run], nn.Module]) -> tuple[Transformer, Run]:
-    """The same Transformer with another system's MoE layers; parameters in the dtype it computes in."""
+    """The same Transformer with another system's MoE layers. Parameters are in the compute dtype."""
     run = recipe(precision, ep=1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     torch.manual_seed(0)
@@ -185,7 +185,7 @@ def _loss(model: nn.Module, tokens: Tensor, number: int) -> Tensor:
 
 
 def deepspeed(rank: int, precision: str) -> Step:
-    """DeepSpeed's engine, ZeRO off, around its MoE layer: experts of bf16 with fp32 masters where that is the precision."""
+    """A step of DeepSpeed's engine, ZeRO off, around its MoE layer; in bf16 the experts have fp32 master weights."""
     from parallel.data.deepspeed import start_deepspeed
 
     package = start_deepspeed()
@@ -224,7 +224,7 @@ def deepspeed(rank: int, precision: str) -> Step:
 
 
 def transformers(rank: int, precision: str) -> Step:
-    """torch DDP around transformers' Switch block; slots are counted per sequence there."""
+    """A step of torch DDP around transformers' Switch block, which counts slots per sequence."""
     from transformers.models.switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
@@ -241,7 +241,7 @@ def transformers(rank: int, precision: str) -> Step:
         return _Other(SwitchTransformersSparseMLP(settings), returns_loss=False)
 
     model, run = _with_layers(precision, make)
-    # an expert without tokens has no gradient in this block, which DDP has to be told
+    # in this block an expert without tokens has no gradient, so DDP must look for unused parameters
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     o = run.optimizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay)

@@ -1,10 +1,10 @@
-"""Memory-centric tiling, measured: bytes of feed-forward weights that are whole at once on a rank, with q tiles against one.
+"""Memory-centric tiling, measured: bytes of feed-forward weights that are whole at once on a rank, with q tiles and with one.
 
     2 out in  ->  2 out in / q      bytes of each matrix in 16 bits: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3
 
-An engine of stage 3 gathers weights to run what they belong to and frees them again: FSDP those of a feed-forward layer together,
-DeepSpeed each matrix, of experts both those of a layer. What is whole is looked at whenever a matrix product runs, forward and
-backward, in a third step; what is gathered ahead is none yet, or not asked for. `moe bench memory` has these rows.
+A stage-3 engine gathers weights before they are used and frees them again: FSDP a feed-forward layer's weights together, DeepSpeed
+each matrix, but all experts' matrices of a layer together. Whole weights are counted at every matrix product, forward and backward, in
+the third step; gathering ahead has not begun then, or is switched off. `moe bench memory` prints these rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIDE = re.compile(r"\.(ffn|experts)\.")
 
 
 class Whole(TorchDispatchMode):
-    """`most`: bytes of these parameters that were whole at once while a matrix product ran."""
+    """`most`: peak bytes of these parameters that were whole at once while a matrix product ran."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Whole(TorchDispatchMode):
 
 
 def whole_bytes(parameter: Tensor) -> int:
-    """Of a parameter that is gathered now; 0 for one that is not, of which a rank holds its shard alone."""
+    """Bytes of a parameter that is gathered now; 0 if it is not, and the rank holds only its shard."""
     if isinstance(parameter, DTensor):
         return 0
     return min(parameter.untyped_storage().nbytes(), parameter.numel() * parameter.element_size())
 
 
 def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision: str) -> dict[str, Any]:
-    """Two wide layers, so that one has to be freed before the next."""
+    """A recipe with two wide layers, so that the first must be freed before the second."""
     values: dict[str, Any] = {
         "model": {"num_layers": 2, "d_model": 128, "num_heads": 4, "d_ff": 2048, "max_length": LENGTH, "moe_every": 1 if sparse else 0},
         "sharding": kind.sharding,
@@ -67,7 +67,7 @@ def recipe(kind: ShardedKind, ranks: int, tiles: int, *, sparse: bool, precision
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: str, folder: str) -> list[dict[str, Any]]:
-    """One row for each number of tiles, on the ranks that are running."""
+    """One row for each number of tiles, on ranks that are running."""
     rows: list[dict[str, Any]] = []
     for tiles in TILES:
         values = recipe(kind.with_path(folder), ranks, tiles, sparse=sparse, precision=precision)
@@ -87,7 +87,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, sparse: bool, precision: s
 
 
 def together(layouts: dict[str, Layout], *, apart: bool) -> int:
-    """The most elements that belong together without tiles: of a module where modules stand `apart`, or of a layer."""
+    """The most elements gathered together without tiles: a module's if modules are gathered `apart`, else a layer's."""
     sizes: Counter[str] = Counter()
     for name, layout in whole_layouts(layouts).items():
         if found := _WIDE.search(name):
@@ -96,5 +96,5 @@ def together(layouts: dict[str, Layout], *, apart: bool) -> int:
 
 
 def whole_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """One layout for each tensor that is cut into tiles: they all tell its whole shape."""
+    """One layout for each tensor that is cut into tiles. All tiles' layouts give the whole shape."""
     return {re.sub(r"\.tiles\.\d+", "", name): layout for name, layout in layouts.items()}

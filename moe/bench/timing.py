@@ -1,4 +1,4 @@
-"""Times that can be compared on a noisy machine: everything runs in turn, round by round, and ratios are taken within a round."""
+"""Timing on a noisy machine: everything runs in turn, round by round, and ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def in_turn(work: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device, warmups: int = 2) -> dict[str, list[float]]:
-    """Seconds of each piece of work in each round; every second round goes backwards, so that no one always follows the same other."""
+    """Seconds of each piece of work in each round. Every second round runs in reverse order, so that no work always follows the same."""
     for run in work.values():
         for _ in range(warmups):
             run()
@@ -42,7 +42,7 @@ def ratio(a: list[float], b: list[float]) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that torch held at once beyond what was there before, in bytes; scratch of the matrix library is not seen on a CPU."""
+    """Peak bytes that torch held beyond those before the run. On a CPU, the matrix library's scratch memory is not seen."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
