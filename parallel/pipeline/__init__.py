@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as values (one file each, named in catalog.py), simulated and drawn without processes."""
+"""Pipeline parallelism: schedules as values (one file each, listed in schedules/catalog.py), simulated and drawn without processes."""

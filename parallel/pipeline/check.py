@@ -1,8 +1,8 @@
-"""Is a schedule whole, and does it end? Both are known without times and without processes.
+"""Checks that a schedule is complete and free of deadlock; both without times and without processes.
 
-Whole: every stage sees every micro-batch once forward and once backward (B, or I and W), on one rank, and every update happens.
-It ends: ranks take their actions in order, each as soon as its needs are done; if all wait, that is a deadlock, and the report
-has every rank's next action with what it waits for.
+Complete: every stage runs every micro-batch forward once and backward once (B, or I and W), on one rank, and every update happens.
+Free of deadlock: ranks take their actions in order, each as soon as its needs are done. If all ranks wait, it is a deadlock, and the
+message has every rank's next action with what it waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 
 
 def check(schedule: Schedule) -> Schedule:
-    """The schedule itself. Raises BadInput, one line, where it is not whole or does not end."""
+    """Return the schedule unchanged. Raises BadInput, one line, if it is incomplete or has a deadlock."""
     _check_whole(schedule)
     _check_updates(schedule)
     linear(schedule)
@@ -25,7 +25,7 @@ def check(schedule: Schedule) -> Schedule:
 def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
     """All actions in one order in which each comes after its needs. Raises BadInput for a deadlock.
 
-    sums_block: a rank goes on after S only when every replica has come to it.
+    sums_block: a rank continues after S only when every replica has reached it.
     """
     done: set[Node] = set()
     at = [0] * schedule.num_ranks
@@ -106,7 +106,7 @@ def _check_one(schedule: Schedule, stage: int, microbatch: int) -> None:
 
 
 def _check_updates(schedule: Schedule) -> None:
-    """One update a stage, rank and batch; where a stage has replicas, one sum as well, in the same order on all of its ranks."""
+    """Check for one update per stage, rank and batch; for stages with replicas also one sum, in the same order on all of its ranks."""
     present = Counter((node.rank, a.op, a.stage, a.version) for node, a in schedule.nodes() if a.op not in COMPUTE)
     wanted = Counter(
         (rank, op, stage, version)

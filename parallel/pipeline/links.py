@@ -1,10 +1,10 @@
-"""What crosses ranks in a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
+"""Messages between the ranks of a pipeline: one channel for each ordered pair of ranks, in which messages keep their order.
 
-    rank 0  --F0 F1 F2-->  rank 1        one group carries what goes up the ranks, another what goes down: two ranks that send
-    rank 0  <--B0 B1-----  rank 1        to each other never wait for one another
+    rank 0  --F0 F1 F2-->  rank 1        one group carries messages to higher ranks, another those to lower ranks: two ranks that
+    rank 0  <--B0 B1-----  rank 1        send to each other never wait for one another
 
-The receiver knows the order (Schedule.messages), so that nothing but tensors travels: no shapes, no tags. It has asked for the
-next message before it needs it, which then arrives while it computes; a message that comes before its turn is put aside.
+The receiver knows the order (Schedule.messages), so only tensors travel: no shapes, no tags. It posts the next receive before it
+needs the message, which then arrives while it computes; a message that comes before its turn is put aside.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from parallel.collectives import count
 from parallel.mesh import Axis
 from parallel.pipeline.schedule import Message, Schedule
 
-Empty = Callable[[Message], Tensor]  # the room in which a message arrives
+Empty = Callable[[Message], Tensor]  # makes the tensor into which a message is received
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank knows of a schedule's messages.
+    """A schedule's messages as one rank sees them.
 
-    due: by source, those to this rank in the order in which they come. taken, left: at which place of its order the receiver takes a
-    message, the sender sends it. channels: ordered pairs of ranks, each with one message of it.
+    due: the messages to this rank, by source, in order of arrival. taken: the place in the receiver's order where it takes a message.
+    left: the place in the sender's order where it sends it. channels: each ordered pair of ranks with its first message.
     """
 
     due: dict[int, tuple[Message, ...]]
@@ -48,7 +48,7 @@ class Traffic:
 
 
 class Links:
-    """`up` and `down`: the same ranks, the stages' axis, with a process group each."""
+    """The channels of one rank. `up` and `down`: the axis of stages twice, with a process group each."""
 
     def __init__(self, up: Axis, down: Axis) -> None:
         self.up, self.down = up, down
@@ -56,7 +56,7 @@ class Links:
         self.sent: dict[int, deque[tuple[int, dist.Work, Tensor]]] = defaultdict(deque)
 
     def begin(self, traffic: Traffic, empty: Empty) -> None:
-        """Ask for the first message of every channel to this rank."""
+        """Post the receive for the first message of every channel to this rank."""
         self._meet(traffic, empty)
         self._empty, self._traffic = empty, traffic
         self._due = {source: deque(messages) for source, messages in traffic.due.items()}
@@ -66,7 +66,7 @@ class Links:
             self._ask(source)
 
     def _meet(self, traffic: Traffic, empty: Empty) -> None:
-        """The first message of each channel, of one element, pair after pair: NCCL connects two ranks when both are there, and waits."""
+        """Send one element through each new channel, pair after pair: NCCL connects two ranks when both are there, and blocks until then."""
         for pair, message in traffic.channels:
             if pair not in self._met:
                 self._met.add(pair)
@@ -88,7 +88,7 @@ class Links:
         return self.up if message.source < message.target else self.down
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a message to this rank."""
+        """Wait for a message to this rank and return its tensor."""
         while message not in self._early:
             arriving, room, work = self._asked.pop(message.source)
             work.wait()
@@ -98,7 +98,7 @@ class Links:
         return self._early.pop(message)
 
     def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send; the tensor is kept until it is known to have arrived."""
+        """Start to send. The tensor is kept until it is known to have arrived."""
         way = self._way(message)
         count(replace(way, label=str(message)), "send", tensor)
         work = dist.isend(tensor, way.ranks[message.target], group=way.group)
@@ -106,7 +106,7 @@ class Links:
         self.sent[message.target].append((self._traffic.taken[message], work, tensor))
 
     def _let_go(self, message: Message) -> None:
-        """What the sender of this message had taken before it sent it has arrived, so there is no need to ask."""
+        """Release sent tensors: whatever this message's sender had taken before sending it has arrived, so waiting for these is free."""
         left, sent = self._traffic.left[message], self.sent[message.source]
         while sent and sent[0][0] <= left:
             sent.popleft()[1].wait()

@@ -1,10 +1,10 @@
-"""Schedules as CSV: a line a rank, a cell an action, written stage-op-micro-batch@version.
+"""Schedules as CSV files: one line per rank, one cell per action, written stage-op-micro-batch@version.
 
     0F0,0F1,0B0,0B1,0U@1            0U@1: update of stage 0 that makes version 1; @0 is left out
     1F0,1B0,1F1,1B1,1U@1            (0F4;7B1)OVERLAP_F_B: a pair, which runs as one block
 
-Stages live on the ranks that name them. Lines without S and U get them at their end. Without versions this is also the
-compute-only format of torch.distributed.pipelining, whose files are read too; empty cells are waits there and mean nothing here.
+A stage is on the ranks whose lines name it. Lines without S and U get them at their end. Without versions, this is also the
+compute-only format of torch.distributed.pipelining, whose files can be read too. Its empty cells are waits, and are ignored here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def write_order(schedule: Schedule, path: str | Path) -> None:
-    """One line a rank. Raises BadInput where the file cannot be written."""
+    """Write one line per rank. Raises BadInput if the file cannot be written."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         cells: list[str] = []
@@ -40,7 +40,7 @@ def write_order(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_order(path: str | Path) -> Schedule:
-    """The schedule of a file, checked: whole and without deadlock. Raises BadInput, one line, for anything else."""
+    """The schedule in a file, checked to be complete and free of deadlock. Raises BadInput, one line, for anything else."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             lines = [cells for cells in csv.reader(file) if cells]

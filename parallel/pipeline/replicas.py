@@ -1,6 +1,6 @@
-"""Gradients of what several ranks of a pipeline hold: Chimera's replicas of a stage, and an embedding that the head is tied to.
+"""Sums gradients of parameters that several ranks of a pipeline hold: Chimera's replicas of a stage, and a tied embedding.
 
-S (Schedule) starts to sum a stage's gradients while other actions run; `finish` waits for those sums and makes the rest.
+S (Schedule) starts summing a stage's gradients while other actions run. `finish` waits for those sums and does the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from parallel.mesh import Axis, Mesh
 
 
 class StageReplicas:
-    """`parameters` and `layouts` of this rank by name; `of_stage`: names that belong to one stage alone."""
+    """This rank's shared parameters. `parameters` and `layouts` by name; `of_stage`: the names that belong to a single stage."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], mesh: Mesh, *, of_stage: dict[int, list[str]]
@@ -40,7 +40,7 @@ class StageReplicas:
         self.started.clear()
 
     def _start(self, names: Iterable[str]) -> None:
-        """One flat sum in fp32 for the names that the same ranks hold."""
+        """Start one flat fp32 sum for all names that the same ranks hold."""
         together: dict[tuple[int, ...], list[str]] = {}
         for name in names:
             if name in self.shared:
@@ -58,7 +58,7 @@ class StageReplicas:
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self.shared[name]
-        if parameter.grad is None:  # nothing came through here: the other holders' sum is still wanted
+        if parameter.grad is None:  # no token reached it here, but the other holders' sum is still needed
             parameter.grad = torch.zeros_like(parameter)
-        local: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # FSDP's part of it
+        local: Tensor = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad  # FSDP's local part
         return local

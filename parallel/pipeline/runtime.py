@@ -1,10 +1,10 @@
-"""Carries out one rank's actions of a Schedule, whatever its name: what is drawn is what runs.
+"""Executes one rank's actions of any Schedule: the schedule that is drawn is the one that runs.
 
-    for each action:  take what it needs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
+    for each action:  receive what it needs from other ranks (Schedule.receives)  ->  F B I W S U  ->  send its result (Schedule.sends)
 
-The runtime knows orders and tensors; what a stage computes, how gradients are summed and what an update is, is the `Work`'s to
-say. Sends and receives run beside the computation (parallel/pipeline/links.py). Between F and B a micro-batch keeps its input and
-an edge of the graph; the output itself is gone once it is sent.
+The runtime handles orders and tensors. The `Work` decides what a stage computes, how gradients are summed and what an update is.
+Sends and receives overlap with computation (parallel/pipeline/links.py). Between F and B, a micro-batch keeps its input and an
+edge of the autograd graph; its output is freed once it is sent.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from parallel.weight_gradient import Owed, put_off
 
 
 class Work(Protocol):
-    """What one rank's stages do; `microbatch` counts over the whole schedule."""
+    """The computation of one rank's stages. `microbatch` counts over the whole schedule."""
 
     dtype: torch.dtype
     device: torch.device
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
-        """Of what crosses stages, the same at every cut."""
+        """Shape of the tensors between stages, the same at every boundary."""
         ...
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
-        """What the next stage takes, or of the last stage the scalar whose gradient is wanted. x: None for the first stage."""
+        """Run a stage: returns the next stage's input, or on the last stage the scalar to differentiate. x: None on the first stage."""
         ...
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        """Gradients add up in the weights and in what `forward` was given; `gradient`: of the output, None for the last stage."""
+        """Add gradients to the weights and to the input of `forward`. `gradient`: the output's; None on the last stage."""
         ...
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:
-        """The stage's weights are those of this version inside."""
+        """A context in which the stage's weights have this version."""
         ...
 
     def update(self, stage: int, version: int) -> None: ...
 
 
 class Took(NamedTuple):
-    """When an action ran, in seconds of time.perf_counter."""
+    """An action's start and end, in seconds of time.perf_counter."""
 
     action: Action
     start: float
@@ -63,14 +63,14 @@ class Took(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Of a micro-batch between F and its backward."""
+    """What a micro-batch keeps between F and its backward pass."""
 
     x: Tensor | None
     output: GradientEdge
 
 
 class _Step(NamedTuple):
-    """An action with its messages."""
+    """An action with the messages before and after it."""
 
     action: Action
     receives: tuple[Message, ...]
@@ -78,7 +78,7 @@ class _Step(NamedTuple):
 
 
 class _Plan:
-    """What one rank must know of a schedule to carry it out; `code`: equal for equal schedules, in every process."""
+    """What one rank needs to know of a schedule to execute it. `code`: equal for equal schedules, in every process."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         nodes = [Node(rank, at) for at in range(len(schedule.orders[rank]))]
@@ -90,11 +90,12 @@ class _Plan:
 
 @dataclass
 class Runtime:
-    """One rank of a pipeline. `schedule`: of one batch; `axis`: the ranks of the pipeline; `replicas`: sums what several of them hold.
+    """One rank of a pipeline.
 
-    `record`, where it is a list, gets every action's times. `between(at)` is called in training after the at-th action of the order
-    (-1: before the first), before what the next one needs is waited for: work put there runs in the bubble. `before(action)` is called
-    in training after that, before the action's messages are waited for.
+    `schedule`: of one batch. `axis`: the ranks of the pipeline. `replicas`: sums gradients that several ranks hold. `record`, if it is
+    a list, gets every action's times. The two callbacks run in training only: `before(action)` before the runtime waits for the
+    action's messages, and `between(at)` after the at-th action of the order (-1: before the first) and before the `before` of the next
+    one, so that work done in it fills the bubble.
     """
 
     schedule: Schedule
@@ -105,15 +106,15 @@ class Runtime:
     between: Callable[[int], None] | None = None
     before: Callable[[Action], None] | None = None
     _agreed: set[int] = field(default_factory=set)
-    _plans: dict[int, _Plan] = field(default_factory=dict)  # by the schedule's id
+    _plans: dict[int, _Plan] = field(default_factory=dict)  # by id of the schedule
     _forwards: dict[int, Schedule] = field(default_factory=dict)
 
     def run(self, work: Work, schedule: Schedule | None = None) -> None:
-        """Forward and backward of a whole schedule (default: the one batch's). Collective over the pipeline's ranks."""
+        """Forward and backward passes of a whole schedule (default: `schedule`). Collective over the pipeline's ranks."""
         _Run(self, work, self._plan(schedule or self.schedule), train=True).run()
 
     def forward(self, work: Work, microbatches: int) -> None:
-        """Forward passes alone, without gradient, each on the stages that train the micro-batch of its number."""
+        """Forward passes only, without gradients. Micro-batch j runs on the stages that train micro-batch j. Collective."""
         with torch.no_grad():
             if microbatches not in self._forwards:
                 self._forwards[microbatches] = forwards(self.schedule, microbatches)
@@ -198,7 +199,7 @@ class _Run:
             self.results[False, stage, microbatch] = x.grad.contiguous()
 
     def _agree(self) -> None:
-        """Once for each schedule and shape: every rank is about to run the same. Raises BadInput on all of them."""
+        """Check once per schedule and shape that every rank is about to run the same. Raises BadInput on all ranks if not."""
         shapes = tuple(self.work.shape(j) for j in self.plan.microbatches)
         code = hash_of((self.plan.code, shapes, str(self.work.dtype)))
         if code in self.runtime._agreed:
@@ -220,16 +221,16 @@ def _key(op: Op, stage: int, microbatch: int) -> tuple[bool, int, int]:
 
 
 def hash_of(value: object) -> int:
-    """The same in every process, unlike hash()."""
+    """A hash that is the same in every process, unlike hash()."""
     from hashlib import blake2b
 
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """F alone, of any number of micro-batches: number j goes the way of the schedule's number j mod m, in groups of as many as ranks.
+    """A schedule of F alone for any number of micro-batches, in groups of as many as ranks. Number j takes the path of j mod m.
 
-    All ranks order by (group, stage, micro-batch), and an F needs only those before it in that order, so it ends.
+    All ranks order by (group, stage, micro-batch), and an F needs only F before it in that order, so there is no deadlock.
     """
     orders: list[list[tuple[int, Action]]] = [[] for _ in schedule.orders]
     for j in range(microbatches):

@@ -1,11 +1,11 @@
-"""A pipeline schedule as a value: what each rank does, in which order.
+"""A pipeline schedule as a value: the actions of each rank, in order.
 
     rank 0   0F0 0F1 0B0 0B1 0U@1          Action(op, stage, microbatch, version), written stage-op-micro-batch@version
     rank 1   1F0 1B0 1F1 1B1 1U@1
 
-The order within a rank is the schedule's choice; what an action waits for is not: `needs` is the one rule. The simulator gives
-each action a time by it, the runtime derives from it what to receive and to send, and `check` runs the orders by it
-without times, so that an order that cannot end is refused before a process starts.
+The order within a rank is the schedule's choice. What an action waits for is not: `needs` is the only rule. From it the simulator
+gives each action a time, the runtime derives what to receive and to send, and `check` executes the orders without times, so that
+an order with a deadlock is refused before a process starts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Op(StrEnum):
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
-OF_A_BATCH = -1  # the micro-batch of S and U, which belong to a whole batch
+OF_A_BATCH = -1  # the micro-batch number of S and U, which belong to a whole batch
 
 
 class Action(NamedTuple):
-    """One thing that a rank does.
+    """One action of a rank.
 
-    `version` counts updates: of F, B, I and W it is the version of the weights that is read (0: the first), of S and U the
+    `version` counts updates. For F, B, I and W it is the version of the weights that they read (0: the first); for S and U it is the
     version that the update makes.
     """
 
@@ -51,14 +51,14 @@ class Action(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A place in a schedule: the `at`-th action of `rank`."""
+    """A position in a schedule: the `at`-th action of `rank`."""
 
     rank: int
     at: int
 
 
 class Message(NamedTuple):
-    """What crosses ranks: the output of F, or the input gradient of B or I, of one micro-batch."""
+    """A message between ranks: the output of F, or the input gradient of B or I, of one micro-batch."""
 
     op: Op
     stage: int
@@ -69,11 +69,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Orders of actions, one a rank, and where stages live.
+    """The orders of actions, one per rank, and the ranks of each stage.
 
-    homes: for each stage the ranks that hold it, one, or several where it has replicas that see different micro-batches.
-    microbatches: in all of the orders together; an update sums `microbatches_per_update` of them.
-    pairs: places of an F that runs as one block with the B after it: both start when both can, both results leave at the end.
+    homes: for each stage the ranks that hold it: one, or several if it has replicas that see different micro-batches.
+    microbatches: their number in all orders together; an update sums `microbatches_per_update` of them.
+    pairs: positions of an F that runs as one block with the B after it: both start when both can, and both results leave at the end.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Schedule:
 
     @cached_property
     def _last_gradients(self) -> dict[tuple[int, int, int], list[Node]]:
-        """(rank, stage, version) -> the B and W whose gradients that update sums."""
+        """(rank, stage, version) -> the B and W whose gradients the update to that version sums."""
         found: dict[tuple[int, int, int], list[Node]] = defaultdict(list)
         for node, a in self.nodes():
             if a.op in (Op.B, Op.W):
@@ -124,19 +124,19 @@ class Schedule:
         return found
 
     def find(self, op: Op, stage: int, microbatch: int) -> Node | None:
-        """Where F, B, I or W of a micro-batch is done; None where nobody does it."""
+        """The node of F, B, I or W of a micro-batch; None if no rank does it."""
         return self._compute.get((op, stage, microbatch))
 
     def backward(self, stage: int, microbatch: int) -> Node | None:
-        """Where the input gradient of a stage is made, by B or by I."""
+        """The node that makes a stage's input gradient, by B or by I."""
         return self.find(Op.B, stage, microbatch) or self.find(Op.I, stage, microbatch)
 
     def needs(self, node: Node) -> tuple[Node, ...]:
-        """The actions that must have ended before this one starts, beside the one before it on its rank.
+        """The actions that must end before this one starts, beside the one before it on its rank.
 
-        F: F of the stage before. B and I: their own F and the input gradient of the stage after. W: its I. S: every gradient of
-        the batch on this rank. U: the same, or, where the stage has replicas, S on all of them. F, B and I of a version above 0:
-        the update that made it. Needed actions that nobody does are left out; `check` refuses such a schedule.
+        F: F of the previous stage. B and I: their own F, and the input gradient of the next stage. W: its I. S: every gradient of
+        the batch on this rank. U: the same, or S on all replicas if the stage has any. F, B and I of a version above 0: the update
+        that made it. Needed actions that no rank does are left out; `check` refuses such a schedule.
         """
         needs = self._own_needs(node)
         if node in self.pairs:
@@ -159,7 +159,7 @@ class Schedule:
         return tuple(n for n in found if n is not None)
 
     def _made_by(self, node: Node) -> tuple[Node | None, ...]:
-        """Where the tensor comes from that F, B or I takes from another stage."""
+        """The nodes that make the tensor which F, B or I takes from another stage."""
         op, stage, microbatch, _ = self.action(node)
         if op is Op.F and stage > 0:
             return (self.find(Op.F, stage - 1, microbatch),)
@@ -174,14 +174,14 @@ class Schedule:
         return tuple(n for n in found if n is not None)
 
     def sends(self, node: Node) -> tuple[Message, ...]:
-        """What leaves the rank once the action has ended: its result, where another rank needs it; of a pair both at its end."""
+        """Messages that leave the rank when the action ends: its result, if another rank needs it. A pair sends both at its end."""
         if node in self.pairs:
             return ()
         block = (Node(node.rank, node.at - 1), node)
         return tuple(message for n in (block if block[0] in self.pairs else block[1:]) for message in self._message(n))
 
     def receives(self, node: Node) -> tuple[Message, ...]:
-        """What must have arrived before the action starts: `sends` seen from the other end."""
+        """Messages that must have arrived before the action starts: `sends` from the receiver's side."""
         if Node(node.rank, node.at - 1) in self.pairs:
             return ()
         block = (node, _after(node)) if node in self.pairs else (node,)
@@ -201,7 +201,7 @@ class Schedule:
         return (Message(op, stage, microbatch, node.rank, reader.rank),)
 
     def messages(self) -> dict[tuple[int, int], tuple[Message, ...]]:
-        """(source, target) -> messages in the order in which the source sends them, which the target can post ahead."""
+        """(source, target) -> messages in the order in which the source sends them, so that the target can post receives early."""
         found: dict[tuple[int, int], list[Message]] = defaultdict(list)
         for node, _ in self.nodes():
             for message in self.sends(node):
@@ -209,7 +209,7 @@ class Schedule:
         return {pair: tuple(messages) for pair, messages in found.items()}
 
     def repeated(self, batches: int) -> Schedule:
-        """The same orders `batches` times over with micro-batches and versions counted on: what a run does without a drain between."""
+        """The same orders `batches` times over, with micro-batches and versions counted on: a run without draining in between."""
         if batches == 1:
             return self
         orders = tuple(
@@ -229,13 +229,13 @@ def _shifted(action: Action, microbatches: int, versions: int) -> Action:
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """A schedule of one batch from its compute actions: each rank ends with an update of each of its stages."""
+    """A schedule of one batch from its compute actions. Each rank ends with an update of each of its stages."""
     placed = tuple(tuple(ranks) for ranks in homes)
     return Schedule(name, placed, microbatches, microbatches, tuple((*order, *updates(order)) for order in orders))
 
 
 def updates(order: Sequence[Action]) -> list[Action]:
-    """U of every stage of a rank, those first whose gradients are there first."""
+    """U for every stage of a rank, in the order in which the stages' gradients are complete."""
     stages = dict.fromkeys(action.stage for action in reversed(order) if action.op in (Op.B, Op.W))
     return [Action(Op.U, stage, version=1) for stage in reversed(stages)]
 

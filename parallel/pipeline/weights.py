@@ -1,9 +1,9 @@
 """Versions of a stage's weights, where updates do not wait for the pipeline to drain (PipeDream, 2BW).
 
-    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        1B reads version 0, which its forward read, though version 1 is there
+    0F0 0F1 ... 0B0 0U@1 0F2@1 0B1 ...        0B1 reads version 0, as its forward did, though version 1 exists
 
-An update puts the old values aside where an action to come still reads them, and changes a copy; before an action the version
-that it reads is put under the parameters. Which actions those are the order says, so that nothing is kept longer than needed.
+An update keeps the old values if a later action still reads them, and changes a copy. Before an action, the parameters are set to the
+version that it reads. The order says which actions those are, so nothing is kept longer than needed.
 Source: weight stashing, PipeDream (arXiv 1806.03377, section 3.3).
 """
 
@@ -19,7 +19,7 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Versions:
-    """Of one stage on this rank: parameters, and whatever else an update changes; `order`: the rank's actions. They hold version 0 now."""
+    """The weight versions of one stage on this rank. `parameters` (now at version 0) include all that updates change; `order`: the rank's."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0
@@ -48,15 +48,15 @@ class Versions:
         return before
 
     def update(self, version: int, step: Callable[[], None]) -> None:
-        """`step` changes the parameters in place; graphs that were made of the values before keep them."""
+        """Make `version`: `step` changes the parameters in place. Graphs made from the old values keep them."""
         if self.to_come.get(self.newest):
             self.kept[self.newest] = self._replace([p.data.clone() for p in self.parameters])
-        # a graph in flight asks whether its weight was changed in place; it will be given the old values, so the answer is no
+        # autograd checks whether weights of a graph in flight were changed in place; it will get the old values, so hide the change
         with torch.autograd._unsafe_preserve_version_counter(self.parameters):
             step()
         self.newest = version
 
     @property
     def count(self) -> int:
-        """Versions that are there now."""
+        """Number of versions held now."""
         return 1 + len(self.kept)

@@ -1,9 +1,9 @@
-"""What a clock costs: time and energy of an action at each, measured (a file) or from a stated power model.
+"""The cost of a clock: an action's time and energy at each clock, measured (a file) or from an assumed power model.
 
     {"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.010, "j": 3.0}, "1080": {...}}, "B": {...}}, ...]}
 
-A file has F and B of each stage; I and W, where a schedule has them, are half of B each unless the file says them. What costs an
-action beside idling is its energy above the power that its rank draws anyway while it waits.
+A file has F and B of each stage. I and W, where a schedule has them, count as half of B each unless the file has them. The cost of
+an action is its energy above what its rank would draw anyway while waiting.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Clock(NamedTuple):
-    """One action at one clock: seconds and joules."""
+    """One action at one clock (MHz): seconds and joules."""
 
     mhz: float
     time: float
     energy: float
 
 
-Profile = Callable[[int, Action], Sequence[Clock]]  # what a rank measured for an action; one clock for what cannot be slowed
+Profile = Callable[[int, Action], Sequence[Clock]]  # the clocks measured for an action on a rank; a single clock if it cannot be slowed
 
 
 @dataclass(frozen=True)
 class PowerModel:
-    """Watts and time at a clock f, full clock F: P = static + dynamic (f / F) (V / V_F)^2, t = t_F (memory + (1 - memory) F / f).
+    """Power and time at clock f, with full clock F: P = static + dynamic (f / F) (V / V_F)^2, t = t_F (memory + (1 - memory) F / f).
 
-    V falls linearly from full clock to the lowest; a share of each time is memory's and does not depend on the clock. The defaults are an
+    V falls linearly from full clock to the lowest; the memory share of each time does not depend on the clock. The defaults are an
     assumption of the size of a V100, whose clock EnvPipe (USENIX ATC 2023) sets between 800 and 1530 MHz; nothing of it is measured.
     """
 
@@ -47,7 +47,7 @@ class PowerModel:
     memory_share: float = 0.2
 
     def clocks(self, seconds: float) -> list[Clock]:
-        """Of an action that takes so long at full clock."""
+        """The clocks of an action that takes `seconds` at full clock."""
         found = []
         for mhz in range(self.lowest_mhz, self.full_mhz + 1, self.step_mhz):
             voltage = self.lowest_voltage + (1 - self.lowest_voltage) * (mhz - self.lowest_mhz) / (self.full_mhz - self.lowest_mhz)
@@ -65,12 +65,12 @@ def valley(clocks: Sequence[Clock], idle_power: float) -> Clock:
 
 
 def above_idle(clock: Clock, idle_power: float) -> float:
-    """What an action costs beside the power that its rank would draw while it waits."""
+    """An action's energy above what its rank would draw in the same time while waiting."""
     return clock.energy - idle_power * clock.time
 
 
 def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[Clock]:
-    """From the fastest to the valley, without clocks that are slower and cost no less."""
+    """The clocks from the fastest to the valley, without those that are slower and cost no less."""
     if not clocks:
         raise BadInput("profile", got=f"no clock for {action}", needed="at least one", fix="measure it, or give it one clock")
     kept: list[Clock] = []
@@ -82,7 +82,7 @@ def useful(clocks: Sequence[Clock], idle_power: float, action: Action) -> list[C
 
 @dataclass(frozen=True)
 class Measured:
-    """A profile by stage and operation, the same on every rank that holds a stage; S and U take no time."""
+    """A measured profile by stage and operation, the same on every rank that holds a stage. S and U take no time."""
 
     stages: tuple[Mapping[Op, Sequence[Clock]], ...]
     idle_w: float
@@ -97,7 +97,7 @@ class Measured:
 
 
 def read_profile(path: str | Path) -> Measured:
-    """A profile file. Raises BadInput, one line, for anything that is not one."""
+    """Read a profile file. Raises BadInput, one line, for anything else."""
     needed = '{"idle_w": 40, "stages": [{"F": {"1530": {"s": 0.01, "j": 3.0}}, "B": {...}}]}'
 
     def wrong(got: str) -> BadInput:
@@ -125,7 +125,7 @@ def read_profile(path: str | Path) -> Measured:
 
 
 def _clocks(value: Any) -> list[Clock]:
-    """Empty where anything in it is wrong."""
+    """The clocks in `value`, or none if anything in it is wrong."""
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
         if not isinstance(cost, dict) or not mhz.isdecimal() or not int(mhz) or not all(_number(cost.get(key), above=0) for key in "sj"):

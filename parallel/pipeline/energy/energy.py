@@ -1,11 +1,11 @@
 """EnvPipe (You et al., USENIX ATC 2023): slower clocks for the actions that have time to spare, at the same makespan.
 
-    envelope   forward of the first micro-batch, the last stage, backward of the last micro-batch: nothing there can wait
-    the rest   at the clock of least energy (the valley: a slower clock draws less power for longer); where that makes the step longer, the
-               cheapest actions of the critical path are raised until it is back; then whatever still has slack is lowered into it
+    envelope   forward of the first micro-batch, the last stage, backward of the last micro-batch: these cannot wait, so at full clock
+    the rest   at the clock of least energy (the valley: a slower clock draws less power, but for longer). If that makes the step longer,
+               the cheapest actions of the critical path are raised until the step is short enough; then whatever has slack left is lowered
 
-More forwards ahead (`extra_warmup`) give an action its slack, at the price of activations. No number changes.
-Energy here: of each action at its clock, and idle power while a rank waits; transfers cost time alone.
+Running more forwards ahead (`extra_warmup`) gives actions slack, at the cost of activations. Losses do not change.
+Energy counts each action at its clock, and idle power while a rank waits; transfers cost only time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
 
-_EPSILON = 1e-9  # relative to the makespan: less slack than this is rounding
+_EPSILON = 1e-9  # relative to the makespan: smaller slack is rounding error
 
 
 @dataclass(frozen=True)
 class EnergyPlan:
-    """A clock for every action, the timeline that follows, and the same schedule at full clock to compare with.
+    """A clock for every action, the resulting timeline, and the same schedule at full clock for comparison.
 
-    idle_power: watts of each rank while it waits. Both energies include it, over the makespan of each.
+    idle_power: watts of each rank while it waits. Both energies include it, each over its own makespan.
     """
 
     schedule: Schedule
@@ -41,21 +41,21 @@ class EnergyPlan:
 
     @property
     def saved(self) -> float:
-        """Share of the energy at full clock."""
+        """Energy saved, as a share of the energy at full clock."""
         return 1 - self.energy / self.full_clock_energy
 
     def energy_of(self, rank: int) -> float:
-        """Joules of one rank's part of a step, its waits with them."""
+        """Joules of one rank in one step, including its waits."""
         return sum(clock.energy for clock in self.clocks[rank]) + self.idle_power * self.timeline.idle(rank)
 
     @property
     def slowdown(self) -> float:
-        """By how much the step is longer, as a share."""
+        """How much longer the step is than at full clock, as a share."""
         return self.timeline.makespan / self.full_clock.makespan - 1
 
 
 def envelope(schedule: Schedule) -> frozenset[Node]:
-    """What EnvPipe keeps at full clock: all of the last stage, the first micro-batch's forwards, the last one's backwards."""
+    """The actions that EnvPipe keeps at full clock: the whole last stage, the first micro-batch's forwards, the last one's backwards."""
     last = schedule.num_stages - 1
     return frozenset(
         node
@@ -67,9 +67,9 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 
 
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
-    """Forwards further ahead on each rank of 1F1B: floor(T_B(full) (p - s - 1) / T_F(valley)), none on the last.
+    """Additional forwards that each rank of 1F1B runs ahead: floor(T_B(full) (p - s - 1) / T_F(valley)), none on the last rank.
 
-    most: more activations than 1F1B keeps that a rank has memory for.
+    most: how many activations beyond 1F1B's a rank has memory for.
     """
     extra = []
     for stage in range(ranks):
@@ -91,9 +91,9 @@ def envpipe(
     slowdown: float = 0.0,
     transfer_time: float = 0,
 ) -> EnergyPlan:
-    """1F1B with forwards pulled ahead where that saves energy, and a clock for each action; compared with plain 1F1B at full clock.
+    """1F1B with a clock for each action, and with forwards pulled ahead if that saves energy; compared with plain 1F1B at full clock.
 
-    slowdown: how much longer than at full clock a step may be, as a share.
+    slowdown: how much longer than at full clock a step may take, as a share.
     """
     plain = one_f_one_b(ranks, microbatches)
     full = _at(plain, _chosen(plain, profile, fastest), transfer_time)
@@ -115,14 +115,14 @@ def plan_clocks(
     transfer_time: float = 0,
     rule: str = "envelope",
 ) -> EnergyPlan:
-    """A clock for each action of any schedule, so that its makespan is at most `limit`, by default that at full clock.
+    """A clock for each action of any schedule, such that its makespan is at most `limit`; by default the makespan at full clock.
 
-    rule: `envelope` as above; `uniform`: everything at its valley, whatever that costs in time. Raises BadInput for a limit that no clock
-    reaches, and for a profile without clocks.
+    rule: `envelope` as above; `uniform`: every action at its valley, whatever that costs in time. Raises BadInput for a limit that no
+    clocks reach, and for a profile without clocks.
     """
     graph = Graph(schedule, transfer_time)
     options = {node: useful(profile(node.rank, action), idle_power, action) for node, action in schedule.nodes()}
-    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock here
+    options |= {node: clocks[:1] for node, clocks in options.items() if schedule.action(node).op is Op.S}  # the network has no clock to set
     fast = {node: clocks[0] for node, clocks in options.items()}
     full = graph.makespan(fast)
     limit = full if limit is None else limit
@@ -154,7 +154,7 @@ def _chosen(schedule: Schedule, profile: Profile, choose: Callable[[Sequence[Clo
 
 
 def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Speed up the cheapest action of the critical path, for the time that it gives, until the limit holds."""
+    """Speed up the critical path's cheapest action per time gained, until the limit holds."""
     while graph.makespan(chosen) > limit * (1 + _EPSILON):
         slack = graph.slack(chosen)
         critical = [node for node, spare in slack.items() if spare <= _EPSILON * limit and chosen[node] != options[node][0]]
@@ -169,7 +169,7 @@ def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Cl
 
 
 def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
-    """Slow down by one clock what saves most and still fits into its slack, until nothing fits."""
+    """Slow down, one clock at a time, the action that saves most and still fits into its slack, until none fits."""
     while True:
         spare = limit - graph.makespan(chosen)
         slack = graph.slack(chosen)

@@ -1,11 +1,11 @@
-"""A plan's clocks on real GPUs through NVML (package nvidia-ml-py, not needed otherwise), for those who may set them.
+"""Sets a plan's clocks on real GPUs through NVML (package nvidia-ml-py, needed only here), for those who may set them.
 
-    with connect(ranks) as gpus:          NoControl, in one line, without a driver, GPUs or the right to lock their clocks
-        gpus.lock(rank, 1080)             what a rank does before an action; the same clock again costs nothing
-                                          at the end every clock that was locked is given back, whatever happens
+    with connect(ranks) as gpus:          raises NoControl, one line, without a driver, GPUs or the right to lock their clocks
+        gpus.lock(rank, 1080)             called before an action; setting the same clock again costs nothing
+                                          at the end every locked clock is released, whatever happens
 
-Two use it: `rehearse`, one process for the GPUs of all ranks, and training, where each rank holds its own GPU and its `Pace` goes
-with the actions. Setting clocks needs root on most machines, and changes them for everyone who uses the GPU: nothing here runs unless
+There are two users. `rehearse` is one process for the GPUs of all ranks. In training, each rank holds its own GPU, and its `Pace` sets
+clocks before actions. Setting clocks needs root on most machines and affects everyone who uses the GPU, so nothing here runs unless
 it is asked for.
 """
 
@@ -23,33 +23,33 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class NoControl(RuntimeError):
-    """Why the clocks of this machine cannot be set, in one line."""
+    """Raised if this machine's clocks cannot be set; says why in one line."""
 
 
 @dataclass
 class Gpus:
-    """One GPU a rank, by NVML's handles; `locked`: the clock of each, 0 for none."""
+    """One GPU per rank, by NVML handle. `locked`: the clock in MHz of each, 0 for none."""
 
     nvml: Any
     handles: list[Any]
     locked: list[float]
 
     def lock(self, rank: int, mhz: float) -> bool:
-        """Whether the clock had to be changed."""
+        """Lock the rank's GPU to this clock. Returns whether the clock had to be changed."""
         if mhz in (0, self.locked[rank]):
             return False
-        self.locked[rank] = mhz  # first, so that a failure half way is given back too
+        self.locked[rank] = mhz  # first, so that a failure half way is released too
         self.nvml.nvmlDeviceSetGpuLockedClocks(self.handles[rank], round(mhz), round(mhz))
         return True
 
     def free(self, rank: int) -> None:
-        """Back to the clocks that the driver chooses."""
+        """Return the GPU to the clocks that the driver chooses."""
         if self.locked[rank]:
             self.nvml.nvmlDeviceResetGpuLockedClocks(self.handles[rank])
             self.locked[rank] = 0
 
     def release(self) -> None:
-        """Give every clock back, also where that fails for one; then the first failure is raised."""
+        """Release every clock, even if releasing one fails; then raise the first failure."""
         failed = None
         for rank in range(len(self.handles)):
             try:
@@ -60,15 +60,15 @@ class Gpus:
             raise failed
 
     def joules(self) -> list[float]:
-        """Energy of each since its driver was loaded."""
+        """Energy of each GPU since its driver was loaded."""
         return [self.nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 for handle in self.handles]
 
 
 @contextmanager
 def connect(which: int | Sequence[str], nvml: Any = None) -> Iterator[Gpus]:
-    """The first so many GPUs, or those of these UUIDs. Raises NoControl where they are not there or their clocks may not be set.
+    """The first `which` GPUs, or those with these UUIDs. Raises NoControl if they do not exist or their clocks may not be set.
 
-    Whether they may is tried with the highest clock.
+    Permission is tested by setting the highest clock.
     """
     if nvml is None:
         try:
@@ -109,11 +109,11 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
 
 @dataclass
 class Pace:
-    """One rank's clocks in training: `before` each action its GPU, the one of `gpus`, is set to the planned clock.
+    """One rank's clocks in training: `before` each action, its GPU (the only one of `gpus`) is set to the planned clock.
 
-    An update, and all that follows until the next step begins, has the driver's own clocks; what has none in the plan keeps that of the
-    action before. `settle` waits until the GPU has done what it was given: kernels wait in a queue, and a clock has none. Where the driver
-    begins to refuse, `lost` is told why, once, and training goes on at the clocks there are.
+    From an update until the next step begins, the driver chooses the clock. An action without a clock in the plan keeps the clock of
+    the action before. `settle` waits until the GPU has finished its queue, because kernels are queued and clock changes are not. If
+    the driver starts to refuse, `lost` is called once with the reason, and training continues at the driver's clocks.
     """
 
     gpus: Gpus
@@ -142,7 +142,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """`changes` of clocks; `latest_s`: how late the latest was set; `joules` of each GPU meanwhile."""
+    """Result of a rehearsal: number of clock `changes`; `latest_s`, how late the latest one was; `joules` of each GPU meanwhile."""
 
     changes: int
     latest_s: float
@@ -157,7 +157,7 @@ def rehearse(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.perf_counter,
 ) -> Rehearsal:
-    """Set each action's clock at its planned start, `steps` times over, and see how far behind the plan the driver is."""
+    """Set each action's clock at its planned start, `steps` times over, and measure how far the driver falls behind the plan."""
     begins = sorted(
         (span.start, rank, clock.mhz)
         for rank, spans in enumerate(plan.timeline.spans)

@@ -1,9 +1,9 @@
-"""An energy plan as a file: what `moe energy --out plan.json` writes, and what training reads.
+"""Energy plans as files: `moe energy --out plan.json` writes them, and training reads them.
 
     {"schedule": "1f1b", ..., "ranks": [[{"action": "0F0", "mhz": 1530}, {"action": "0F1", "mhz": 1080}, ...], ...]}
 
-An order within a rank is part of its plan: 1F1B's may have forwards pulled ahead, and the slack that the clocks use comes from there.
-So what is carried out is the plan's order. 0 MHz: an action without a clock of its own (sums and updates).
+The order of actions is part of a plan: 1F1B may have forwards pulled ahead, and the clocks use the slack that this gives. So training
+follows the plan's order. 0 MHz: an action without a clock of its own (sums and updates).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOST_MHZ = 1e5
 
 @dataclass(frozen=True)
 class Clocked:
-    """A schedule in its plan's order, and by rank the clock of each action in MHz."""
+    """A schedule in its plan's order, and for each rank the clock of each action in MHz."""
 
     schedule: Schedule
     mhz: tuple[Mapping[Action, float], ...]
 
 
 def write_plan(plan: EnergyPlan, path: str | Path) -> None:
-    """The clocks in order, rank by rank, as JSON. Raises BadInput where it cannot be written."""
+    """Write the clocks in order, rank by rank, as JSON. Raises BadInput if the file cannot be written."""
     value = {
         "schedule": plan.schedule.name,
         "makespan_s": plan.timeline.makespan,
@@ -52,7 +52,7 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
 
 
 def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> Clocked:
-    """The plan of a file for this schedule. Raises BadInput about `what`, with `fix`, for a file that is none or one of something else."""
+    """Read the plan for this schedule from a file. Raises BadInput about `what`, with `fix`, for any other file or another schedule."""
     size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.microbatches} micro-batches"
 
     def wrong(got: str) -> BadInput:
@@ -79,12 +79,12 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> C
         orders.append(tuple(known[name] for name in names))
         clocks.append({known[name]: mhz for name, mhz in planned})
     if schedule.pairs and tuple(orders) != schedule.orders:
-        raise wrong("another order")  # places of pairs are places in the order
+        raise wrong("another order")  # pairs are places in the order, so they would be wrong
     return Clocked(check(replace(schedule, orders=tuple(orders))), tuple(clocks))
 
 
 def _ranks(value: Any) -> list[list[tuple[str, float]]] | None:
-    """(action, MHz) in order, by rank; None where anything in it is wrong."""
+    """(action, MHz) in order, by rank; None if anything in `value` is wrong."""
     if not isinstance(value, dict) or not isinstance(value.get("schedule"), str) or not isinstance(value.get("ranks"), list):
         return None
     found: list[list[tuple[str, float]]] = []

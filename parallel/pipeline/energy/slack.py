@@ -1,4 +1,4 @@
-"""How long a schedule takes and which of its actions could take longer, for many choices of times in a row: `simulate`, but faster."""
+"""Makespan and slack of a schedule for many choices of times in a row: the same times as `simulate`, but faster."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from parallel.pipeline.schedule import Message, Node, Op, Schedule
 
 
 class Graph:
-    """Everything that takes time in a schedule, in an order that keeps to `needs`, for makespan and slack under many times.
+    """A schedule as a graph of everything that takes time, in an order that respects `needs`; for makespan and slack under many times.
 
-    The same times as `simulate` gives: a message is a vertex of its own behind the one before it on its link, the sum of a stage's
-    replicas is one vertex behind all of them and beside what their ranks do.
+    Gives the same times as `simulate`. A message is a vertex after the one before it on its link. The sum of a stage's replicas is one
+    vertex after all of them, in parallel with what their ranks do next.
     """
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
         self._place: dict[Node, int] = {}
         self._before: list[list[int]] = []
-        self._fixed: dict[int, float] = {}  # times of messages
-        self._waiting: dict[Node, set[int]] = {}  # S whose other replicas have not come to it yet
-        last: dict[tuple[str, int, int], int] = {}  # the last vertex of a rank's compute, of its sums, of a link
+        self._fixed: dict[int, float] = {}  # times of messages, by vertex
+        self._waiting: dict[Node, set[int]] = {}  # S whose other replicas have not reached it yet -> the vertices before it
+        last: dict[tuple[str, int, int], int] = {}  # the last vertex on a rank's compute, a rank's sums, or a link
         arrives: dict[Message, int] = {}
         for node in linear(schedule):
             action, here = schedule.action(node), ("rank", node.rank, 0)
@@ -41,7 +41,7 @@ class Graph:
                 self._after[j].append(i)
 
     def _sum(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
-        """S: one vertex for all replicas, behind what each of them had done when it came to it; the last to come makes it."""
+        """Handle S: one vertex for all replicas, after everything that each did before it. The last replica to reach S makes it."""
         self._waiting[node] = {last[kind, node.rank, 0] for kind in ("rank", "sums") if (kind, node.rank, 0) in last}
         replicas = schedule.replicas(node)
         if all(replica in self._waiting for replica in replicas):
@@ -57,7 +57,7 @@ class Graph:
         return max(self._ends(self._times(clocks)))
 
     def slack(self, clocks: Mapping[Node, Clock]) -> dict[Node, float]:
-        """By how much each action alone can take longer without moving the makespan."""
+        """How much longer each action alone could take without changing the makespan."""
         times = self._times(clocks)
         ends = self._ends(times)
         latest = [max(ends)] * len(ends)

@@ -1,4 +1,4 @@
-"""The schedules by name. A new one is its file and a row here.
+"""The schedules by name. A new schedule is one file and one row here.
 
 build("interleaved", ranks=4, microbatches=8, chunks=2)
 """
@@ -25,7 +25,7 @@ from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
 @dataclass(frozen=True)
 class Size:
-    """What a schedule is made of: `microbatches` to each of `batches`, `chunks` stages a rank; the rest is of one schedule alone."""
+    """The parameters of a schedule: `microbatches` in each of `batches`, `chunks` stages per rank; each other one belongs to one schedule."""
 
     ranks: int
     microbatches: int
@@ -35,15 +35,15 @@ class Size:
     pipelines: int = 2
 
     def one_after_the_other(self, schedule: Callable[[int, int], Schedule]) -> Schedule:
-        """Of schedules with a flush: one batch, repeated."""
+        """For schedules with a flush: the schedule of one batch, repeated."""
         return schedule(self.ranks, self.microbatches).repeated(self.batches)
 
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """`chunks`: the only possible number a rank, or None where it is a choice. `option`: the field of Size that is its own.
+    """One row of the catalog. `chunks`: the only possible number per rank, None if it is a choice. `option`: the Size field only it uses.
 
-    continuous: updates do not wait for the pipeline to drain (the weights that a gradient is of are older than those it changes).
+    continuous: updates do not wait for the pipeline to drain, so gradients are computed from older weights than those they update.
     """
 
     make: Callable[[Size], Schedule]
@@ -86,7 +86,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
     ),
 }
-DEFAULT_CHUNKS = 2  # where they are a choice and nothing is said
+DEFAULT_CHUNKS = 2  # used if chunks are a choice and none are given
 
 
 def make_schedule(
@@ -99,10 +99,10 @@ def make_schedule(
     vertical_sync: bool | None = None,
     pipelines: int | None = None,
 ) -> Schedule:
-    """The schedule of this name on `ranks` pipeline ranks. Raises BadInput for what it cannot do, with the nearest that works.
+    """The schedule of this name on `ranks` pipeline ranks. Raises BadInput for sizes it cannot have, with the nearest that works.
 
-    chunks: stages a rank, 2 by default where that is a choice. batches: of `microbatches` each, one after the other; 1 by default, for
-    two_bw 2, because its first batch looks like 1F1B's. vertical_sync: of pipedream, off by default. pipelines: of chimera, 2 by default.
+    chunks: stages per rank, 2 by default where that is a choice. batches: of `microbatches` each, one after the other; 1 by default, for
+    two_bw 2, because its first batch looks like 1F1B's. vertical_sync: pipedream only, default off. pipelines: chimera only, default 2.
     """
     kind = kind_of(name)
     own = {"vertical_sync": vertical_sync, "pipelines": pipelines}
@@ -129,7 +129,7 @@ def make_schedule(
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """What is known of a schedule by its name. Raises BadInput for one that there is not."""
+    """The catalog's row for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = f"did you mean {near}?" if near else "choose one of them"

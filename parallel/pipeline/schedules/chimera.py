@@ -4,13 +4,13 @@
     rank 0   vF . vF ^F ^B ^F ^B vB . vB
     rank 1   . vF ^F vF ^F ^B vB ^B vB ^B          ranks 2 and 3 are their mirror images
 
-Each stage has two replicas, on ranks s and p - 1 - s, whose gradients are summed: S starts right after the last backward of a
-stage and runs in the bubbles that follow. Bubble (p - 2) / 2 m of ideal time where F = B; for m = p it takes p F + (2 p - 2) B. With more
+Each stage has two replicas, on ranks s and p - 1 - s, whose gradients are summed: S starts right after a stage's last backward pass
+and runs in the bubbles that follow. Bubble (p - 2) / 2 m of ideal time if F = B; for m = p a step takes p F + (2 p - 2) B. With more
 micro-batches and B = 2 F, blocks of p follow one another directly and bubbles open between them: 1/4 of ideal for p = 4, m = 8.
 In flight: p / 2 + 1 on the outer ranks to p in the middle.
 
-With n = 2 f pipelines (section 3.6; f divides p / 2) f go down and f up, each begun p / f ranks after the one before it, with p / n
-micro-batches of a block. Bubble (p - n) / n m where F = B, none for n = p; a rank holds n stages, in flight p - p / n + 1 to p.
+With n = 2 f pipelines (section 3.6; f divides p / 2), f go down and f go up, each starting p / f ranks after the one before it, with p / n
+micro-batches of a block. Bubble (p - n) / n m if F = B, none for n = p. A rank holds n stages, with p - p / n + 1 to p in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed
 
 
 def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
-    """Raises BadInput for an odd number of ranks, micro-batches that are no multiple of it, and pipelines that do not fit into it."""
+    """Raises BadInput for an odd number of ranks, micro-batches that are not a multiple of it, and an impossible number of pipelines."""
     if ranks % 2:
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         raise BadInput(
@@ -45,7 +45,7 @@ def chimera(ranks: int, microbatches: int, *, pipelines: int = 2) -> Schedule:
 
 
 def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
-    """Where a pipeline has a stage: the first half of the pipelines go down, each shifted on by 2 p / n ranks, the others back up them."""
+    """The rank of a pipeline's stage: the first half of the pipelines go down, each shifted by 2 p / n ranks; the others go back up."""
     way, shift = divmod(pipeline, pipelines // 2)
     return ((ranks - 1 - stage if way else stage) + shift * 2 * ranks // pipelines) % ranks
 
@@ -53,8 +53,9 @@ def _rank(stage: int, pipeline: int, ranks: int, pipelines: int) -> int:
 def _order(rank: int, ranks: int, microbatches: int, pipelines: int) -> list[Action]:
     """All pipelines in slots of equal length: 1F1B has F of micro-batch j at slot s + 2j and B at 2p - 1 - s + 2j.
 
-    No slot is taken twice: the stages of a rank that go down have one parity and fill its slots one after the other, those that go up the
-    other parity, and backwards of one direction begin where forwards of the other end. A block of p micro-batches takes 2p slots.
+    No slot is taken twice. The stages of a rank that go down have one parity and fill its slots one after the other; those that go up
+    have the other parity; the backwards of one direction begin where the forwards of the other end. A block of p micro-batches takes 2p
+    slots.
     """
     share = ranks // pipelines
     here = [(stage, at) for stage in range(ranks) for at in range(pipelines) if _rank(stage, at, ranks, pipelines) == rank]

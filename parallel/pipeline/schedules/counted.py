@@ -1,4 +1,4 @@
-"""An order written as a pattern of operations: each stage's micro-batches are counted on by themselves."""
+"""Builds a rank's order from a pattern of operations: the micro-batches of each stage are counted automatically."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Counted:
-    """Collects one rank's order. `weights` runs the weight gradients that are owed, in the order in which I made them owed."""
+    """Collects one rank's order. `weights` runs the deferred weight gradients, in the order in which their I deferred them."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -25,14 +25,14 @@ class Counted:
         self._owed.append(self._add(Op.I, stage)._replace(op=Op.W))
 
     def weights(self, stage: int | None = None) -> None:
-        """One owed weight gradient, where there is any: the oldest, or the oldest of a stage."""
+        """One deferred weight gradient, if there is any: the oldest, or the oldest of a stage."""
         owed = next((w for w in self._owed if stage in (None, w.stage)), None)
         if owed is not None:
             self._owed.remove(owed)
             self.order.append(owed)
 
     def count(self, stage: int) -> int:
-        """Forwards of a stage so far."""
+        """Number of forwards of a stage so far."""
         return self._next[True, stage]
 
     def _add(self, op: Op, stage: int) -> Action:

@@ -1,9 +1,9 @@
-"""DualPipe-V [2412.19437, section 3.2.1, cut in half]: ZB-V's placement, with a forward and a backward in pairs.
+"""DualPipe-V [2412.19437, section 3.2.1, cut in half]: ZB-V's placement, with forwards and backwards in pairs.
 
-A rank's steady state is F of one chunk beside B of the other, back and forth, each pair one block: the exchange of one hides behind
+In the steady state a rank runs F of one chunk beside B of the other, in turn, each pair as one block. The exchange of one hides behind
 the compute of its partner, which is why it was made for experts on many nodes. 2 p + 1 chunks in flight. Idle time, in times of one
-chunk with B = I + W: (p - 1) (F&B + B - 3 W), F&B the time of a pair, where F = I. With `paired=False` F and B run one after the other
-and each result leaves at once: (p - 1) (F + I - W) where I is not longer than F, less, unless the block saves more than that.
+chunk with B = I + W: (p - 1) (F&B + B - 3 W), where F&B is the time of a pair, if F = I. With `paired=False`, F and B run one after the
+other and each result leaves at once: (p - 1) (F + I - W) if I is not longer than F. That is less, unless the block saves more than that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallel.pipeline.schedules.counted import Counted
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, paired: bool = True) -> Schedule:
-    """Raises BadInput for fewer micro-batches than there are stages, two a rank."""
+    """Raises BadInput for fewer micro-batches than stages; there are two stages per rank."""
     if microbatches < 2 * ranks:
         raise BadInput(
             "microbatches",
@@ -37,7 +37,7 @@ def _order(rank: int, ranks: int, microbatches: int, pairs: set[Node]) -> list[A
     for _ in range(rank + 1):
         to.forward(down)
         to.forward(up)
-    for _ in range(after):  # the ramp is over: each I is followed by its W, which costs no waiting here
+    for _ in range(after):  # the ramp is over: each I is followed by its W, which delays nobody here
         to.input(up)
         to.weights()
         to.forward(up)
@@ -58,7 +58,7 @@ def _pair(to: Counted, forward: int, backward: int, rank: int, pairs: set[Node])
 
 
 def _drain(to: Counted, down: int, up: int, rank: int, after: int) -> None:
-    """Half of the last rank + 1 pairs with whole backwards, half with W put off, to fill the waits that follow."""
+    """The last 2 (rank + 1) backward passes: half of them whole, half with W deferred, to fill the waits that follow."""
     for n in range(2 * (rank + 1)):
         stage = up if n % 2 == 0 else down
         (to.input if n > rank else to.backward)(stage)

@@ -1,8 +1,8 @@
-"""Interleaved 1F1B [2104.04473, section 2.2]: v chunks of layers a rank, rank r holds stages r, p + r, 2p + r, ...
+"""Interleaved 1F1B [2104.04473, section 2.2]: v chunks of layers per rank, rank r holds stages r, p + r, 2p + r, ...
 
-A micro-batch passes the ranks v times with 1/v of the work each time, so the ramp costs 1/v as much: bubble (p - 1) / (v m), at v
-times the messages. Micro-batches go in groups of p: a group through chunk 0, through chunk 1, ..., then the next group.
-In flight on rank r: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks, on rank 0 the layers of 1 + (p - 1) / (p v) times its own.
+A micro-batch passes the ranks v times with 1/v of the work each time, so the ramp costs 1/v as much: bubble (p - 1) / (v m), with
+v times the messages. Micro-batches go in groups of p: one group through chunk 0, through chunk 1, ..., then the next group.
+In flight on rank r: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks; on rank 0, the layers of 1 + (p - 1) / (p v) times its own.
 """
 
 from __future__ import annotations

@@ -12,6 +12,6 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """No overlap at all: what the other schedules are compared with."""
+    """One micro-batch after the other, without overlap: the baseline for the other schedules."""
     orders = [[Action(op, rank, j) for j in range(microbatches) for op in (Op.F, Op.B)] for rank in range(ranks)]
     return flushed("naive", one_stage_a_rank(ranks), microbatches, orders)

@@ -1,4 +1,4 @@
-"""1F1B: after p - 1 - r forwards, rank r alternates forward and backward, and so frees a micro-batch before it takes the next.
+"""1F1B: after p - 1 - r forwards, rank r alternates forward and backward, and so frees one micro-batch before it takes the next.
 
     rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
     rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..     bubble (p - 1) / m; min(m, p - r) in flight instead of m
@@ -14,7 +14,7 @@ from parallel.pipeline.schedule import Action, Op, Schedule, flushed, one_stage_
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | None = None) -> Schedule:
-    """`extra_warmup`: forwards that each rank runs further ahead, at the price of as many activations (EnvPipe)."""
+    """`extra_warmup`: additional forwards that each rank runs ahead, each at the cost of one more activation (EnvPipe)."""
     extra = extra_warmup or [0] * ranks
     orders = []
     for rank in range(ranks):
@@ -25,7 +25,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: Sequence[int] | 
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], *, warmup: int) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then forward and backward in turn, then the remaining backwards."""
     ahead = min(warmup, len(forwards))
     order = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

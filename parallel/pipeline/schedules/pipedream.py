@@ -1,11 +1,11 @@
-"""PipeDream [1806.03377]: 1F1B that never drains; every micro-batch is a batch, and its update follows its backward at once.
+"""PipeDream [1806.03377]: 1F1B that never drains; every micro-batch is a batch, and its update follows its backward immediately.
 
     rank 0   0F0 0F1 ... 0B0 0U@1 0F2@1 ...
 
-A forward reads the newest weights of its stage, its backward the same version again (weight stashing), so rank r keeps p - r
-versions: micro-batch b reads version max(0, b - (p - 1 - r)). No bubble but the first ramp. The price is delay:
-w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync every stage reads the version
-that the first one reads, w(t - p + 1), one delay for the whole model, and every rank keeps p versions.
+A forward reads the newest weights of its stage, and its backward reads the same version again (weight stashing), so rank r keeps p - r
+versions: micro-batch b reads version max(0, b - (p - 1 - r)). No bubble except the first ramp. The price is delay:
+w_s(t + 1) = w_s(t) - lr grad_s f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t)). With vertical sync, every stage reads the version
+that the first stage reads, w(t - p + 1): one delay for the whole model, and every rank keeps p versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel.pipeline.schedules.one_f_one_b import alternate
 
 
 def pipedream(ranks: int, microbatches: int, *, batches: int = 1, vertical_sync: bool = False) -> Schedule:
-    """`batches` of `microbatches` each make one run without a drain; there is an update a micro-batch."""
+    """`batches` of `microbatches` each form one run without a drain. There is one update per micro-batch."""
     total = batches * microbatches
     orders = []
     for rank in range(ranks):

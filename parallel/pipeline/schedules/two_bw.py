@@ -1,8 +1,8 @@
-"""PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches to an update and two versions.
+"""PipeDream-2BW [2006.09503, section 3.1]: 1F1B that never drains, with m micro-batches per update and two weight versions.
 
 All micro-batches of batch t read W(t - 1), forward and backward: W(t + 1) = W(t) - lr grad f(W(t - 1)), W(-1) = W(0). The delay is one
-update on every rank, and at most p - 1 forwards of the next batch start before an update, so the newest version and
-the one before it are all that is kept. No bubble but the first ramp.
+update on every rank. At most p - 1 forwards of the next batch start before an update, so only the newest version and the one
+before it are kept. No bubble except the first ramp.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from parallel.pipeline.schedules.pipedream import with_updates
 
 
 def two_bw(ranks: int, microbatches: int, *, batches: int = 2) -> Schedule:
-    """Raises BadInput for fewer micro-batches than ranks: a forward would need weights that are not there yet."""
+    """Raises BadInput for fewer micro-batches than ranks: a forward would need weights that do not exist yet."""
     if microbatches < ranks:
         raise BadInput(
             "microbatches",

@@ -1,1 +1,1 @@
-"""A schedule timed without ranks: simulated, drawn, written as a trace."""
+"""A schedule's times without ranks: simulated, drawn, written as a trace."""

@@ -1,10 +1,10 @@
 """Work packed into the bubbles of any Timeline, as PipeFisher (2211.14133) does with K-FAC's curvature and inversion work.
 
-    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: something that micro-batch 0's forward made possible, done while the rank would wait
+    rank 1 | .. F0 F1 A0 A1 F2 ...     A0: work that micro-batch 0's forward made possible, done while the rank would wait
 
-Walking a rank's bubbles in time order, each takes what is ready and fits, with a margin, in the given order of priority. What does not fit
-goes on in the bubbles of the following steps, which are alike; the number of steps until all is done is the refresh interval. The
-pipeline's own actions never move. What work reads of the first step's micro-batches is kept until it is done.
+A rank's bubbles are filled in time order. Each takes the work that is ready and fits, with a margin, in the given order of priority. What
+does not fit goes into the bubbles of the following steps, which are alike; the number of steps until all is done is the refresh interval.
+The pipeline's own actions never move. Data of the first step's micro-batches is kept until the work that reads it is done.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MOST_STEPS = 1000
 
 
 class BubbleWork(NamedTuple):
-    """Something a rank can do in a bubble, once actions of its rank have ended in the first step and other work is done, on any rank.
+    """Work that a rank can do in a bubble, after some actions of its rank in the first step and after other work on any rank.
 
-    `needs` are names; names are unique.
+    `needs` are names of other work. Names are unique.
     """
 
     name: str
@@ -34,7 +34,7 @@ class BubbleWork(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Work with its time, counted from the start of the first step."""
+    """Work with its start and end, counted from the start of the first step."""
 
     work: BubbleWork
     step: int
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the work went. utilisation: share of all ranks' time that is not a wait, without and with the work."""
+    """The placed work. utilisation: share of all ranks' time that is not a wait, without and with the work."""
 
     timeline: Timeline
     placed: tuple[Placed, ...]
@@ -61,7 +61,7 @@ class Bubble(NamedTuple):
 
 
 def bubbles(timeline: Timeline) -> list[Bubble]:
-    """The waits of one step, from the first start to the last end of all ranks; sums of replicas take no rank's time."""
+    """The waits of one step, between the first start and the last end of all ranks. Sums of replicas take no time of a rank."""
     found = []
     for rank, spans in enumerate(timeline.spans):
         at = 0.0
@@ -76,9 +76,9 @@ def bubbles(timeline: Timeline) -> list[Bubble]:
 
 
 def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.05) -> Packing:
-    """Place all work. `works` in order of priority; `margin`: what a bubble must be longer than the work by, as measured times vary.
+    """Place all work, given in order of priority. `margin`: a bubble must be so many times longer than the work, since times vary.
 
-    Raises BadInput for work that no bubble of its rank can hold, and for needs that nothing makes or that go in a circle.
+    Raises BadInput for work that no bubble of its rank can hold, and for needs that no work meets or that form a circle.
     """
     holes = _of_steps(timeline)
     _check(timeline, works, holes, margin)
@@ -102,7 +102,7 @@ def pack(timeline: Timeline, works: Sequence[BubbleWork], *, margin: float = 1.0
 
 
 def _of_steps(timeline: Timeline) -> list[Bubble]:
-    """The bubbles of one step of many: the wait at its end goes on into the next step's beginning, which then is no other bubble."""
+    """The bubbles of one step among many: the wait at its end and the wait at the next step's beginning form a single bubble."""
     found = bubbles(timeline)
     heads = {hole.rank: hole for hole in found if hole.start == 0}
     tails = {hole.rank: hole for hole in found if hole.end == timeline.makespan}
@@ -117,7 +117,7 @@ def _of_steps(timeline: Timeline) -> list[Bubble]:
 def _earliest(
     queue: Sequence[BubbleWork], at: float, ends: dict[tuple[int, Action], float], done: dict[str, Placed], margin: float, end: float
 ) -> tuple[float, BubbleWork] | None:
-    """What can start first before `end` and fits, the first in the queue among equals, with its start; None where nothing does."""
+    """The work that can start first before `end` and fits, with its start; among equals the first in the queue. None if nothing fits."""
     best: tuple[float, BubbleWork] | None = None
     for work in queue:
         if all(need in done for need in work.needs):
@@ -162,9 +162,10 @@ def _check(timeline: Timeline, works: Sequence[BubbleWork], holes: Sequence[Bubb
 def curvature_works(schedule: Schedule, *, curvature: float, inversion: float, blocks: int = 1, synchronise: float = 0) -> list[BubbleWork]:
     """K-FAC's work for every stage of a schedule of one batch, in PipeFisher's order of priority.
 
-    curvature: time of one micro-batch and stage for both factors, half each: of the inputs after its forward, of the output gradients after
-    its backward. inversion: time of one stage for both, half each, after all curvature of the factor; replicas take its parts in turn.
-    blocks: layers of a stage, each a part of its own. synchronise: time to sum one factor of a stage over its replicas, between the two.
+    curvature: time for both factors of one micro-batch and stage, half each: the inputs' after its forward, the output gradients' after
+    its backward. inversion: time for both factors of one stage, half each, after all curvature of the factor; replicas take its parts in
+    turn. blocks: layers of a stage, each a separate part. synchronise: time to sum one factor of a stage over its replicas, between the
+    two.
     """
     curvatures, sums, inversions = [], [], []
     for stage, homes in enumerate(schedule.homes):

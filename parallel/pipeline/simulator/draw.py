@@ -1,7 +1,7 @@
-"""The picture of a Timeline: a row a rank, time to the right, waits left white (matplotlib, imported where it is needed).
+"""Draws a Timeline as a picture: one row per rank, time to the right, waits white (matplotlib, imported where it is needed).
 
 Forwards are blue, backwards green, input gradients light green, weight gradients orange; later stages of a rank are darker. The sum of
-replicas' gradients is a thin line below its rank, because it runs beside what the rank computes.
+replicas' gradients is a thin line below its rank, because it overlaps with the rank's computation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INK, _SOFT = "#1f2933", "#52606d"
 
 
 def draw(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
-    """Write a PNG. Raises BadInput where it cannot be written."""
+    """Write the picture as a PNG. Raises BadInput if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -38,7 +38,7 @@ def draw(timeline: Timeline, path: str | Path, *, title: str | None = None) -> N
 
 
 def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
-    """The rows of a timeline with each action in the colour of its clock; 0 is no clock. Raises BadInput where it cannot be written."""
+    """Write the rows of a timeline with each action in the colour of its clock; 0 means no clock. Raises BadInput if it cannot write."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -60,7 +60,7 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
 
 
 def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True) -> None:
-    """The rows of a timeline on axes of one's own, with its bubble in the title."""
+    """Draw the rows of a timeline on given axes, with its bubble in the title."""
     schedule = timeline.schedule
     for rank, spans in enumerate(timeline.spans):
         stages = schedule.stages_of(rank)
@@ -100,7 +100,7 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any) -
         return
     axes.barh(rank, length, left=span.start, height=0.78, color=color, edgecolor=_INK, linewidth=0.5)
     name = label(timeline.schedule, span.action)
-    size = min(8.5, 12 * 72 * 0.9 * length / timeline.makespan / (0.8 * len(name)))  # points: what fits the bar's width
+    size = min(8.5, 12 * 72 * 0.9 * length / timeline.makespan / (0.8 * len(name)))  # in points: fits the bar's width
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 

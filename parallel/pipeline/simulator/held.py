@@ -1,4 +1,4 @@
-"""What a rank keeps, which follows from the order of its actions alone: activations between forward and backward, weight versions."""
+"""Activations and weight versions that a rank keeps; they follow from the order of its actions alone."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ def _one(stage: int) -> float:
 
 
 def peak_activations(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most micro-batches of stages in flight on each rank: after F and not yet through B or I. `size`: of one, by stage."""
+    """Most activations in flight on each rank: micro-batches of stages after F and before the end of B or I. `size`: of one, by stage."""
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.I: -1}, size)
 
 
 def peak_owed(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most that wait for W after I: of them the layers' inputs and output gradients are kept."""
+    """Most micro-batches that wait for W after I on each rank; for these, the layers' inputs and output gradients are kept."""
     return _peaks(schedule, {Op.I: 1, Op.W: -1}, size)
 
 
 def peak_held(schedule: Schedule, size: Callable[[int], float] = _one) -> tuple[float, ...]:
-    """Most in flight and owed together: the peak where W needs as much as I."""
+    """Most in flight and waiting for W together, on each rank: the memory peak if W needs as much as I."""
     return _peaks(schedule, {Op.F: 1, Op.B: -1, Op.W: -1}, size)
 
 
 def peak_kept(schedule: Schedule, kept: Callable[[int], float], owed: Callable[[int], float]) -> tuple[float, ...]:
-    """Most of both together, `kept` of one micro-batch of a stage in flight and `owed` of one that waits for W: bytes, for instance."""
+    """Most of both together on each rank: `kept` for one micro-batch of a stage in flight, `owed` for one that waits for W (bytes, say)."""
     peaks = []
     for order in schedule.orders:
         held = peak = 0.0
@@ -52,7 +52,7 @@ def _peaks(schedule: Schedule, change: dict[Op, int], size: Callable[[int], floa
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Most versions of one stage's weights that a rank keeps: the newest, and older ones that an F, B or I to come still reads."""
+    """Most versions of one stage's weights that each rank keeps: the newest, and older ones that a later F, B or I still reads."""
     return tuple(
         max((_versions(schedule, rank, stage) for stage in schedule.stages_of(rank)), default=0) for rank in range(schedule.num_ranks)
     )

@@ -1,9 +1,9 @@
-"""Simulate: a Schedule and what each action costs -> a Timeline, by the dependency rule of the schedule and nothing else.
+"""Simulates a Schedule: from the cost of each action to a Timeline, by the schedule's dependency rule and nothing else.
 
-An action starts when its rank is free and its needs are there: what another rank made arrives a transfer time after it ended.
-With overlap a link works beside the ranks, one message at a time in each direction; without, the sending rank stands still meanwhile.
-The sum of replicas' gradients (S) starts when all of them have come to it: with overlap beside what follows, else on the ranks' time.
-Times have any unit; whole numbers stay whole, so that closed forms can be met exactly.
+An action starts when its rank is free and its needs are met; what another rank made arrives one transfer time after it ended.
+With overlap, a link works in parallel with the ranks, one message at a time in each direction; without, the sending rank waits meanwhile.
+The sum of replicas' gradients (S) starts when all of them have reached it: with overlap in parallel with what follows, else in the
+ranks' time. Times have any unit. Integers stay integers, so that closed forms can be met exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OfMessage = Callable[[Message], float]
 
 @dataclass(frozen=True)
 class Span:
-    """An action and when it ran. S with overlap: the time on the network, which is not its rank's."""
+    """An action with its start and end. For S with overlap this is the time on the network, not its rank's."""
 
     action: Action
     start: float
@@ -38,7 +38,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who did what when. `spans` are in each rank's order; `overlap` says whether S and transfers ran beside compute."""
+    """The times of all actions. `spans` are in each rank's order; `overlap`: whether S and transfers ran in parallel with compute."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -47,27 +47,27 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max(span.end for spans in self.spans for span in spans) - min(spans[0].start for spans in self.spans)
 
     def busy(self, rank: int) -> float:
-        """Time in F, B, I, W and U: the ideal time of the rank."""
+        """Time in F, B, I, W and U: the rank's ideal time."""
         return sum(span.end - span.start for span in self.spans[rank] if span.action.op is not Op.S)
 
     def idle(self, rank: int) -> float:
         return self.makespan - self.busy(rank)
 
     def bubbles(self) -> tuple[float, ...]:
-        """Idle over ideal time of each rank, from the first start to the last end of all."""
+        """Idle time over ideal time of each rank, from the first start to the last end of all ranks."""
         return tuple(self.idle(rank) / self.busy(rank) if self.busy(rank) else 0.0 for rank in range(self.schedule.num_ranks))
 
     def bubble(self) -> float:
-        """Idle over ideal time, of all ranks together."""
+        """Idle time over ideal time, all ranks together."""
         ideal = sum(self.busy(rank) for rank in range(self.schedule.num_ranks))
         return (self.schedule.num_ranks * self.makespan - ideal) / ideal if ideal else 0.0
 
     def sent_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank sends to others between stages."""
+        """Bytes that each rank sends to other ranks between stages."""
         return tuple(sum(t.num_bytes for t in self.transfers if t.message.source == rank) for rank in range(self.schedule.num_ranks))
 
 
@@ -79,7 +79,7 @@ def costs(
     update: float = 0,
     summation: float = 0,
 ) -> Cost:
-    """Times of one micro-batch by stage, or one number for all: B takes `backward`, W `weight_share` of it and I the rest."""
+    """Times of one micro-batch, by stage or one number for all. B takes `backward`; W takes `weight_share` of that, and I the rest."""
 
     def of(times: float | Sequence[float], stage: int) -> float:
         return times[stage] if isinstance(times, Sequence) else times
@@ -103,7 +103,7 @@ def simulate(
     message_bytes: float | OfMessage = 0,
     overlap: bool = True,
 ) -> Timeline:
-    """Give every action its time. Raises BadInput for a deadlock, and for times that are negative."""
+    """Give every action its time. Raises BadInput for a deadlock, and for negative times."""
     run = _Run(schedule, cost or costs(), _by_message(transfer_time), _by_message(message_bytes), overlap)
     for node in linear(schedule, sums_block=not overlap):
         run.step(node)
@@ -112,10 +112,10 @@ def simulate(
 
 
 def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline] = simulate, *, batches: int = 2) -> float:
-    """Time that one more batch costs once the pipeline is full; `build(n)` is the schedule of n batches, and `batches` fill it.
+    """Time of one more batch once the pipeline is full. `build(n)` is the schedule of n batches; `batches` of them fill it.
 
-    A rank begins its next batch right after its own update. Where a flush leaves rank 0 waiting to the end this is the makespan; for
-    schedules without a flush, or whose ranks end at the stagger at which they began, it is less.
+    A rank begins its next batch right after its own update. If a flush leaves rank 0 waiting until the end, this is the makespan. It is
+    less for schedules without a flush, and for those whose ranks end with the stagger with which they began.
     """
     return run(build(batches + 1)).makespan - run(build(batches)).makespan
 
@@ -125,7 +125,7 @@ def _by_message(value: float | OfMessage) -> OfMessage:
 
 
 class _Run:
-    """The clocks while a schedule is simulated: of ranks, of links in each direction, of each rank's sums."""
+    """The clocks during a simulation: of ranks, of links in each direction, and of each rank's sums."""
 
     def __init__(self, schedule: Schedule, cost: Cost, transfer_time: OfMessage, message_bytes: OfMessage, overlap: bool) -> None:
         self.schedule, self.cost, self.transfer_time, self.message_bytes, self.overlap = (
@@ -144,7 +144,7 @@ class _Run:
         self._at_sum: dict[tuple[int, int], dict[int, tuple[Node, float]]] = {}
 
     def step(self, node: Node) -> None:
-        """Time one action, all of whose needs have been timed."""
+        """Give one action its time, after all of its needs have theirs."""
         action = self.schedule.action(node)
         start = self._free[node.rank]
         for need in self.schedule.needs(node):
@@ -163,7 +163,7 @@ class _Run:
         self._free[node.rank] = self._send(node, end)
 
     def _send(self, node: Node, end: float) -> float:
-        """When the rank is free after an action that ended at `end`."""
+        """The time at which the rank is free after an action that ended at `end`."""
         free = end
         for message in self.schedule.sends(node):
             link = (message.source, message.target)
@@ -176,7 +176,7 @@ class _Run:
         return free
 
     def _sum(self, node: Node, action: Action, ready: float) -> None:
-        """S: the last replica to come to it starts it on all."""
+        """Handle S: the last replica to reach it starts it on all."""
         here = self._at_sum.setdefault((action.stage, action.version), {})
         here[node.rank] = (node, ready)
         ranks = self.schedule.homes[action.stage]

@@ -1,4 +1,4 @@
-"""A Timeline as text and as a trace for chrome://tracing or ui.perfetto.dev; draw.py makes the picture.
+"""A Timeline as text, and as a trace for chrome://tracing or ui.perfetto.dev; draw.py draws it.
 
 rank 0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2     a column is one unit of time, .. is a wait
 rank 1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
@@ -16,13 +16,13 @@ from parallel.pipeline.simulator.simulate import Span, Timeline
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """F3, or 5F3 with the stage where a rank has several."""
+    """F3, or 5F3 with the stage if its rank has several stages."""
     several = any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.num_ranks))
     return str(action._replace(version=0)) if several else str(action._replace(version=0))[len(str(action.stage)) :]
 
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
-    """A row a rank, a column a unit: the shortest action, or the largest unit that measures all of them where there is one.
+    """One row per rank, one column per unit: the largest unit that divides all durations, or else the shortest action.
 
     width: longer rows are cut, and say so. Actions without a duration are not shown.
     """
@@ -45,7 +45,7 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
 
 def _unit(durations: list[float]) -> float:
-    """The largest unit that divides all durations; where they have none above a twelfth of the shortest, the shortest."""
+    """The largest unit that divides all durations; if none above a twelfth of the shortest does, the shortest duration."""
     shortest = min(durations)
     unit = shortest
     for duration in durations:
@@ -58,7 +58,7 @@ def _unit(durations: list[float]) -> float:
 
 
 def trace(timeline: Timeline, *, microseconds: float = 1000) -> dict[str, Any]:
-    """Chrome's trace format: a track a rank for compute, one for what it sends and sums; a unit of time is `microseconds`."""
+    """The timeline in Chrome's trace format: per rank, a track for compute and one for its sends and sums. One unit is `microseconds`."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         for track, name in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} network")):
@@ -82,7 +82,7 @@ def _event(name: str, category: str, track: int, span: Span, microseconds: float
 
 
 def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
-    """Raises BadInput where the file cannot be written."""
+    """Write the trace as JSON. Raises BadInput if the file cannot be written."""
     try:
         Path(path).write_text(json.dumps(trace(timeline, microseconds=microseconds)) + "\n", encoding="utf-8")
     except OSError as error:
