@@ -1,4 +1,4 @@
-"""Bad input, said in one line: what, got, needed, fix."""
+"""Bad input, reported in one line: what, got, needed, fix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class BadInput(ValueError):
-    """Something the user wrote cannot work; the message is one line that says what to write instead.
+    """An error in the user's input; the message is one line that says what to write instead.
 
     The command line prints it and exits with 2; a library caller catches it as a ValueError.
     """
@@ -18,6 +18,6 @@ class BadInput(ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The known word nearest to `word`, or None where nothing is near."""
+    """The known word most similar to `word`, or None if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return near[0] if near else None

@@ -1,13 +1,13 @@
-"""Rows to the ranks that own them, and back.
+"""Sends rows to the ranks that own them, and back.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
     rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
 
-Counts go first: no rank can know how many rows will arrive, and gloo answers disagreeing splits with wrong
-numbers rather than an error. A rank without rows still takes part, or the others would wait for ever.
+Counts go first: no rank can know how many rows will arrive, and gloo answers inconsistent splits with wrong numbers rather than
+an error. A rank without rows still takes part, or the others would wait forever.
 
-Rows may also lie apart, in slots of which some are empty: `spread` puts rows into slots, `collect` takes them out again.
+Rows may also be in slots, of which some are empty: `spread` puts rows into slots, `collect` takes them out again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-    """Rows sorted by destination rank to their owners; returns the rows received, sorted by source rank. Differentiable."""
+    """Send rows, sorted by destination rank, to their owners. Returns the rows received, sorted by source rank. Differentiable."""
     return all_to_all(rows, axis, send=send, receive=receive)
 
 
@@ -44,9 +44,9 @@ def runs(counts_N: Tensor, start_N: Tensor) -> Tensor:
 
 
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
-    """Where the rows that arrived stand, sorted by bin and then by source rank.
+    """Places of the received rows, in order of bin and then of source rank.
 
-    They arrived sorted by (source, bin), each source's rows right after the last one's, or from `stride` to `stride`.
+    They arrive sorted by (source, bin). Each source's rows follow directly after the last one's, or start at multiples of `stride`.
     """
     if stride is None:
         flat = counts_RB.flatten()
@@ -79,12 +79,12 @@ class _Collect(torch.autograd.Function):
 
 
 def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
-    """Row i into slot slot_R[i] of `slots`, each slot at most once; the others are zero. Backward: `collect`."""
+    """Put row i into slot slot_R[i] of `slots`, each slot at most once; other slots are zero. Backward: `collect`."""
     out: Tensor = _Spread.apply(rows, slot_R, slots)
     return out
 
 
 def collect(table: Tensor, slot_R: Tensor) -> Tensor:
-    """Row i is slot slot_R[i], each slot at most once. Backward: `spread`."""
+    """Row i of the result is slot slot_R[i], each slot at most once. Backward: `spread`."""
     out: Tensor = _Collect.apply(table, slot_R)
     return out

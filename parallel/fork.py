@@ -1,8 +1,8 @@
-"""Run a function on N gloo ranks of this machine, each a fork of this process: 0.2 s to start, one thread a rank.
+"""Runs a function on N gloo ranks on this machine, each a fork of this process: 0.2 s to start, one thread per rank.
 
-The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, not
-threads. A rank that raises, dies or waits for ever ends the whole set: every rank's error is told, with its rank, and a
-deadlock with the Python stack of each rank that was still running.
+The caller must not have started threads of its own (set torch to one thread first): a forked process inherits locks, but not
+threads. A rank that raises, dies or hangs ends the whole set. Every rank's error is reported with its rank, and a deadlock with
+the Python stack of each rank that was still running.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_GRACE_S = 3.0  # what the others get after one rank has failed: often they fail too, and their errors help
+_GRACE_S = 3.0  # time for the others after one rank has failed: often they fail too, and their errors help
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """function(rank, *args) on every rank, with torch.distributed initialised; the ranks' results in order.
+    """Call function(rank, *args) on every rank, with torch.distributed initialised. Returns the ranks' results in order.
 
-    Results may be anything that torch.load(weights_only=True) reads: numbers, texts, lists, dicts, tensors. Raises
-    RuntimeError with every failed rank's traceback, or with the stacks of those that did not end within timeout_s.
+    Results may be anything that torch.load(weights_only=True) reads: numbers, strings, lists, dicts, tensors. Raises
+    RuntimeError with every failed rank's traceback, or with the stacks of the ranks that did not end within timeout_s.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -45,7 +45,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
             late = _wait(ranks, timeout_s)
             stacks = _stacks(ranks, late, folder)
         finally:
-            for process in ranks:  # all before any is waited for: a rank that outlives its peer would report that instead
+            for process in ranks:  # start all before waiting for any: a rank that outlives its peer would report that instead
                 process.kill()
             for process in ranks:
                 process.join()
@@ -63,18 +63,18 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, args: tuple
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s + 60))
-        dist.barrier()  # all are connected before one can fail: its peers then tell their own errors
+        dist.barrier()  # connect all before one can fail, so that its peers report their own errors
         torch.save(function(rank, *args), folder / f"{rank}.result")
-        dist.barrier()  # nobody leaves while another still needs its connections
+        dist.barrier()  # no rank leaves while another still needs its connections
         code = 0
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
     finally:
-        os._exit(code)  # not the parent's exit handlers: this process is a copy of it
+        os._exit(code)  # skip the parent's exit handlers: this process is a copy of it
 
 
 def _wait(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
-    """Until all ended, one failed and its grace is over, or time is up; the ranks still running at the time limit."""
+    """Wait until all have ended, one has failed and its grace is over, or time is up. Returns the ranks that run at the time limit."""
     deadline = time.monotonic() + timeout_s
     failed_at: float | None = None
     while any(p.is_alive() for p in ranks):

@@ -1,8 +1,8 @@
-"""What the C library does with freed memory: keep it for the next tensor (fast), or give it back to the system at once (small).
+"""Settings of the C library for freed memory: keep it for the next tensor (fast), or return it to the system at once (small).
 
-Linux's own choice is neither. A tensor of 32 MiB or more is mapped anew each time it is made, and every page of it is cleared at
-its first touch: for a layer of 128 small experts that is a third of a training step on a CPU. Smaller ones leave holes in the
-heap, which nobody else can have: under offload to a disk, where only what is used now should be here, they add up to the model.
+Linux's default is neither. A tensor of 32 MiB or more is mapped anew each time it is made, and each of its pages is cleared at its first
+touch: for a layer of 128 small experts that is a third of a training step on a CPU. Smaller tensors leave holes in the heap that no
+other process can use: under offload to disk, where only what is in use should be in memory, they add up to the size of the model.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _LARGEST, _SMALL = 2**31 - 1, 2**16
 
 
 def keep_freed_memory() -> bool:
-    """The process does not shrink between peaks. False where the allocator cannot be told, as without glibc. Costs nothing twice."""
+    """Keep freed memory in the process between peaks. False if the allocator cannot be set, as without glibc. May be called repeatedly."""
     kept = _set(_M_TRIM_THRESHOLD, _LARGEST)
-    return any(_set(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, 32 * 2**20)) and kept  # older versions refuse more
+    return any(_set(_M_MMAP_THRESHOLD, size) for size in (_LARGEST, 32 * 2**20)) and kept  # older versions refuse larger values
 
 
 def give_freed_memory_back() -> bool:
-    """Each tensor of 64 KiB or more has pages of its own, which go with it. False where the allocator cannot be told."""
+    """Give each tensor of 64 KiB or more pages of its own, which are returned when it is freed. False if the allocator cannot be set."""
     return _set(_M_TRIM_THRESHOLD, _SMALL) and _set(_M_MMAP_THRESHOLD, _SMALL)
 
 

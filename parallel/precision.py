@@ -1,4 +1,4 @@
-"""One precision policy for dense and sparse, whatever engine carries it out.
+"""One precision policy for dense and sparse models, whichever engine applies it.
 
     parameters, gradients, Adam moments    master dtype (fp32; bf16 saves memory and loses updates below 2^-9)
     matrix products                        compute dtype: a weight is cast where it is used, so its gradient
@@ -6,9 +6,9 @@
     router, softmax, norm statistics,
     losses, reductions                     fp32, named where they happen
 
-fp16 has 5 exponent bits: gradients below 6e-8 vanish, so the loss is multiplied by a scale that grows while all is
-finite and halves when a gradient is not (Micikevicius et al., arXiv 1710.03740). Whether a gradient is finite is agreed
-by all ranks before anything steps: a skipped step changes no weight, no moment and not the learning-rate schedule.
+fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are
+finite and halves when one is not (Micikevicius et al., arXiv 1710.03740). All ranks agree on whether the gradients are finite before
+anything steps: a skipped step changes no weight, no moment and not the learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """What a weight's gradient is summed in: wider than the weight where an engine holds a 16-bit copy of its master weights."""
+    """The dtype in which a weight's gradient is summed: wider than the weight if an engine holds a 16-bit copy of its master weights."""
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
@@ -31,7 +31,7 @@ _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this processor has matrix instructions for a 16-bit dtype; a CPU without them is far slower than in fp32."""
+    """Whether this processor has matrix instructions for a 16-bit dtype. A CPU without them is far slower than in fp32."""
     if device.type == "cuda":
         return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -43,10 +43,10 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass
 class LossScale:
-    """The number the loss is multiplied by before backward; dynamic where `growth_interval` is above 0.
+    """The factor on the loss before the backward pass; dynamic if `growth_interval` is above 0.
 
     `update(finite)` after each step: halve on overflow, double after `growth_interval` good steps in a row, never below
-    `floor`. `at_floor` turns True when an overflow comes while the scale already stands at the floor: scaling cannot help then.
+    `floor`. `at_floor` becomes True when an overflow occurs with the scale already at the floor: then scaling cannot help.
     """
 
     value: float = 1.0

@@ -1,8 +1,8 @@
-"""Start and end the process group, whoever started the processes.
+"""Starts and ends the process group, whoever started the processes.
 
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are read (DeepSpeed's launcher and torchrun set them); where RANK
-is missing, SLURM's or Open MPI's names; where nothing is set, one process without a group. This is the one file of
-`parallel` that reads the environment.
+Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (DeepSpeed's launcher and torchrun set them). Without RANK it reads
+the names of SLURM or Open MPI; without any of them, there is one process and no group. No other file of `parallel` reads the
+environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`, `local_size` of them on this machine."""
+    """One process among `size`; `local_size` of them are on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -45,7 +45,7 @@ class World:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """This process's place. A SLURM job step counts only if it has several tasks: an interactive shell is one process."""
+    """This process's place. A SLURM job step counts only if it has several tasks, since an interactive shell is one process."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
         return World()
@@ -57,7 +57,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def start(world: World, *, timeout_s: float = 600.0) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs; on a CPU, keep freed memory. One process joins none."""
+    """Join the process group: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none."""
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -75,7 +75,7 @@ def start(world: World, *, timeout_s: float = 600.0) -> None:
 
 
 def _debug_if_asked(world: World) -> None:
-    """Compare collectives before they run, where the environment says so (`--debug-collectives`)."""
+    """Compare collectives before they run, if the environment asks for it (`--debug-collectives`)."""
     asked = os.environ.get(DEBUG)
     if not asked or not dist.is_initialized() or collectives.comparing():
         return
@@ -88,19 +88,19 @@ def _debug_if_asked(world: World) -> None:
 
 
 def share_cores(world: World) -> None:
-    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS says otherwise: more threads than cores only wait."""
+    """Divide this machine's cores among its ranks, unless OMP_NUM_THREADS is set: more threads than cores only wait."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh:
-    """The mesh of this process with its process groups. Every rank must call it."""
+    """This process's mesh, with its process groups. Collective over all ranks."""
     mesh = Mesh.of(degrees, world.rank)
     if world.size > 1:
         _debug_if_asked(world)
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Only its members call: at a hundred thousand ranks nobody can take part in making everybody's groups."""
+        """Called by its members only: with a hundred thousand ranks, no rank can take part in creating every group."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         return made
 
@@ -108,7 +108,7 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh
 
 
 def everyone(world: World) -> Axis:
-    """The axis over all ranks, before there is a mesh."""
+    """The axis over all ranks, for use before there is a mesh."""
     return Axis("world", tuple(range(world.size)), world.rank)
 
 

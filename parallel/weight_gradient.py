@@ -1,14 +1,14 @@
-"""Backward in two passes, as zero-bubble schedules ask for it [2401.10241, section 2]: I with put_off(), W with Owed.pay().
+"""The backward pass in two parts, as zero-bubble schedules need it [2401.10241, section 2]: I with put_off(), W with Owed.pay().
 
     y = x W     I   dx = dy W^T      the stage before waits for it       with put_off() as owed: torch.autograd.backward(y, dy)
                 W   dW = x^T dy      only the update waits for it        owed.pay()
 
-In I a matrix product hands in how its weight's gradient is computed, and returns none; what stays alive until W is x and dy of
-each product, without the rest of the graph. W is a backward pass too, of a graph that knows the weights alone: gradients are
-summed in the weights as autograd always does, in their gradient's dtype, and tiles or runs of one weight meet first.
+In I, a matrix product hands over a function that computes its weight's gradient, and returns no gradient. Only x and dy of each product
+stay alive until W, not the rest of the graph. W is also a backward pass, of a graph that contains only the weights: gradients are
+added to the weights as autograd always does, in their gradient's dtype, and those of tiles or runs of one weight are summed first.
 
-Only products with something to gain put off: what is small (gains, biases, rows of the embedding) has its gradient in I. Hooks on
-a weight run in I without a gradient and again in W, so who reduces gradients in hooks must wait for the last W.
+Only large products defer: small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
+in I without a gradient and again in W, so code that reduces gradients in hooks must wait for the last W.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch import Tensor, nn
 
 from parallel.precision import gradient_dtype
 
-Gradients = Callable[[], Sequence[Tensor | None]]  # gives the gradients of some weights, in their order
+Gradients = Callable[[], Sequence[Tensor | None]]  # computes the gradients of some weights, in their order
 
 
 class Owed:
-    """The weight gradients of one micro-batch of one stage that have been put off. Made by put_off()."""
+    """The deferred weight gradients of one micro-batch of one stage. Made by put_off()."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[Tensor, ...], Gradients]] = []
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
-        """`weights`: what owed_for gave; compute(): their gradients. It should hold inputs and output gradients alone, and no ctx."""
+        """`weights`: those given to owed_for. compute(): their gradients; it should hold inputs and output gradients only, and no ctx."""
         self._entries.append((weights, compute))
 
     def pay(self) -> None:
-        """Compute the gradients, add them to each weight's .grad, and let go of what was kept. Once: afterwards nothing is owed."""
+        """Compute the gradients, add them to each weight's .grad, and free what was kept. Works once: afterwards nothing is owed."""
         if self in _open:
             raise RuntimeError("pay after the backward pass, not inside put_off()")
         entries, self._entries = self._entries, []
@@ -47,12 +47,12 @@ class Owed:
             torch.autograd.backward(passes)
 
 
-_open: list[Owed] = []  # one at most, of the process: autograd runs the backward pass of a GPU's tensors in a thread of its own
+_open: list[Owed] = []  # at most one per process, not per thread: autograd runs GPU tensors' backward pass in a thread of its own
 
 
 @contextmanager
 def put_off() -> Iterator[Owed]:
-    """Products whose backward pass runs inside put their weights' gradients off. Not inside another, in whatever thread."""
+    """A context: products whose backward pass runs inside defer their weights' gradients. Must not be nested, in any thread."""
     if _open:
         raise RuntimeError("put_off() inside put_off(): one backward pass at a time")
     owed = Owed()
@@ -64,7 +64,7 @@ def put_off() -> Iterator[Owed]:
 
 
 def owed_for(*weights: Tensor) -> Owed | None:
-    """Where gradients of these may be put now: parameters, or views of them (a run of experts), whose graphs keep nothing. Else None."""
+    """The place to defer these weights' gradients to, or None. They must be parameters, or views of them (a run of experts)."""
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_part(w)) for w in weights) else None
 
 
@@ -73,9 +73,9 @@ def _is_part(weight: Tensor) -> bool:
 
 
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """What the backward pass of an autograd.Function returns for a weight: its gradient, or None and it is put off.
+    """What the backward pass of an autograd.Function returns for a weight: its gradient, or None if that is deferred.
 
-    `weight` is what the Function was applied to, kept as an attribute of ctx: what it saved may come back as another tensor.
+    `weight` is the tensor to which the Function was applied, kept as an attribute of ctx: saved tensors may come back as other objects.
     """
     owed = owed_for(weight)
     if owed is None:
@@ -85,7 +85,7 @@ def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor |
 
 
 class _Pay(torch.autograd.Function):
-    """Nothing, of some weights; its backward pass is their gradients."""
+    """A zero that depends on some weights; its backward pass gives their gradients."""
 
     @staticmethod
     def forward(ctx: Any, compute: Gradients, *weights: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _Pay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        compute, ctx.compute = ctx.compute, None  # product by product, what was kept goes
+        compute, ctx.compute = ctx.compute, None  # frees what was kept, product by product
         return None, *compute()
 
 
@@ -102,13 +102,13 @@ class _Pay(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in x's dtype. It keeps nothing of the weight's size but the weight, which is cast again in the backward pass."""
+    """x W^T in x's dtype. Saves nothing of the weight's size but the weight itself, which is cast again in the backward pass."""
     y: Tensor = _Product.apply(x, weight_OI, True)
     return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
-    """x W, likewise."""
+    """x W in x's dtype; see `linear`."""
     y: Tensor = _Product.apply(x, weight_IO, False)
     return y
 
@@ -132,9 +132,9 @@ class _Product(torch.autograd.Function):
 
 
 def splittable(model: nn.Module) -> None:
-    """Have every part of the model that chooses (by its attribute `recast`) multiply with the products of this file.
+    """Make every module with the attribute `recast` multiply with the products of this file.
 
-    Torch's own would compute both gradients at once. It is for a schedule with I and W: with small products these are slower.
+    torch's own products compute both gradients at once. Only for schedules with I and W, since small products are slower this way.
     """
     for module in model.modules():
         if hasattr(module, "recast"):

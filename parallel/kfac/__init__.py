@@ -1,1 +1,1 @@
-"""K-FAC: factors, its step, and its work in the waits of a pipeline (PipeFisher)."""
+"""K-FAC: its factors, its step, and its work in a pipeline's bubbles (PipeFisher)."""

@@ -1,15 +1,15 @@
-"""The mathematics of K-FAC on one linear, or on a stack of them (experts): two small matrices in the place of a large one.
+"""The mathematics of K-FAC for one linear layer, or for a stack of them (experts): two small matrices replace a large one.
 
     y = W a, g = dL/dy of a row      A = mean over rows of a a^T      G = mean over rows of g g^T
     Fisher information of W  ~  G (x) A             [O I, O I]  ~  [O, O] and [I, I]
     direction                =  (G + s I)^-1 M (A + t I)^-1         M: W's gradient, or its mean over steps
 
-Damping is shared between the two as Martens and Grosse do (arXiv 1503.05671, section 6.3): t = pi sqrt(lambda), s = sqrt(lambda) / pi,
-pi^2 = (tr A / I) / (tr G / O). Here lambda is relative, `damping` times the mean eigenvalue of G (x) A, which is (tr A / I) (tr G / O):
-then t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O. So a factor is only needed up to a number, and is kept with a mean
-eigenvalue of 1: what a loss is divided by, its scale in fp16 and the number of tokens all drop out. Everything is fp32.
+Damping is shared between the two as by Martens and Grosse (arXiv 1503.05671, section 6.3): t = pi sqrt(lambda), s = sqrt(lambda) / pi,
+pi^2 = (tr A / I) / (tr G / O). Here lambda is relative: `damping` times the mean eigenvalue of G (x) A, which is (tr A / I) (tr G / O).
+Then t = sqrt(damping) tr A / I and s = sqrt(damping) tr G / O. So a factor matters only up to a scalar, and is stored with a mean
+eigenvalue of 1: the loss's divisor, its scale in fp16 and the number of tokens all cancel. Everything is fp32.
 
-An expert's rows are those routed to it. Its share of the tokens is a number on its G, and drops out too.
+An expert's rows are those routed to it. Its share of the tokens only scales its G, so it cancels too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# R rows, W width, E matrices of a stack (1 for a plain linear), I in, O out
+# R rows, W width, E matrices of a stack (1 for a single linear), I in, O out
 
 
 def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """Sum of r r^T over rows, fp32 [1, W, W]; with `counts`, rows are sorted by expert and each has its own: [E, W, W]."""
+    """Sum of r r^T over rows: fp32 [1, W, W]. With `counts`, rows are sorted by expert and summed for each expert: [E, W, W]."""
     wide_RW = rows_RW.float()
     if counts is None:
         return (wide_RW.t() @ wide_RW).unsqueeze(0)
@@ -36,14 +36,14 @@ def summed_products(rows_RW: Tensor, counts: Sequence[int] | None = None) -> Ten
 
 
 def mean_eigenvalue(factor_EWW: Tensor) -> Tensor:
-    """[E, 1, 1]; 0 for what has seen no row."""
+    """The mean eigenvalue of each matrix, [E, 1, 1]; 0 for one that has seen no row."""
     return factor_EWW.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
 
 
 def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
-    """The running factor with new sums: exponential mean of factors of mean eigenvalue 1.
+    """The running factor after new sums: the exponential mean of factors scaled to mean eigenvalue 1.
 
-    The first one counts whole; where no row came (an expert without tokens) the old one stays.
+    The first factor gets full weight. Without new rows (an expert without tokens) the old factor stays.
     """
     scale_E11 = mean_eigenvalue(sums_EWW)
     came, had = scale_E11 > 0, mean_eigenvalue(running_EWW) > 0
@@ -53,10 +53,10 @@ def averaged(running_EWW: Tensor, sums_EWW: Tensor, *, ema: float) -> Tensor:
 
 
 def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
-    """(F + sqrt(damping) I)^-1 by Cholesky, for F of mean eigenvalue 1; 0 where nothing was ever seen.
+    """(F + sqrt(damping) I)^-1 by Cholesky, for F of mean eigenvalue 1; 0 where no row was ever seen.
 
-    At least what fp32 rounds off a matrix of this width is added, however small `damping` is; where rounding still leaves a matrix that is
-    not positive definite, ten times as much until it is. No eigenvalue is further from 0 than the width, so with that it is.
+    However small `damping` is, at least fp32's rounding error for a matrix of this width is added. If the matrix is still not positive
+    definite, the addition is multiplied by ten until it is. That ends, since no eigenvalue is further from 0 than the width.
     """
     width = factor_EWW.shape[-1]
     least = width * torch.finfo(torch.float32).eps
@@ -72,7 +72,7 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:
-    """G^-1 M A^-1 for M [O, I], or for a stack [E, I, O], whose matrices are the other way round; fp32."""
+    """G^-1 M A^-1 for M [O, I], or for a stack [E, I, O], whose matrices are transposed; fp32."""
     if gradient.ndim == 2:
         return g_inverse_EOO[0] @ gradient.float() @ a_inverse_EII[0]
     return a_inverse_EII @ gradient.float() @ g_inverse_EOO

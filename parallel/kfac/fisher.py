@@ -1,14 +1,14 @@
-"""PipeFisher (arXiv 2211.14133): K-FAC's units of work in the bubbles of a pipeline, planned from times and carried out by the runtime.
+"""PipeFisher (arXiv 2211.14133): K-FAC's units of work in a pipeline's bubbles, planned from measured times and done by the runtime.
 
     rank 1   F0  A0  F1  A1  B0  G0  B1  G1 | F0 F1 inv inv B0 ...      A0: the inputs' factor of micro-batch 0, after its forward
 
-Rules: A of a micro-batch after its forward, G after its backward (of the input, where that comes alone); a sum over the ranks that
-hold replicas after all curvature of that factor; an inversion after the sum, on one of these ranks. `works` writes them as needs for any
-packing (parallel/pipeline/simulator/bubbles.py), `check_rules` reads a packing without looking at its needs.
+Rules: A of a micro-batch comes after its forward pass, and G after its backward pass (I, where that is separate). A sum over the ranks
+that hold replicas comes after all curvature of that factor; an inversion comes after the sum, on one of these ranks. `works` states
+the rules as needs for any packing (parallel/pipeline/simulator/bubbles.py); `check_rules` checks a packing without using its needs.
 
-`Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums are made at a fixed place, the end
-of a step (parallel/kfac/kfac.py), and what a plan leaves over is done there too: a plan moves time, never a number, so each rank
-can plan alone.
+`Filler` measures the first steps, then packs its own rank's units into its own rank's waits. Sums have a fixed place, the end
+of a step (parallel/kfac/kfac.py), and work without a place in the plan is done there too. A plan changes times, never numbers, so each
+rank can plan on its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from parallel.pipeline.simulator.bubbles import BubbleWork, Packing, Placed, bub
 from parallel.pipeline.simulator.simulate import Span, Timeline
 
 _MARGIN = 1.05
-_BACKWARDS = (Op.B, Op.I)  # after either the gradients of a stage's outputs are there
+_BACKWARDS = (Op.B, Op.I)  # after either, the gradients of a stage's outputs are available
 Factors = Mapping[int, Sequence[tuple[str, str]]]  # stage -> its factors: ("A" or "G", linear)
 
 
 class KfacWork(NamedTuple):
-    """One rank's part of K-FAC: "curvature" of a micro-batch, "sum" over replicas, or "inversion", of one factor of one linear."""
+    """One unit of K-FAC on one rank, for one factor of one linear: "curvature" of a micro-batch, "sum" over replicas, or "inversion"."""
 
     kind: str
     factor: str
@@ -50,7 +50,7 @@ class KfacWork(NamedTuple):
 
 
 def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
-    """All of them in order of priority: curvature, sums where a stage has several ranks, inversions."""
+    """All units in order of priority: curvature, then sums where a stage has several ranks, then inversions."""
     each = [(stage, rank, *key) for stage, homes in enumerate(schedule.homes) for rank in homes for key in factors.get(stage, ())]
     curvature = [
         KfacWork("curvature", factor, linear, stage, rank, a.microbatch)
@@ -60,7 +60,7 @@ def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
     ]
     sums = [KfacWork("sum", factor, linear, stage, rank) for stage, rank, factor, linear in each if len(schedule.homes[stage]) > 1]
     inversions = [
-        KfacWork("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take them in turn
+        KfacWork("inversion", factor, linear, stage, homes[i % len(homes)])  # replicas take turns
         for stage, homes in enumerate(schedule.homes)
         for i, (factor, linear) in enumerate(factors.get(stage, ()))
     ]
@@ -68,7 +68,7 @@ def kfac_work(schedule: Schedule, factors: Factors) -> list[KfacWork]:
 
 
 def works(schedule: Schedule, factors: Factors, seconds: Callable[[KfacWork], float]) -> list[BubbleWork]:
-    """The same as work for `pack`, each with what it must come after; its name is the unit's."""
+    """The same units as work for `pack`, each with what it must come after. A work's name is the unit's text."""
     units = kfac_work(schedule, factors)
     made: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for unit in units:
@@ -88,7 +88,7 @@ def works(schedule: Schedule, factors: Factors, seconds: Callable[[KfacWork], fl
 
 
 def _maker(schedule: Schedule, unit: KfacWork) -> Action:
-    """The action after which a micro-batch's rows are there."""
+    """The action that makes the rows of a unit's micro-batch."""
     wanted = (Op.F,) if unit.factor == "A" else _BACKWARDS
     order = schedule.orders[unit.rank]
     return next(a for a in order if a.op in wanted and (a.stage, a.microbatch) == (unit.stage, unit.microbatch))
@@ -123,15 +123,15 @@ def _refuse_before(placed: Placed, end: float, what: str) -> None:
         raise BadInput(placed.work.name, got=f"a start at {placed.start:g}", needed=f"{what}, {end:g}", fix="let it need that")
 
 
-# --- at run time ------------------------------------------------------------------------------------------------------
+# --- at run time: measuring, planning and filling bubbles -------------------------------------------------------------
 
 
 @dataclass
 class Filler:
-    """Puts a rank's K-FAC into its waits: it is the runtime's `between`.
+    """Puts a rank's K-FAC work into its waits, as the runtime's `between`.
 
-    `stages`: of each linear of this rank. The first `measured` refreshes are made at the ends of steps, with their times taken, as are the
-    actions' times of the last step of each. `slots`: for each step of a refresh and place in the order, the units to do there.
+    `stages`: the stage of each linear of this rank. During the first `measured` refreshes the work is done at the ends of steps and timed;
+    in the last step of them, actions are timed too. `slots`: (step of a refresh, place in the order) -> the units to do there.
     """
 
     kfac: Kfac
@@ -139,8 +139,8 @@ class Filler:
     stages: Mapping[str, int]
     measured: int = 2
     slots: dict[tuple[int, int], list[Item]] | None = None
-    placed_share: float = 0.0  # the share of the units' time that the plan has room for
-    waits: tuple[float, float] = (0.0, 0.0)  # this rank's share of a step, without the units that are placed and with them
+    placed_share: float = 0.0  # the share of the units' time for which the plan has room
+    waits: tuple[float, float] = (0.0, 0.0)  # waits' share of this rank's step: without the placed units, and with them
     _begun: float = 0.0
     _times: list[tuple[float, float]] = field(default_factory=list)
 
@@ -149,7 +149,7 @@ class Filler:
         self.runtime.between = self.between
 
     def between(self, at: int) -> None:
-        """After the at-th action, -1: before the first."""
+        """Called after the at-th action (-1: before the first): do the units planned there."""
         every = self.kfac.settings.refresh_every
         if self.slots is not None:
             for item in self.slots.get((self.kfac.updates % every, at), ()):
@@ -159,7 +159,7 @@ class Filler:
             self._plan_or_record()
 
     def _plan_or_record(self) -> None:
-        """In the last step of a refresh actions' times are taken; with the step after it they are complete."""
+        """Start timing actions in the last step of the measured refreshes; when its times are complete, plan."""
         every, runtime = self.kfac.settings.refresh_every, self.runtime
         if runtime.record and len(runtime.record) >= len(self._order):
             self.plan()
@@ -171,7 +171,7 @@ class Filler:
         return self.runtime.schedule.orders[self.runtime.axis.index]
 
     def plan(self) -> None:
-        """From what was measured. Collective over the pipeline: a step is as long as its slowest rank says."""
+        """Plan from the measured times. Collective over the pipeline, since a step is as long as its slowest rank makes it."""
         runtime, s = self.runtime, self.kfac.settings
         assert runtime.record is not None and self.kfac.seconds is not None
         record = runtime.record[: len(self._order)]
@@ -180,7 +180,7 @@ class Filler:
         first = -max_over(torch.tensor(-begun, dtype=torch.float64), runtime.axis).item()
         last = max_over(torch.tensor(record[-1].end, dtype=torch.float64), runtime.axis).item()
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
-        # one rank alone, which with a short action at the end waits until the last one is done: the wait goes on into no next step
+        # a timeline of this rank alone: a short action at its end marks where the last rank is done, so no wait goes on into the next step
         end = Action(Op.U, spans[0].action.stage, version=-1)
         own = Schedule(runtime.schedule.name, tuple((0,) for _ in runtime.schedule.homes), 1, 1, ((*self._order, end),))
         timeline = Timeline(own, ((*spans, Span(end, last - first, (last - first) * (1 + 1e-6))),), (), True)
@@ -219,6 +219,6 @@ class Filler:
         return (next(a for a in self._order if a.op in _BACKWARDS and (a.stage, a.microbatch) == (stage, of)),)
 
     def _place(self, timeline: Timeline, placed: Placed) -> int:
-        """The last action that has ended when the work begins, in its step."""
+        """Place in the order of the last action that has ended when the work begins, within its step."""
         at = placed.start - placed.step * timeline.makespan
         return sum(span.end <= at + 1e-9 for span in timeline.spans[0][:-1]) - 1

@@ -1,12 +1,12 @@
-"""K-FAC's step: its direction, as far as AdamW would have gone.
+"""The K-FAC step: K-FAC's direction with the length of AdamW's step.
 
     M   mean of the gradients (AdamW's first moment)          S = M^ / (sqrt(V^) + eps)      AdamW's step, with bias corrections
     D   G^-1 M A^-1
     W  <-  W - lr (S's norm / D's norm) D - lr decay W        each matrix, each expert, with its own norms
 
-Grafting (Agarwal et al., arXiv 2002.11803) takes the direction from one method and the length from another, so a learning rate and
-its schedule mean what they mean for AdamW, and no bound on the step (K-FAC's KL clip) is needed. The state is AdamW's: the same
-two moments, in the same checkpoints. Parameters that are not K-FAC's, and a linear until it has inverses, take AdamW's step.
+Grafting (Agarwal et al., arXiv 2002.11803) takes the direction from one method and the length from another. So learning rates and
+schedules mean the same as for AdamW, and no bound on the step (K-FAC's KL clip) is needed. The state is AdamW's: the same two
+moments, in the same checkpoints. Parameters outside K-FAC, and linears without inverses yet, take AdamW's step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Group = dict[str, Any]
 
 
 class Grafted(torch.optim.AdamW):
-    """torch's AdamW for all parameters but the linears of `kfac`."""
+    """torch's AdamW, except that the linears of `kfac` take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
@@ -47,7 +47,7 @@ class Grafted(torch.optim.AdamW):
                 if linear is not None and weight.grad is not None and self.kfac.has_inverses:
                     self._move(linear, group)
                     stepped.append((weight, weight.grad))
-                    weight.grad = None  # out of AdamW's sight
+                    weight.grad = None  # so that AdamW skips it
         super().step()
         for weight, grad in stepped:
             weight.grad = grad
@@ -67,7 +67,7 @@ class Grafted(torch.optim.AdamW):
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(moved.mul_(group["lr"]).to(weight.dtype))
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's own, made as it makes it."""
+        """AdamW's state of the weight, created as AdamW creates it."""
         state: dict[str, Tensor] = self.state[weight]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -77,7 +77,7 @@ class Grafted(torch.optim.AdamW):
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Each matrix of `direction` with the norm of the one of `length`; that one itself where there is no direction."""
+    """Each matrix of `direction`, scaled to the norm of the same matrix of `length`; where the direction is zero, `length` itself."""
     norm, wanted = (torch.linalg.matrix_norm(t, keepdim=True) for t in (direction, length))
     return torch.where(norm > 0, direction * (wanted / torch.where(norm > 0, norm, 1.0)), length)
 

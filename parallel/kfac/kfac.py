@@ -1,19 +1,19 @@
-"""K-FAC as units of work that anyone may place in time: PipeFisher (arXiv 2211.14133) puts them where a pipeline's ranks wait.
+"""K-FAC as units of work whose time is free: PipeFisher (arXiv 2211.14133) puts them where a pipeline's ranks wait.
 
-    step t, a multiple of n         forward    A of micro-batch i: sum of a a^T, from then on
-                                    backward   G of micro-batch i: sum of g g^T, from then on
+    step t, a multiple of n         forward    A of micro-batch i may start: sum of a a^T
+                                    backward   G of micro-batch i may start: sum of g g^T
     the end of step t + d // 2      sums over the ranks that hold copies, then the running mean
     from then to the end of t + d   an inversion of each A and G, on one of the ranks that hold it
-    the end of step t + d           to the others; the new inverses take the place of the old ones, all at once
+    the end of step t + d           the inverses go to the other ranks; the new inverses replace the old ones, all at once
 
-n is `refresh_every`, d is `delay`. Inverses are stale between; the direction (parallel/kfac/factors.py) is taken in every step.
-What is due at the end of a step is done there if no bubble had room for it: numbers never depend on where work was placed, and
-one process with the same n and d is the twin of any pipeline. Sums and the exchange of inverses are collective, so they have a
+n is `refresh_every`, d is `delay`. Inverses are stale in between; the direction (parallel/kfac/factors.py) is computed in every step.
+Work due at the end of a step is done there if no bubble had room for it. Numbers never depend on where work was placed, and one
+process with the same n and d is the twin of any pipeline. Sums and the exchange of inverses are collective, so they have a
 fixed place.
 
-The Fisher information is the empirical one, of the gradients that the step has anyway, as in the paper's code. Rows wait from
-when they are made until their work is done: `kept_bytes`. In fp16 a step whose gradient is not finite is forgotten, and the next
-one takes its place.
+The Fisher information is the empirical one, from the gradients that the step computes anyway, as in the paper's code. Rows are
+kept from when they are made until their work is done: `kept_bytes`. In fp16, a step with a gradient that is not finite is discarded,
+and the next step takes its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Settings:
-    """`damping`: relative to the mean eigenvalue of G (x) A; `ema`: what remains of the old factor at a refresh."""
+    """K-FAC's settings. `damping`: relative to the mean eigenvalue of G (x) A. `ema`: share of the old factor kept at a refresh."""
 
     damping: float
     ema: float
@@ -46,8 +46,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Linear:
-    """A weight [O, I], or a stack [E, I, O], by the name of the parameter. Linears that read the same rows name the same `inputs`:
-    one of them, which alone tells what it reads."""
+    """One linear layer: a weight [O, I], or a stack [E, I, O], by its parameter's name. Linears that read the same rows share `inputs`, the
+    name of one of them; only that one reports the rows."""
 
     name: str
     weight: nn.Parameter
@@ -60,19 +60,19 @@ class Linear:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Widths of its two factors."""
+        """The widths of its two factors."""
         inputs, outputs = self.weight.shape[-2:] if self.weight.ndim == 3 else reversed(self.weight.shape)
         return {"A": inputs, "G": outputs}
 
     def layout_of(self, factor: str) -> Layout:
-        """How a factor lies on the mesh: with each expert of a stack, whole everywhere else."""
+        """The layout of a factor on the mesh: split over experts like its stack, whole otherwise."""
         width = self.sizes[factor]
         stacked = {dim: axis for dim, axis in self.layout.split.items() if dim == 0 and self.weight.ndim == 3}
         return replace(self.layout, shape=(*(self.layout.shape[:-2] or (1,)), width, width), split=stacked)
 
 
 class Item(NamedTuple):
-    """A unit of work, of factor A or G of one linear: "curvature" of a micro-batch (the linear's forward passes of a step in order), or
+    """A unit of work for factor A or G of one linear: "curvature" of a micro-batch (counted by the linear's forward passes in the step), or
     "inversion"."""
 
     kind: str
@@ -87,8 +87,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Factor:
-    """`running`: its mean, kept with a mean eigenvalue of 1; `sums`: of the step at hand; `inverse`: in use; `next`: to come. Zeros:
-    nothing has been seen, of a stack matrix by matrix."""
+    """One factor. `running`: its mean, scaled to a mean eigenvalue of 1. `sums`: of the current step. `inverse`: in use. `next`: the coming
+    inverse. Zeros mean that no row has been seen, for each matrix of a stack."""
 
     layout: Layout
     running: Tensor
@@ -108,13 +108,13 @@ class Rows:
 
 @dataclass
 class Kfac:
-    """All linears of a rank. `total(sums, layouts)` sums in place over the ranks that hold copies, by what the layouts say, and
-    `place(layout)` is this rank's place among them and their number. `at_once`: work is done as soon as it can be; otherwise it waits
-    for `do_next` or for the end of a step.
+    """K-FAC for all linears of a rank.
 
-    Where `seconds` is a dictionary, it gets the time of each unit by (kind, factor, linear).
+    `total(sums, layouts)` sums in place over the ranks that hold copies according to the layouts. `place(layout)` gives this rank's place
+    among them and their number. `at_once`: work is done as soon as possible; otherwise it waits for `do_next` or for the end of a step.
+    If `seconds` is a dictionary, the time of each unit is added to it under (kind, factor, linear).
 
-    A caller records its forward passes (`recording`), calls `finish` before each update, or `forget` where there is none.
+    A caller records its forward passes (`recording`), and calls `finish` before each update, or `forget` if there is no update.
     """
 
     linears: dict[str, Linear]
@@ -129,8 +129,8 @@ class Kfac:
     def __post_init__(self) -> None:
         self._open = False
         self._passes: Counter[str] = Counter()
-        self._unsummed = False  # whether a step was recorded whose sums are still this rank's own
-        self._unshared = False  # whether inverses are still with the ranks that make them
+        self._unsummed = False  # whether a step was recorded and not yet summed over ranks
+        self._unshared = False  # whether new inverses are only on the ranks that made them
         self._kept: dict[Item, Rows] = {}
         self._queue: deque[Item] = deque()
         for linear in self.linears.values():
@@ -142,7 +142,7 @@ class Kfac:
         self.inverts = self._dealt()
 
     def _dealt(self) -> frozenset[tuple[str, str]]:
-        """The factors that this rank inverts: those that the same ranks hold are dealt to them in turn, the largest first."""
+        """The factors that this rank inverts. Factors held by the same ranks are dealt to these in turn, the largest first."""
         alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[str, str]]] = defaultdict(list)
         for key, factor in self.factors.items():
             alike[factor.layout.copies(), factor.layout.holders].append(key)
@@ -156,12 +156,12 @@ class Kfac:
 
     @property
     def records(self) -> bool:
-        """Whether the step at hand is one that factors are taken of."""
+        """Whether factors are taken in the current step."""
         return self.updates % self.settings.refresh_every == 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around one forward pass in training; a second pass of recompute, inside the backward pass, is outside of it."""
+        """A context for one forward pass in training. Recomputed passes, inside the backward pass, run outside of it."""
         self._open = self.records
         self._unsummed |= self.records
         try:
@@ -170,7 +170,7 @@ class Kfac:
             self._open = False
 
     def watch(self, name: str, x: Tensor, y: Tensor, counts: Sequence[int] | None = None) -> None:
-        """What the linear `name` read and gave, rows last but one; `counts` of each expert's rows."""
+        """Record what the linear `name` read (x) and gave (y), both [..., width], one row per token; `counts`: rows of each expert."""
         if not (self._open and y.requires_grad):
             return
         microbatch = self._passes[name]
@@ -190,31 +190,31 @@ class Kfac:
 
     @property
     def kept_bytes(self) -> int:
-        """Rows that wait for their work, each storage once: what a forward pass keeps for its backward pass anyway may be among them."""
+        """Bytes of the rows that wait for their work, each storage once. The backward pass may need some of these rows anyway."""
         storages = {rows.rows.untyped_storage().data_ptr(): rows.rows.untyped_storage().nbytes() for rows in self._kept.values()}
         return sum(storages.values())
 
     @property
     def waiting(self) -> tuple[Item, ...]:
-        """What can be done now, in the order in which it became ready."""
+        """Units that can be done now, in the order in which they became ready."""
         return tuple(self._queue)
 
     def do_next(self) -> bool:
-        """Do one unit of work; False if there is none."""
+        """Do one unit of work. Returns False if there is none."""
         if self._queue:
             self.run(self._queue[0])
             return True
         return False
 
     def fill(self, until: Callable[[], bool]) -> int:
-        """Do units of work until `until()` is true or none is left, and say how many: what a rank does while it waits for a message."""
+        """Do units of work until `until()` is true or none is left; for a rank that waits for a message. Returns the number done."""
         done = 0
         while not until() and self.do_next():
             done += 1
         return done
 
     def run(self, item: Item) -> None:
-        """Do a unit of work that waits."""
+        """Take a unit of work from the queue and do it."""
         self._queue.remove(item)
         if self.seconds is None:
             self.do(item)
@@ -226,7 +226,7 @@ class Kfac:
 
     @torch.no_grad()
     def do(self, item: Item) -> None:
-        """The unit itself, whether it waits or not."""
+        """Do a unit, whether it is in the queue or not."""
         factor = self.factors[item.factor, item.name]
         if item.kind == "inversion":
             factor.next = damped_inverse(factor.running, damping=self.settings.damping)
@@ -238,7 +238,7 @@ class Kfac:
     # --- ends of steps ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Before an update: do what is due. Collective."""
+        """Do all work that is due. Call it before each update. Collective."""
         s = self.settings
         age = self.updates % s.refresh_every
         if age == s.delay // 2:
@@ -251,7 +251,7 @@ class Kfac:
         self._passes.clear()
 
     def forget(self) -> None:
-        """The step makes no update: of what it recorded nothing counts."""
+        """Discard what the current step recorded. Call it if the step makes no update."""
         self._passes.clear()
         if self.records:
             self._unsummed = False
@@ -261,7 +261,7 @@ class Kfac:
                 factor.sums = None
 
     def settle(self) -> None:
-        """Between steps: do all work there is, whenever it is due. Collective."""
+        """Do all existing work between steps, whenever it is due. Collective."""
         self._sum()
         self._share()
 
@@ -271,7 +271,7 @@ class Kfac:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        """All curvature is there: sum it over copies, take it into the running mean, and let inversions begin. Once a recorded step."""
+        """Once per recorded step: finish its curvature, sum it over copies, update the running mean, and queue the inversions."""
         if not self._unsummed:
             return
         self._unsummed = False
@@ -289,7 +289,7 @@ class Kfac:
 
     @torch.no_grad()
     def _share(self) -> None:
-        """Do what waits, and give each new inverse to all that hold the factor: those that did not make it add zeros."""
+        """Finish all waiting work, then give each new inverse to all ranks that hold the factor: a sum, to which the others add zeros."""
         self._work_off()
         if not self._unshared:
             return
@@ -303,28 +303,28 @@ class Kfac:
         layouts = {name: self.factors[key].layout for name, key in named.items()}
         self.total({name: tensors[key] for name, key in named.items()}, layouts)
 
-    # --- what an update needs -----------------------------------------------------------------------------------------
+    # --- for the update -----------------------------------------------------------------------------------------------
 
     def inverses(self, linear: Linear) -> tuple[Tensor, Tensor]:
-        """A^-1 and G^-1 in use, [E, I, I] and [E, O, O]; zeros for matrices of a stack that never had a row."""
+        """The A^-1 and G^-1 in use, [E, I, I] and [E, O, O]; zeros for matrices that never saw a row."""
         return self.factors["A", linear.inputs].inverse, self.factors["G", linear.name].inverse
 
     @property
     def has_inverses(self) -> bool:
-        """Whether the first refresh is over, after `finish`."""
+        """Whether the first refresh is complete; ask after `finish`."""
         return self.updates > self.settings.delay
 
     # --- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> Iterator[tuple[str, str, Layout, Tensor]]:
-        """(kind, parameter, layout, this rank's part) of everything that a continuation needs beside `updates`. Collective."""
+        """(kind, parameter, layout, this rank's part) of everything that resuming needs beside `updates`. Collective."""
         self.settle()
         for (factor, name), held in self.factors.items():
             for kind, tensor in held.tensors().items():
                 yield factor + kind, name, held.layout, tensor
 
     def load(self, stored: Callable[[str, str, Layout], Tensor | None], *, updates: int) -> bool:
-        """Continue from what `state` gave: `stored(kind, parameter, layout)`, None for what is not there. Whether all of it was there."""
+        """Resume from what `state` gave: `stored(kind, parameter, layout)`, None if missing. Returns whether everything was there."""
         self.updates, whole = updates, True
         pending = 0 < updates % self.settings.refresh_every <= self.settings.delay
         for (factor, name), held in self.factors.items():
@@ -340,7 +340,7 @@ class Kfac:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """The current time in seconds, after the device has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,1 +1,1 @@
-"""Plans without tensors: model states in bytes, layers cut into stages."""
+"""Plans made without tensors: model states in bytes, and layers cut into stages."""

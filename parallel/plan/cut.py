@@ -1,9 +1,9 @@
-"""Layers cut into stages by what they cost: contiguous, and the slowest stage, which sets the pace of a pipeline, as fast as can be.
+"""Cuts layers into contiguous stages by cost, so that the slowest stage, which sets a pipeline's pace, is as fast as possible.
 
     costs 1 1 1 1 1 3, three stages -> (2, 3, 1): the last layer has the head with it
 
-Among cuts with the same slowest stage the one of least sum of squares, so that nobody is left with more than there is need for;
-among those the one with fewer units on earlier stages, which keep more micro-batches in flight.
+Among cuts with the same slowest stage it takes the smallest sum of squares, so that no stage is slower than necessary. Among those it
+takes the one with fewer units on earlier stages, which keep more micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from math import inf
 
 from parallel.errors import BadInput
 
-_EPSILON = 1e-12  # relative: smaller differences are rounding
+_EPSILON = 1e-12  # relative: smaller differences are rounding errors
 
 
 def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """How many units (layers) each stage gets, in order. Raises BadInput for more stages than units."""
+    """The number of units (layers) of each stage, in order. Raises BadInput for more stages than units."""
     if not 1 <= stages <= len(costs):
         fix = f"set stages to {max(1, min(stages, len(costs)))}"
         raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
@@ -32,9 +32,9 @@ def _places(counts: Sequence[int]) -> list[int]:
 
 
 def _best(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """Without a limit the cut of the least largest stage; with one, of the least sum of squares of stages within it."""
+    """The cut that minimises the largest stage; with a limit, the one that minimises the sum of squares of stages within the limit."""
     count = len(ends) - 1
-    # best[n]: over the units from n on, cut into the stages seen so far (the last ones first): value and size of the first of them
+    # best[n]: the units from n on, cut into the stages handled so far (last ones first): (value, size of the first of these stages)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
     sizes: list[list[tuple[float, int]]] = []
     for left in range(stages):

@@ -1,4 +1,4 @@
-"""Bytes of model states that a rank keeps, and that it sends in a step: the closed forms of data parallelism (no torch).
+"""Bytes of model states that a rank holds, and that it sends in a step: the closed forms of data parallelism (no torch).
 
     states of one parameter     parameters | gradients | optimizer (master copy and moments)
     stage 0   DP, DDP           whole      | whole     | whole            on N ranks that hold copies of it
@@ -6,8 +6,8 @@
     stage 2   ZeRO-2            whole      | 1/N       | 1/N
     stage 3   ZeRO-3, FSDP      1/N        | 1/N       | 1/N
 
-Copies of dense parameters lie on dp, those of an expert on edp = dp / (ep etp) alone. Activations, what is gathered for the
-layer at work, and buckets come on top. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
+Copies of dense parameters are on the ranks of dp, those of an expert only on edp = dp / (ep etp). Activations, weights gathered for the
+layer at work, and buckets are extra. Source: ZeRO (arXiv 1910.02054), sections 3, 5 and 7.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter's states before anything is sharded."""
+    """Bytes of one parameter's states before any sharding."""
 
     parameters: int
     gradients: int
@@ -33,13 +33,13 @@ class Storage:
 
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
 MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # the same with gradients summed in fp32, as Megatron-LM does: 18 bytes
-FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, whatever they compute in
-FP32_AND_COPY = Storage(4, 4, 12)  # the engine keeps a master copy beside them all the same: DeepSpeed's ZeRO here
+FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, for any compute dtype
+FP32_AND_COPY = Storage(4, 4, 12)  # the engine keeps another master copy: DeepSpeed's ZeRO here
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank."""
+    """Bytes of each kind of state on one rank."""
 
     parameters: float
     gradients: float
@@ -54,7 +54,7 @@ class States:
 
 
 def model_states(num_parameters: float, *, stage: int, copies: int, storage: Storage = MIXED) -> States:
-    """Bytes of the states of parameters that `copies` ranks share. DP 16 P; stages 4 P + 12 P/N, 2 P + 14 P/N, 16 P/N for MIXED."""
+    """Bytes of the states of parameters that `copies` ranks share. For MIXED: DP 16 P; stages 4 P + 12 P/N, 2 P + 14 P/N, 16 P/N."""
     _check(stage, copies)
     return States(
         num_parameters * storage.parameters / (copies if stage >= 3 else 1),
@@ -64,7 +64,7 @@ def model_states(num_parameters: float, *, stage: int, copies: int, storage: Sto
 
 
 def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep: int = 1, etp: int = 1, storage: Storage = MIXED) -> States:
-    """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, and shares those with its edp axis."""
+    """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, shared with the ranks of its edp axis."""
     apart = ep * etp
     assert dp % apart == 0, "ep and etp lie within dp"
     held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage)
@@ -81,12 +81,12 @@ def sent_bytes(
     reduces: Literal["step", "microbatch"] = "step",
     gathers: int = 2,
 ) -> float:
-    """Bytes that leave a rank in one step, by rings, which no algorithm undercuts: (N - 1)/N of each message, twice for an all-reduce.
+    """Bytes that leave a rank in one step, sent by rings, which no algorithm undercuts: (N - 1)/N per message, twice for an all-reduce.
 
-    `parameters` and `gradients` are the bytes of all of them as they travel. Stage 0: an all-reduce of the gradients. Stages 1 and 2:
-    a reduce-scatter of the gradients, an all-gather of the new parameters. Stage 3: `gathers` of the parameters in each micro-batch
-    (2: forward and backward; 1: they stay gathered in between) and the reduce-scatter. Gradients travel once a step, or once a
-    micro-batch where whole ones are not kept from one to the next. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
+    `parameters` and `gradients` are their total bytes as sent. Stage 0: an all-reduce of the gradients. Stages 1 and 2: a
+    reduce-scatter of the gradients, and an all-gather of the new parameters. Stage 3: `gathers` of the parameters in each micro-batch
+    (2: forward and backward; 1: they stay gathered in between), and the reduce-scatter. Gradients are sent once per step, or once per
+    micro-batch if whole gradients are not kept in between. Source: ZeRO section 7: 2, 2, 2 and 3 P for one micro-batch.
     """
     _check(stage, copies)
     reduced = gradients * (microbatches if reduces == "microbatch" else 1)
