@@ -66,7 +66,7 @@ class Links:
             self._ask(source)
 
     def _meet(self, traffic: Traffic, empty: Empty) -> None:
-        """Send one element through each new channel, pair after pair: NCCL connects two ranks when both are there, and blocks until then."""
+        """Send one element through each new channel, pair after pair: NCCL connects two ranks once both are there, and blocks until so."""
         for pair, message in traffic.channels:
             if pair not in self._met:
                 self._met.add(pair)

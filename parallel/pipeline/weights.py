@@ -19,7 +19,7 @@ from parallel.pipeline.schedule import Action, Op
 
 
 class Versions:
-    """The weight versions of one stage on this rank. `parameters` (now at version 0) include all that updates change; `order`: the rank's."""
+    """The weight versions of one stage on this rank. `parameters` (now version 0) include all that updates change; `order`: the rank's."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[Action], stage: int) -> None:
         self.parameters, self.newest = tuple(parameters), 0

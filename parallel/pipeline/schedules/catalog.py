@@ -25,7 +25,7 @@ from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
 @dataclass(frozen=True)
 class Size:
-    """The parameters of a schedule: `microbatches` in each of `batches`, `chunks` stages per rank; each other one belongs to one schedule."""
+    """The parameters of a schedule: `microbatches` in each of `batches`, `chunks` stages per rank; each other belongs to one schedule."""
 
     ranks: int
     microbatches: int
