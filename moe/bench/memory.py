@@ -103,7 +103,7 @@ def row_of(kind: ShardedKind, shape: Shape, started: Started, found: Held, *, re
     """The measured bytes beside the formula's."""
     mesh, precision, states = started.mesh, started.run.precision.compute, found.states
     dp, ep, etp = (mesh.axis(name).size for name in ("dp", "ep", "etp"))
-    sizes = {True: 0, False: 0}  # of the whole model: experts (True), and everything else (False)
+    sizes = {True: 0, False: 0}  # parameters of the whole model: in experts (True), and elsewhere (False)
     for layout in started.layouts.values():
         sizes["ep" in layout.cut_by()] += torch.Size(layout.shape).numel()
     storage = kind.storage(precision)

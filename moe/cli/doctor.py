@@ -256,7 +256,7 @@ def _extensions() -> list[Row]:
 
 
 def _nvme() -> list[Row]:
-    """What offload to disk needs: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
+    """Check what offload to disk needs: DeepSpeed's async_io, compiled once. Offload to host memory needs nothing."""
     missing = missing_for_nvme()
     if missing:
         fix = f"only for sharding.offload to nvme: apt-get install {' '.join(missing)}"

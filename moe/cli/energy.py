@@ -109,7 +109,7 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:
-    """What each action costs at each clock, the power in watts of a waiting rank, and the time of a message."""
+    """The cost of each action at each clock, the power in watts of a waiting rank, and the time of a message."""
     if measured is not None:
         return measured, measured.idle_w, 0.0
     assert costs is not None
