@@ -169,7 +169,7 @@ class Parallel(Section):
 
 
 class Offload(Section):
-    """Where states lie that do not stay on the device."""
+    """The place of states that do not stay on the device."""
 
     optimizer: Literal["none", "cpu", "nvme"] = Field("none", description="master weights and moments: of zero; nvme: stage 3")
     parameters: Literal["none", "cpu", "nvme"] = Field("none", description="a rank's part of the working weights: of zero stage 3")
