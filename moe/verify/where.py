@@ -204,8 +204,7 @@ def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
     scale = want.value.abs().max().item()
     off_T = ~((line.value - want.value).abs() <= allowed * scale).all(1)  # NaN is off
     sequences = sorted({int(t) // LENGTH for t in off_T.nonzero()[:, 0]})
-    dp = case.world // case.pp
-    each, size = BATCH // dp, max(1, BATCH // dp // case.microbatches)
+    each, size = BATCH // case.dp, max(1, BATCH // case.dp // case.microbatches)
     first = min(((s % each) // size, s // each) for s in sequences)
     count = int(off_T.sum())
     return f"micro-batch {first[0]} of data rank {first[1]}, {count} of {len(off_T)} tokens"

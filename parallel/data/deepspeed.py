@@ -114,6 +114,8 @@ def tell_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
     """Have DeepSpeed use these groups and make none; what it asks of who cuts a model (`mpu`), with the data-parallel one. Collective."""
     from deepspeed.utils import groups
 
+    if dist.get_world_size() > 1:
+        mesh.alone()  # on every rank, whether or not its stages have something for it: all make equally many groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
     groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: nothing is exchanged by DeepSpeed
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)

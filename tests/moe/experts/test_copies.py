@@ -26,15 +26,8 @@ MEANS = ("balance_loss", "z_loss", "entropy")
 def layer(axis: Axis | None) -> MoELayer:
     torch.manual_seed(0)
     router = Router(preset="gshard", group=1, capacity_factor=1.0, min_capacity=1, z_weight=0.1)
-    made = MoELayer(
-        Experts(num_experts=E, kernels="reference"),
-        router,
-        d_model=D,
-        d_ff=F,
-        ffn="gelu",
-        layer=3,
-        shared=feed_forward(D, F, "gelu", tiles=1),
-    )
+    experts, shared = Experts(num_experts=E, kernels="reference"), feed_forward(D, F, "gelu", tiles=1)
+    made = MoELayer(experts, router, d_model=D, d_ff=F, ffn="gelu", layer=3, shared=shared)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     made.copies = None if axis is None else Copies(axis)
