@@ -290,7 +290,7 @@ def copied_cases(nproc: int) -> list[Case]:
     for world, kind in [(world, kind) for world, kind in staged if world <= nproc]:
         for model in ("dense", "gshard"):
             ep = 1 if model == "dense" else 2
-            found += [Case(model, kind, world, ep, 2, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
+            found += [Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
     return found
 
 
