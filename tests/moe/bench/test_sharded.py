@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +23,26 @@ from parallel.errors import BadInput
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from tests.support.ranks import run_on_ranks
 
+COMM, TILES = {"d_model": 160, "d_ff": 640}, {"d_model": 64, "d_ff": 512}  # bytes over theory do not depend on size; time does
 TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=32, hidden=48, experts=4)
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of `moe bench comm` and of its tiles with narrower layers."""
+
+    def narrow(module: ModuleType, sizes: dict[str, int]) -> None:
+        recipe = module.recipe
+
+        def narrowed(*args: Any, **options: Any) -> dict[str, Any]:
+            values = recipe(*args, **options)
+            return values | {"model": values["model"] | sizes}
+
+        monkeypatch.setattr(module, "recipe", narrowed)
+
+    narrow(comm, COMM)
+    narrow(tiles, TILES)
+
 
 # --- memory ---------------------------------------------------------------------------------------------------------------
 
@@ -112,6 +132,7 @@ def test_bytes_of_each_collective() -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.usefixtures("smaller")
 def test_ddp_sends_one_all_reduce_a_step(sparse: bool) -> None:
     """Whatever the micro-batches; experts over edp alone, which is one rank here."""
     for row in run_on_ranks(comm.measure, 2, 2, kind_of("ddp"), sparse, 3, "fp32", timeout_s=60):
@@ -130,6 +151,7 @@ def _both_counts(rank: int) -> tuple[dict[str, int], int]:
     return dict(sent.bytes), sum(c.sent for c in started.mesh.communicator.counts().values())
 
 
+@pytest.mark.usefixtures("smaller")
 def test_what_the_dispatcher_sees_is_what_our_collectives_count() -> None:
     for seen, counted in run_on_ranks(_both_counts, 2, timeout_s=60):
         assert sum(seen.values()) == counted and seen[ROWS] > 0
@@ -140,6 +162,7 @@ def _sent(rank: int, names: list[str], sparse: bool, microbatches: int, precisio
 
 
 @pytest.mark.parametrize(("sparse", "microbatches", "precision"), [(False, 1, "bf16"), (True, 3, "fp32")])
+@pytest.mark.usefixtures("smaller")
 def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["fsdp", "zero1", "zero2", "zero3"]
     load_engines([kind_of(name) for name in names])
@@ -156,6 +179,7 @@ def test_sharded_engines_send_what_theory_says(sparse: bool, microbatches: int, 
 
 
 @pytest.mark.parametrize("name", ["fsdp", "zero3"])
+@pytest.mark.usefixtures("smaller")
 def test_tiles_divide_what_is_whole_at_once(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tiles, "TILES", (1, 4))
     load_engines([kind_of(name)])
