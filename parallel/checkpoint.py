@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
+from parallel.stored import Reader, check_pieces, damaged
 
 FORMAT = 1
 FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
@@ -189,7 +190,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- choosing one to read (parallel/stored.py reads it) ----------------------------------------------------------------
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -203,11 +204,14 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file has its size and hash. Raises BadInput naming the file that has not."""
+    """The manifest of a checkpoint whose every file has its size and hash, and what the manifest says is in it.
+
+    Raises BadInput naming the file that has not.
+    """
     try:
         raw = (path / "manifest.json").read_bytes()
         if (path / "manifest.sha256").read_bytes() != _digest_line(raw).encode():
-            raise _damaged(path, "manifest.json")
+            raise damaged(path, "manifest.json")
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] != FORMAT:
             raise BadInput(
@@ -219,18 +223,15 @@ def verify(path: Path) -> dict[str, Any]:
         for name, record in manifest["files"].items():
             file = path / Path(name).name
             if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
-                raise _damaged(path, name)
+                raise damaged(path, name)
+        check_pieces(Reader(path))
     except BadInput:
         raise
     except FileNotFoundError as error:
-        raise _damaged(path, f"{Path(error.filename).name}: it is missing") from None
+        raise damaged(path, f"{Path(error.filename).name}: it is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"manifest.json ({type(error).__name__})") from None
+        raise damaged(path, f"manifest.json ({type(error).__name__})") from None
     return manifest
-
-
-def _damaged(path: Path, name: str) -> BadInput:
-    return BadInput(f"checkpoint {path.name}", got=f"a damaged {name}", needed="its recorded size and hash", fix=f"remove {path}")
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | None:
@@ -240,75 +241,10 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | N
         for number, path in sorted(numbered(folder), reverse=True):
             try:
                 verify(path)
-            except BadInput as damaged:
-                log(f"passed over: {damaged}")
+            except BadInput as refused:
+                log(f"passed over: {refused}")
                 continue
             step = number
             break
     step = _largest(step, world)
     return None if step < 0 else folder / f"step-{step}"
-
-
-class Reader:
-    """The tensors of one verified checkpoint, by global name and kind."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-        self.state: dict[str, Any] = self.manifest["state"]
-        self.entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for entry in self.manifest["tensors"]:
-            self.entries.setdefault((entry["name"], entry["kind"]), []).append(entry)
-        self._open: dict[str, Any] = {}
-
-    def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
-        """Full shape of every logical tensor of a kind: with "weight", of every parameter."""
-        return {name: tuple(found[0]["shape"]) for (name, of), found in self.entries.items() if of == kind}
-
-    def region(self, name: str, kind: str, region: tuple[slice, ...]) -> Tensor:
-        """Any part of one logical tensor, put together from whatever pieces it was saved in."""
-        out: Tensor | None = None
-        for entry in self.entries[name, kind]:
-            stored = self._file(entry["file"]).get_slice(entry["key"])
-            cut, place = [], []
-            for want, start, size in zip(region, entry["start"], stored.get_shape(), strict=True):
-                low, high = max(want.start, start), min(want.stop, start + size)
-                cut.append(slice(low - start, max(low, high) - start))
-                place.append(slice(low - want.start, max(low, high) - want.start))
-            part = stored[tuple(cut)] if cut else self._file(entry["file"]).get_tensor(entry["key"])
-            if out is None:
-                out = part.new_zeros([want.stop - want.start for want in region])
-            out[tuple(place)] = part
-        assert out is not None
-        return out
-
-    def load(self, name: str, kind: str, layout: Layout, mesh: Mesh) -> Tensor:
-        """This rank's part of one parameter, as its layout says."""
-        region = layout.region(mesh)
-        if layout.unstack is None:
-            return self.region(name, kind, region)
-        return torch.stack([self.region(layout.unstack.format(i), kind, region[1:]) for i in layout.stacked(mesh)])
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / Path(name).name, framework="pt")
-        return self._open[name]
-
-
-def check_same_parameters(reader: Reader, layouts: dict[str, Layout]) -> None:
-    """Refuse a checkpoint of another model, naming the first parameter that differs: nothing is loaded in part."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for name, layout in layouts.items():
-        if layout.unstack is None:
-            wanted[name] = layout.shape
-        else:
-            wanted |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
-    stored = reader.names()
-    for name in sorted(wanted.keys() | stored.keys()):
-        if wanted.get(name) != stored.get(name):
-            raise BadInput(
-                f"parameter {name}",
-                got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
-                needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
-                fix="resume with the recipe the run was started with, choose another --out, or start over with --fresh",
-            )

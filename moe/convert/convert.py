@@ -30,13 +30,15 @@ from moe.train import state
 from moe.train.place import make_writable, settle_precision
 from moe.train.state import Counters
 from parallel import checkpoint
-from parallel.checkpoint import Reader, verify
+from parallel.checkpoint import verify
 from parallel.data.engine import MOMENTS, Engine
+from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
+from parallel.stored import Reader
 
 RECENT = 100  # a run's load is the mean over so many of its last training lines
 
@@ -111,7 +113,7 @@ def _load_moments(engine: Engine, conversion: Conversion, layouts: dict[str, Lay
             for part, into in _parts(name, layout, states[name][kind]):
                 if part in values:
                     into.copy_(values[part])
-    engine.load_state(states, steps=counters.updates)
+    engine.load_state(states, given(states), steps=counters.updates)
 
 
 def _by_global_name(model: Transformer, layouts: dict[str, Layout]) -> Values:

@@ -21,8 +21,8 @@ from moe.convert.checks import Settings, change, even_gate_sum, experts_of, gate
 from moe.convert.upcycle import Network
 from moe.recipe.sections import Run
 from moe.train.state import EXTRA
-from parallel.checkpoint import Reader
 from parallel.errors import BadInput
+from parallel.stored import Reader
 
 Values = dict[str, Tensor]  # by global name
 

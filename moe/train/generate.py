@@ -18,9 +18,9 @@ from moe.parallelize.build import build
 from moe.recipe.load import build_run
 from moe.train.state import load_extra
 from parallel import checkpoint
-from parallel.checkpoint import Reader, check_same_parameters
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
+from parallel.stored import Reader, check_same_parameters
 
 
 @torch.no_grad()

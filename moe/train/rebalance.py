@@ -25,6 +25,7 @@ from moe.recipe.sections import Run
 from moe.train.numbers import Numbers
 from parallel.collectives import all_to_all
 from parallel.data.engine import Engine
+from parallel.data.load import given
 from parallel.mesh import Axis, Mesh
 
 # E experts of a layer, P ranks of ep
@@ -89,7 +90,7 @@ class Rebalancer:
         for name in names:
             states[name] = {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()}
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
-        self.engine.load_state(states, steps=updates)
+        self.engine.load_state(names, given(states), steps=updates)
         places = len(then) // ep.size
         layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
         layer.dispatcher = dispatch.dispatcher_of(

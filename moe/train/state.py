@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from moe.model.transformer import extra_state, global_name, moe_layers
 from parallel import checkpoint
-from parallel.checkpoint import Piece, Reader, check_same_parameters
+from parallel.checkpoint import Piece
 from parallel.data.engine import MOMENTS, Engine
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
+from parallel.stored import Box, Reader, check_same_parameters
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
@@ -96,19 +97,19 @@ def resume(
     if path is None:
         return False
     reader = Reader(path)
-    check_same_parameters(reader, global_layouts(whole or engine.layouts))
+    check_same_parameters(reader, global_layouts(whole or engine.layouts), ("weight", *MOMENTS))
     begun = reader.state["counters"]["step"] > 0  # a converted model has seen no sample yet
     if begun and reader.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
     changed = order_changes(reader.state["recipe"], recipe)
     if begun and changed:
         log(f"changed since the checkpoint, which moves the order of samples: {changed}")
-    states = {
-        name: {kind: reader.load(global_name(name), kind, layout, mesh) for kind in ("weight", *MOMENTS)}
-        for name, layout in engine.layouts.items()
-    }
+
+    def stored(name: str, kind: str, box: Box) -> Tensor:
+        return reader.load(global_name(name), kind, engine.layouts[name], mesh, box)
+
     vars(counters).update(reader.state["counters"])
-    engine.load_state(states, steps=counters.updates)
+    engine.load_state(engine.layouts, stored, steps=counters.updates)
     if isinstance(engine, Curved):
         load_factors(reader, engine.kfac, mesh, updates=counters.updates, log=log)
     load_extra(reader, engine.module, log=log, staged=whole is not None)

@@ -6,8 +6,9 @@ Gradients live in the parameters' (master) dtype and accumulate there over micro
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.load import fill_stepped
 from parallel.gradients import data_axis, start_flat, sum_gradients
 from parallel.layout import Layout, dense
 from parallel.mesh import Axis, Mesh
@@ -94,13 +96,9 @@ class DDP:
         moments = self.optimizer.state.get(parameter, {})
         return {"weight": parameter.detach()} | {m: moments.get(m, torch.zeros_like(parameter)) for m in MOMENTS}
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        for name, state in states.items():
-            parameter = self.parameters[name]
-            parameter.data.copy_(state["weight"])
-            self.optimizer.state[parameter] = {m: state[m].to(parameter.device, parameter.dtype).clone() for m in MOMENTS} | {
-                "step": torch.tensor(float(steps), device=parameter.device)
-            }
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        for name in names:
+            fill_stepped(self.parameters[name], self.optimizer, partial(load, name), steps=steps)
 
 
 _DENSE = dense(()).summed_over()

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.layout import Layout
+from parallel.stored import Box
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or a moment, box of what its layout gives this rank) -> that box
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class Engine(Protocol):
         """This rank's part of one parameter's master weight and moments: {"weight", "exp_avg", "exp_avg_sq"}; every rank must call it."""
         ...
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        """Replace the state of these parameters by what `state` gave, and the optimizer's step counter; every rank must call it."""
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        """Replace the state of these parameters by what `state` gave, and the optimizer's step counter; every rank must call it.
+
+        `load` is asked for what this rank keeps of each, one box after another (parallel/data/load.py).
+        """
         ...

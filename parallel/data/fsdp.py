@@ -14,8 +14,9 @@ that knows it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,7 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.collectives import all_gather, gather_into, scatter_sum_into
-from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.load import fill_stepped
 from parallel.gradients import data_axis, sum_gradients
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
@@ -232,24 +234,22 @@ class FSDP:
         parts = {"weight": held.detach()} | {m: moments.get(m, torch.zeros_like(held)) for m in MOMENTS}
         return {kind: self._gathered(name, part) for kind, part in parts.items()}
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what is still gathered holds the old values
-        for name, state in states.items():
+        for name in names:
             held = self.held[name]
-            held.data.copy_(self._part(name, state["weight"]))
             if held.numel():
-                moments = {m: self._part(name, state[m]).to(held.device, held.dtype).clone() for m in MOMENTS}
-                self.optimizer.state[held] = moments | {"step": torch.tensor(float(steps), device=held.device)}
+                fill_stepped(held, self.optimizer, partial(load, name), steps=steps, start=self._start(name))
 
-    def _part(self, name: str, full: Tensor) -> Tensor:
-        """This rank's part of what `_gathered` gives."""
-        if name not in self.cut:
-            return full
-        dim, each, axis = self._cut_of(name)
-        start = min(axis.index * each, full.shape[dim])
-        return full.narrow(dim, start, min(each, full.shape[dim] - start))
+    def _start(self, name: str) -> list[int]:
+        """Where this rank's part begins in what `_gathered` gives."""
+        start = [0] * self.held[name].ndim
+        if name in self.cut:
+            dim, each, axis = self._cut_of(name)
+            start[dim] = axis.index * each
+        return start
 
     @torch.no_grad()
     def _gathered(self, name: str, part: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ uses, micro-batches and ranks. A copy of the master equals a master cast where i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
-from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.load import fill_run
 from parallel.data.offload import Offload
 from parallel.gradients import data_axis
 from parallel.layout import Layout
@@ -201,14 +203,13 @@ class Zero(DeepSpeed):
         moments = {m: safe_get_full_optimizer_state(parameter, m) for m in MOMENTS}
         return {"weight": safe_get_full_fp32_param(parameter)} | moments
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        for name, new in states.items():
-            parameter = self.parameters[name]
-            safe_set_full_fp32_param(parameter, new["weight"].to(parameter.device, torch.float32))
-            for moment in MOMENTS:
-                safe_set_full_optimizer_state(parameter, new[moment].to(parameter.device, torch.float32), moment)
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        for name in names:
+            parameter: Any = self.parameters[name]
+            fragment = parameter._hp_mapping  # what this rank's partition has of the flattened parameter; None: nothing
+            for kind in ("weight", *MOMENTS) if fragment is not None else ():
+                part = fragment.get_hp_fragment(None if kind == "weight" else kind)
+                fill_run(part.data, partial(load, name, kind), shape=tuple(parameter.shape), first=fragment.lp_fragment_address.start)
         for state in self.zero.optimizer.state.values():
             state["step"].fill_(float(steps))
         self.zero.update_lp_params()

@@ -14,8 +14,9 @@ ZeRO-Infinity (arXiv 2104.07857).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
-from parallel.data.engine import MOMENTS, AdamW
+from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.load import fill_run
 from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, settings
 from parallel.gradients import data_axis
@@ -196,19 +198,20 @@ class Zero3(DeepSpeed):
             held = {"weight": master.detach()} | {m: zero.optimizer.state[master][m] for m in MOMENTS}
             return {kind: self._whole(parameter, tensor.narrow(0, first, size)) for kind, tensor in held.items()}
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         zero = self.zero
-        given = {id(self.parameters[name]): new for name, new in states.items()}
+        given = {id(self.parameters[name]): name for name in names}
         for number, params in enumerate(zero.fp16_groups):
             master = zero.fp32_partitioned_groups_flat[number]
             with self._brought_in(number, write=True):
                 for parameter in (p for p in params if id(p) in given):
                     _, first, size = zero.grad_position[zero.get_param_id(parameter)]
-                    rank = dist.get_rank(parameter.ds_process_group)
-                    for kind, tensor in given[id(parameter)].items():
+                    begin = dist.get_rank(parameter.ds_process_group) * size
+                    length = max(0, min(size, parameter.ds_numel - begin))  # the last ranks may hold less, or nothing
+                    for kind in ("weight", *MOMENTS):
                         held = master.data if kind == "weight" else zero.optimizer.state[master][kind]
-                        part = tensor.reshape(-1)[rank * size : (rank + 1) * size]  # the last ones may hold less, or nothing
-                        held.narrow(0, first, len(part)).copy_(part)
+                        part, wanted = held.narrow(0, first, length), partial(load, given[id(parameter)], kind)
+                        fill_run(part, wanted, shape=tuple(parameter.ds_shape), first=begin)
                 zero.optimizer.state[master]["step"].fill_(float(steps))
                 zero._reassign_or_swap_out_partitioned_parameters(number)
 

@@ -11,14 +11,14 @@ moments, in the same checkpoints. Parameters outside K-FAC, and linears without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.data.engine import Engine
+from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac, Linear
 from parallel.layout import Layout
@@ -120,6 +120,6 @@ class Curved:
     def state(self, name: str) -> dict[str, Tensor]:
         return self.engine.state(name)
 
-    def load_state(self, states: dict[str, dict[str, Tensor]], *, steps: int) -> None:
-        self.engine.load_state(states, steps=steps)
+    def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
+        self.engine.load_state(names, load, steps=steps)
         self.kfac.updates = steps

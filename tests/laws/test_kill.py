@@ -20,7 +20,7 @@ import pytest
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train import state, trainer
-from parallel import checkpoint
+from parallel import checkpoint, stored
 from tests.support import trained
 
 STEPS, EVERY = 15, 3
@@ -246,7 +246,7 @@ def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_p
 
     def in_the_resume(rank: int, die: Callable[[], None]) -> None:
         if rank == 0:
-            _replace(checkpoint.Reader, "load", lambda real, *a: die())
+            _replace(stored.Reader, "load", lambda real, *a: die())
 
     def before_the_summary(rank: int, die: Callable[[], None]) -> None:
         if rank == 0:

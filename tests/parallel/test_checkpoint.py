@@ -24,7 +24,7 @@ from moe.train import state
 from moe.train.state import Counters
 from moe.verify.cases import Case
 from parallel import checkpoint
-from parallel.checkpoint import Piece, Reader, check_same_parameters, newest, numbered, pieces, save, verify
+from parallel.checkpoint import Piece, newest, numbered, pieces, save, verify
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
@@ -32,6 +32,7 @@ from parallel.layout import Layout, dense, stacked_over
 from parallel.mesh import Axis, Degrees, Mesh, divisors
 from parallel.precision import LossScale
 from parallel.process import World, connect
+from parallel.stored import Reader, check_same_parameters
 from tests.support.tiny import Tiny, start
 
 ALONE = Axis("world")

@@ -28,9 +28,9 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train import trainer
-from parallel.checkpoint import Reader
 from parallel.errors import BadInput
 from parallel.process import World
+from parallel.stored import Reader
 from tests.support.ranks import run_on_ranks
 
 STOPPED = "stopped"

@@ -32,10 +32,11 @@ from moe.records import metrics
 from moe.router.router import Router
 from moe.train import trainer
 from moe.train.generate import restore
-from parallel.checkpoint import Reader, numbered
+from parallel.checkpoint import numbered
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
+from parallel.stored import Reader
 from tests.support import trained
 
 # layers 1 and 3 of 4 become sparse; sizes as in tests/support/trained.py: D 16, F 24

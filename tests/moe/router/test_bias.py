@@ -18,10 +18,10 @@ from moe.train.state import Counters
 from moe.train.step import update_biases, validation_loss
 from moe.verify.batches import batch
 from moe.verify.cases import Case
-from parallel.checkpoint import Reader
 from parallel.data.deepspeed import load_deepspeed
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
+from parallel.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, start
 

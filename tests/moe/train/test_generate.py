@@ -13,9 +13,9 @@ from moe.model.transformer import global_name
 from moe.recipe.load import build_run
 from moe.train import generate
 from moe.train.generate import load_model, sample
-from parallel.checkpoint import Reader
 from parallel.errors import BadInput
 from parallel.process import World
+from parallel.stored import Reader
 from tests.support import trained
 from tests.support.ranks import run_on_ranks
 

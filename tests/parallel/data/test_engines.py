@@ -19,6 +19,7 @@ from parallel.clip import gradient_norm
 from parallel.data.ddp import DDP
 from parallel.data.deepspeed import load_deepspeed
 from parallel.data.engine import AdamW
+from parallel.data.load import given
 from parallel.fork import run_on_ranks
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
@@ -70,7 +71,7 @@ def test_a_loaded_state_is_the_saved_one_and_goes_on_as_if_nothing_had_been(kind
         saved = unbroken.state()
         resumed.step(7)  # what is there before must go
         found = [not same(resumed.state(), saved)]
-        resumed.engine.load_state(saved, steps=2)
+        resumed.engine.load_state(saved, given(saved), steps=2)
         found += [same(resumed.state(), saved), resumed.adam_steps() == unbroken.adam_steps() == {2.0}]
         resumed.run = unbroken.run
         for step in (2, 3):
@@ -97,7 +98,8 @@ def test_every_kind_goes_on_from_what_another_saved() -> None:
         failed = []
         for source, target in [*pairwise((*KINDS, KINDS[0])), *pairwise((KINDS[0], *reversed(KINDS)))]:
             tiny = engines[target]
-            tiny.engine.load_state({name: saved[source][global_name(name)] for name in tiny.engine.layouts}, steps=2)
+            states = {name: saved[source][global_name(name)] for name in tiny.engine.layouts}
+            tiny.engine.load_state(states, given(states), steps=2)
             equal = same(named(tiny.state()), saved[source]) and tiny.adam_steps() == {2.0}
             loss, norm, left = tiny.accumulate(2).loss, tiny.finish().total, weights(named(tiny.state()))
             wanted_loss, wanted_norm, wanted = after[source]
@@ -197,7 +199,7 @@ def test_ranks_whose_experts_get_no_token_take_part(kind: str, kernels: str) -> 
         (table,) = (state["weight"] for name, state in states.items() if name.startswith("embedding"))
         table[:, 0] = 50.0
         states["layers.1.moe.router.weight"]["weight"].zero_()[0, 0] = 1.0
-        tiny.engine.load_state(states, steps=0)
+        tiny.engine.load_state(states, given(states), steps=0)
         losses, loads, mine = [], [], []
         for step in range(3):
             numbers = tiny.accumulate(step)

@@ -29,11 +29,12 @@ from moe.train.state import Counters
 from moe.verify.cases import Case
 from moe.verify.expected import FP32_TOLERANCE
 from parallel import checkpoint
-from parallel.checkpoint import Reader, pieces
+from parallel.checkpoint import pieces
 from parallel.data.tiling import Tiled, tile_of, tiles_of, without_tiles
 from parallel.errors import BadInput
 from parallel.layout import Layout, Tile, stacked_over
 from parallel.mesh import Degrees, Mesh
+from parallel.stored import Reader
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import CPU, start
 

@@ -25,6 +25,7 @@ from moe.train import state
 from moe.train.executor import Pipelined, start_executor
 from moe.train.step import accumulate, finish
 from parallel import process
+from parallel.data.load import given
 from parallel.errors import BadInput
 from parallel.kfac.factors import averaged, damped_inverse, direction, mean_eigenvalue, summed_products
 from parallel.kfac.fisher import Filler, check_rules, works
@@ -395,7 +396,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on_to_the_bit(every: int, delay: in
     assert [first.step(step) for step in range(stop)] == losses[:stop]
     tensors = {(kind, name): t.clone() for kind, name, _, t in first.kfac.state()}
     states = {name: {k: t.clone() for k, t in first.engine.state(name).items()} for name in first.engine.layouts}
-    second.engine.load_state(states, steps=stop)
+    second.engine.load_state(states, given(states), steps=stop)
     assert second.kfac.load(lambda kind, name, _: tensors.get((kind, name)), updates=stop)
     assert [second.step(step) for step in range(stop, 9)] == losses[stop:]
     assert [first.step(step) for step in range(stop, 9)] == losses[stop:]
