@@ -21,6 +21,7 @@ from moe.records.summary import size
 from parallel.errors import BadInput
 
 WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
+RESUMING = "resuming from the checkpoint"
 _NOTE = "during "
 _ZERO_3 = "--sharding.kind zero --sharding.stage 3"
 _SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # said by torch's allocators, the C library and the kernel

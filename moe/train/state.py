@@ -108,8 +108,8 @@ def resume(
     def stored(name: str, kind: str, box: Box) -> Tensor:
         return reader.load(global_name(name), kind, engine.layouts[name], mesh, box)
 
+    engine.load_state(engine.layouts, stored, steps=reader.state["counters"]["updates"])
     vars(counters).update(reader.state["counters"])
-    engine.load_state(engine.layouts, stored, steps=counters.updates)
     if isinstance(engine, Curved):
         load_factors(reader, engine.kfac, mesh, updates=counters.updates, log=log)
     load_extra(reader, engine.module, log=log, staged=whole is not None)

@@ -35,7 +35,7 @@ from moe.train.executor import logits_of, start_executor
 from moe.train.generate import sample
 from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
-from moe.train.out_of_memory import STATES, WEIGHTS, during
+from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.state import Counters
@@ -100,17 +100,18 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if fresh:
         set_aside(out / "checkpoints", world)
     else:
-        found = state.resume(
-            out / "checkpoints",
-            executor.engine,
-            mesh,
-            counters=counters,
-            scale=scale,
-            data=data.index["key"],
-            recipe=run.model_dump(mode="json"),
-            log=say,
-            whole=whole_layouts(run) if run.degrees.pp > 1 else None,
-        )
+        with during(RESUMING):
+            found = state.resume(
+                out / "checkpoints",
+                executor.engine,
+                mesh,
+                counters=counters,
+                scale=scale,
+                data=data.index["key"],
+                recipe=run.model_dump(mode="json"),
+                log=say,
+                whole=whole_layouts(run) if run.degrees.pp > 1 else None,
+            )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     records = Records(out if first else None, resume_step=counters.step if found else None, say=say)

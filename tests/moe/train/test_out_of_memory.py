@@ -14,7 +14,7 @@ import torch
 
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.out_of_memory import PASSES, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
+from moe.train.out_of_memory import PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
 
 
 def run_with(flags: str = "") -> Run:
@@ -52,7 +52,7 @@ def test_other_errors_are_not(error: BaseException) -> None:
     assert did_not_fit(error, run_with(), world=1, cpu=True) is None
 
 
-@pytest.mark.parametrize("where", [WEIGHTS, STATES, PASSES, STEP])
+@pytest.mark.parametrize("where", [WEIGHTS, STATES, RESUMING, PASSES, STEP])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cpu", [True, False])
 def test_every_step_leads_to_another_one_and_ends_in_tiles(where: str, world: int, cpu: bool) -> None:

@@ -27,7 +27,7 @@ from parallel.data.ddp import DDP
 from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
-from parallel.debug_collectives import Agreement
+from parallel.debug_collectives import DEBUG, Agreement
 from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES
