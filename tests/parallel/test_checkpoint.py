@@ -93,6 +93,29 @@ def test_a_tensor_comes_back_to_the_bit(tmp_path: Path, dtype: torch.dtype, shap
     assert back.dtype == dtype and back.shape == shape and torch.equal(back.reshape(-1).view(torch.uint8), raw)
 
 
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+@settings(max_examples=50)
+def test_any_box_of_any_tensor_is_read(tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject) -> None:
+    """Saved in two pieces, or whole: against a slice of the tensor in memory."""
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).reshape(shape) + 7
+    held = [Piece("whole", tuple(shape), (0,) * len(shape), whole)]
+    if shape:
+        cut = data.draw(st.integers(0, shape[0]))
+        held += [Piece("parts", tuple(shape), (at, *(0,) * (len(shape) - 1)), part) for at, part in ((cut, whole[cut:]), (0, whole[:cut]))]
+    box = tuple(slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in shape)
+    path = save(tmp_path_factory.mktemp("box"), 1, (("weight", piece) for piece in held), state={}, world=ALONE, keep=1)
+    verify(path)
+    for name in {piece.name for piece in held}:
+        assert torch.equal(Reader(path).region(name, "weight", box), whole[box])
+
+
+def test_files_are_read_and_not_mapped(tmp_path: Path) -> None:
+    """What is mapped counts as the process's memory, and all of it under a limit on data."""
+    reader = Reader(put(tmp_path, 1))
+    kept = reader.region("embedding", "weight", (slice(2, 30), slice(0, 12)))
+    assert kept.shape == (28, 12) and "safetensors" not in Path("/proc/self/maps").read_text().replace("site-packages/safetensors", "")
+
+
 @st.composite
 def meshes(draw: st.DrawFn) -> Degrees:
     """Degrees that cut four experts and a dim of 12."""
@@ -447,6 +470,14 @@ def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
         found[f"a manifest that is {text!r}"] = "manifest.json", lambda path, t=text: rewritten(path, t)
     found["a record that is none"] = "a damaged a,", lambda path: rewritten(path, _with(path, files={"a": 5}))
     found["a manifest without end"] = "manifest.json", lambda path: rewritten(path, "[" * 200_000)
+    for what, told, change in (
+        ("a tensor that its file has not", SHARDS[0], {"key": "nothing"}),
+        ("a piece beyond its tensor", SHARDS[0], {"start": [9, 9]}),
+        ("a piece of fewer dims", SHARDS[0], {"start": [0]}),
+        ("a tensor in part", "manifest.json", {"shape": [34, 12]}),
+    ):
+        found[what] = told, lambda path, c=change: rewritten(path, _with(path, tensors=[_entries(path)[0] | c, *_entries(path)[1:]]))
+    found["a file whose tensors go on after its end"] = SHARDS[0], _cut_short
     found["another format"] = "format 2", lambda path: rewritten(path, _with(path, format=2))
     return found
 
@@ -458,6 +489,18 @@ def _flip(raw: bytes, place: int, bit: int) -> bytes:
 def _swap(path: Path) -> None:
     a, b = ((path / shard).read_bytes() for shard in SHARDS)
     (path / SHARDS[0]).write_bytes(b), (path / SHARDS[1]).write_bytes(a)
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    return json.loads((path / "manifest.json").read_text())["tensors"]
+
+
+def _cut_short(path: Path) -> None:
+    """With the right size and hash of what is left."""
+    shard = path / SHARDS[0]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    rewritten(path, _with(path, files=files | {shard.name: {"bytes": shard.stat().st_size, "sha256": checkpoint.sha256(shard)}}))
 
 
 def _with(path: Path, **changes: Any) -> str:
@@ -570,6 +613,14 @@ def test_another_model_is_refused_by_its_first_parameter(
         check_same_parameters(reader, other)
     assert (refused.value.what, refused.value.got) == (f"parameter {named}", got) and str(refused.value.needed).startswith(needed)
     assert "--fresh" in refused.value.fix
+
+
+def test_a_checkpoint_without_a_moment_is_refused_where_moments_are_asked_for(tmp_path: Path) -> None:
+    weights = ((kind, piece) for kind, piece in held(Mesh.of(Degrees()), 1) if (kind, piece.name) != ("exp_avg", "norm.weight"))
+    reader = Reader(save(tmp_path, 1, weights, state={}, world=ALONE, keep=1))
+    check_same_parameters(reader, LAYOUTS)
+    with pytest.raises(BadInput, match="^exp_avg of parameter norm.weight: got nothing in step-1, needed shape"):
+        check_same_parameters(reader, LAYOUTS, KINDS)
 
 
 def test_resuming_another_model_changes_nothing(tmp_path: Path) -> None:
