@@ -6,6 +6,7 @@
     resident       the process's memory at that time beyond that before the model was made, as the system sees it, without those buckets
     device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
 
+Two more kinds of rows: what tiling leaves whole at once (moe/bench/tiles.py), and what a resume takes (moe/bench/resume.py).
 Each case runs in processes of its own, which return freed memory to the system. The model has 100M parameters in two wide layers and gets
 few tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 --nproc 4 --json FILE`.
 """
@@ -14,15 +15,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moe.bench import tiles
+from moe.bench import resume, tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
-from moe.bench.sharded import CPU, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of
+from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
+from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, quick_values, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.step import finish
@@ -30,54 +32,16 @@ from parallel.extensions import missing_for_nvme
 from parallel.fork import run_on_ranks
 from parallel.mesh import divisors
 from parallel.plan.states import MIXED, STAGES, model_states, sparse_model_states
-from parallel.precision import DTYPES, LossScale
+from parallel.precision import LossScale
 
-LENGTH, TOLERANCE = 7, 0.05
+TOLERANCE = 0.05
 KINDS = (
     *("ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
     *("zero2+cpu", "zero3+cpu", "zero3+cpu-all", "zero3+nvme", "zero3+nvme-all"),
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the model. With `experts`, its second layer has so many experts, each as wide as the first layer's network."""
-
-    layers: int = 2
-    width: int = 2048
-    hidden: int = 8192
-    experts: int = 0
-
-    @property
-    def name(self) -> str:
-        return "sparse" if self.experts else "dense"
-
-    def recipe(self, kind: ShardedKind, ranks: int, *, ep: int = 1, precision: str = "bf16") -> dict[str, Any]:
-        """`ep` ranks share the experts. In bf16, DeepSpeed's stages keep weights in 16 bits; other kinds keep the same as in fp32."""
-        model = {"num_layers": self.layers, "d_model": self.width, "num_heads": 4, "d_ff": self.hidden, "max_length": LENGTH}
-        values: dict[str, Any] = {"precision": {"compute": precision}}
-        values |= {"model": model, "sharding": kind.sharding, "degrees": {"dp": ranks, "ep": ep}}
-        values |= {"train": {"global_batch": ranks, "eval_sequences": ranks}, "optimizer": {"warmup_steps": 0}}
-        if self.experts:
-            model |= {"moe_every": 2}
-            values |= {"experts": {"num_experts": self.experts}, "router": {"preset": "switch", "capacity_factor": None}}
-        return values
-
-
-DENSE = Shape()
-SPARSE = Shape(width=1152, hidden=4608, experts=8)
-
-
 # --- one case ---------------------------------------------------------------------------------------------------------
-
-
-def warm_up(shape: Shape, precision: str) -> None:
-    """Run matrix products of the model's sizes on the same threads, since the library keeps scratch memory that is no model state."""
-    dtype = DTYPES[precision]
-    for out, into in ((shape.hidden, shape.width), (shape.width, shape.hidden), (shape.width, shape.width)):
-        weight = torch.zeros(out, into, dtype=dtype, requires_grad=True)
-        x = torch.zeros(LENGTH, into, dtype=dtype, requires_grad=True)
-        torch.nn.functional.linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: str, ep: int, folder: str) -> dict[str, Any]:
@@ -180,7 +144,10 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
 
 
 def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, json: str | None = None) -> int:
-    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device."""
+    """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device.
+
+    Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume.
+    """
     chosen = cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
@@ -190,6 +157,9 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
     if (only is None or only in "tiling") and nproc > 1:
         gathering = {kind.name: kind for _, kind, _ in chosen if kind.stage == 3 and not kind.is_peer and kind.place == "device"}
         rows += [row for kind in gathering.values() for row in tiling_cases(kind)]
+    if only is None or only in "resume":
+        resume.print_head()
+        rows += [resume.case(kind_of(name), DENSE, min(2, nproc)) for name in dict.fromkeys(k.name for _, k, _ in chosen if not k.is_peer)]
     if json:
         paper = {"parameters": 7.5e9, "ranks": 64, "gb_by_stage": papers_gb(7.5e9, 64)}
         write_json(json, verb="bench memory", rows=rows, tolerance=TOLERANCE, papers_table=paper)

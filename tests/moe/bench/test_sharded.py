@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from moe.bench import comm, kinds, memory, tiles
+from moe.bench import comm, kinds, memory, resume, tiles
 from moe.bench.held import storages
-from moe.bench.memory import Shape
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
+from moe.bench.shapes import Shape
 from moe.bench.sharded import ShardedKind, kind_of, kinds_of, load_engines
+from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
@@ -91,6 +92,16 @@ def test_the_memory_table_is_printed_and_written(
     assert "7.5B    64       120     31.41     16.64     1.875" in said
     (row,) = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert {"kind", "ranks", "measured_bytes", "expected_bytes", "error", "resident_bytes", "resident_error", "passed"} <= row.keys()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3+cpu-all"])  # each way to load a state
+def test_a_resume_holds_no_more_than_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does the step after it. What the process has is not looked at: with a model this small that is mostly other things."""
+    monkeypatch.setattr(load, "ELEMENTS_AT_ONCE", 2**14)
+    load_engines([kind_of(name)])
+    row = resume.case(kind_of(name), Shape(layers=2, width=128, hidden=512), 2)
+    assert {"kind", "ranks", "measured_bytes", "expected_bytes", "error", "resident_bytes", "resident_error", "passed"} <= row.keys()
+    assert 0 < row["measured_bytes"] <= 1.05 * row["expected_bytes"] and row["resuming_bytes"] <= row["measured_bytes"]
 
 
 # --- comm -----------------------------------------------------------------------------------------------------------------
