@@ -149,7 +149,7 @@ def case(kind: ShardedKind, shape: Shape, ranks: int) -> dict[str, Any]:
     """Train, resume, print the row: of each number the largest of the ranks."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own lines on stderr
     with tempfile.TemporaryDirectory() as folder:
-        parts = [run_on_ranks(work, ranks, ranks, kind, shape, folder, timeout_s=300) for work in (train, resume)]
+        parts = [run_on_ranks(work, ranks, ranks, kind, shape, folder, timeout_s=600) for work in (train, resume)]
     most = {name: max(rank[name] for rank in found) for found in parts for name in found[0]}
     resuming, training = ({what: most[f"{what}_{part}"] for what in ("torch", "resident")} for part in ("resuming", "training"))
     afterwards = {what: most[f"{what}_afterwards"] for what in ("torch", "resident")}

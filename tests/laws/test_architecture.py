@@ -32,6 +32,7 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
     "moe/data/tokens.py": "the user's cache folder",
+    "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
 }
 IMPORTS_DEEPSPEED = {
     "parallel/data/deepspeed.py": "its start",

@@ -101,7 +101,10 @@ def test_any_box_of_any_tensor_is_read(tmp_path_factory: pytest.TempPathFactory,
     held = [Piece("whole", tuple(shape), (0,) * len(shape), whole)]
     if shape:
         cut = data.draw(st.integers(0, shape[0]))
-        held += [Piece("parts", tuple(shape), (at, *(0,) * (len(shape) - 1)), part) for at, part in ((cut, whole[cut:]), (0, whole[:cut]))]
+        held += [
+            Piece("parts", tuple(shape), (at, *(0,) * (len(shape) - 1)), part.clone())
+            for at, part in ((cut, whole[cut:]), (0, whole[:cut]))
+        ]
     box = tuple(slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in shape)
     path = save(tmp_path_factory.mktemp("box"), 1, (("weight", piece) for piece in held), state={}, world=ALONE, keep=1)
     verify(path)
@@ -113,7 +116,7 @@ def test_files_are_read_and_not_mapped(tmp_path: Path) -> None:
     """What is mapped counts as the process's memory, and all of it under a limit on data."""
     reader = Reader(put(tmp_path, 1))
     kept = reader.region("embedding", "weight", (slice(2, 30), slice(0, 12)))
-    assert kept.shape == (28, 12) and "safetensors" not in Path("/proc/self/maps").read_text().replace("site-packages/safetensors", "")
+    assert kept.shape == (28, 12) and ".safetensors" not in Path("/proc/self/maps").read_text()
 
 
 @st.composite
