@@ -29,7 +29,7 @@ from moe.bench.shapes import LENGTH, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, quick_values, start, tokens_of
 from moe.train import state
 from moe.train.state import Counters
-from moe.train.step import accumulate, finish
+from moe.train.step import finish
 from parallel.fork import run_on_ranks
 from parallel.precision import LossScale
 
@@ -130,7 +130,7 @@ def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
 
 def _step(started: Started, rank: int, step: int) -> None:
     batch = tokens_of(rank, sequences=1, length=LENGTH, step=step)
-    numbers = accumulate(started.engine, batch, mesh=started.mesh, microbatches=1, seed=0, step=step)
+    numbers = started.accumulate(batch, step=step)
     world, scale = started.mesh.axis("world"), LossScale.of("none")
     finish(started.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
 
