@@ -14,7 +14,7 @@ from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
 from moe.router.groups import check_groups
 from parallel.errors import BadInput, did_you_mean
-from parallel.mesh import check_world, divisors
+from parallel.mesh import Degrees, check_world, divisors
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -35,6 +35,8 @@ def check_together(run: Run) -> None:
     check_pipeline(run)
     _check_batch(run)
     check_tensor(run)
+    if run.model.layers_with_experts():
+        check_groups(run.router.spec, Degrees(sp=run.degrees.sp))  # ep may not fit dp yet: that is said later
     check_tiling(run)
     check_sharding(run)
     check_optimizer(run)
@@ -107,7 +109,6 @@ def _check_experts(run: Run) -> None:
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
         check_spec(run.router.spec, count)
-        check_groups(run.router.spec, run.mesh_degrees())
     check_read(run.router.spec, run.router.own)
     check_causal(run.router.spec, allowed=run.router.allow_noncausal)
 

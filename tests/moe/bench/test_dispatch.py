@@ -40,7 +40,7 @@ def test_inputs_are_routed_as_they_are_made_to(case: LayerCase) -> None:
 SETUP = """
 import sys
 from moe.bench import dispatch, layers
-from moe.bench.layers import Case, Shape
+from moe.bench.layers import LayerCase, Shape
 dispatch.SHAPES = dict.fromkeys(("cpu", "cuda"), (Shape(96, 24, 40, 8, 1), Shape(64, 32, 16, 16, 4)))
 dispatch.GROWTH = {"tokens x2": (Shape(32, 8, 8, 4, 1), Shape(64, 8, 8, 4, 1))}
 """
@@ -64,7 +64,7 @@ def test_every_layer_gives_the_same_output(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_computes_something_else_fails() -> None:
-    code = "dispatch.PEERS = {'relu': {'grouped_mm': lambda c: layers.ours(Case(c.shape, c.dtype, 'skewed'), 'relu')}, 'swiglu': {}}\n"
+    code = "dispatch.PEERS = {'relu': {'grouped_mm': lambda c: layers.ours(LayerCase(c.shape, c.dtype, 'skewed'), 'relu')}, 'swiglu': {}}\n"
     got = run(code + "sys.exit(dispatch.main(peers='grouped_mm', only='E8 k1 fp32 balanced', rounds=1))")
     assert got.returncode == 1 and "ANOTHER RESULT" in got.stdout, got.stderr
 

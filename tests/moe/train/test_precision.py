@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from moe.nn.linear import Linear
 from moe.recipe.load import build_run
 from moe.train import advance, place, trainer
+from moe.train.executor import Executor
 from moe.verify.batches import batch
 from moe.verify.cases import Case
 from parallel.data.ddp import DDP
@@ -84,10 +86,10 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
     def spoil(grad: Tensor) -> Tensor:
         return torch.full_like(grad, math.inf)
 
-    def accumulate(engine: Engine, *args: Any, step: int, mesh: Mesh, **rest: Any) -> Any:
-        handle = next(engine.module.parameters()).register_hook(spoil) if step == 2 and mesh.rank == 1 else None
+    def accumulate(executor: Executor, *args: Any, step: int, **rest: Any) -> Any:
+        handle = next(executor.model.parameters()).register_hook(spoil) if step == 2 and dist.get_rank() == 1 else None
         try:
-            return real(engine, *args, step=step, mesh=mesh, **rest)
+            return real(executor, *args, step=step, **rest)
         finally:
             if handle is not None:
                 handle.remove()

@@ -209,10 +209,11 @@ def test_weight_decay_is_on_matrices_alone(norm: str, positions: str, home: Path
 
 def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stepped: list[float] = []
-    start = start_engine
+    start = trainer.start_executor
 
     def watched(*args: Any) -> Any:
-        engine = start(*args)
+        executor = start(*args)
+        engine = executor.engine
         step = engine.step
 
         def measured(lr: float) -> None:
@@ -220,9 +221,9 @@ def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path
             step(lr)
 
         monkeypatch.setattr(engine, "step", measured)
-        return engine
+        return executor
 
-    monkeypatch.setattr(trainer, "start_engine", watched)
+    monkeypatch.setattr(trainer, "start_executor", watched)
     found = {}
     for limit in (None, 0.01, 1e6):
         stepped.clear()
