@@ -46,7 +46,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
             late = _wait(ranks, timeout_s)
             stacks = _stacks(ranks, late, folder)
         finally:
-            for process in ranks:  # start all before waiting for any: a rank that outlives its peer would report that instead
+            for process in ranks:  # kill all before waiting for any: a rank that outlives its peer would report that instead
                 process.kill()
             for process in ranks:
                 process.join()

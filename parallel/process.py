@@ -1,8 +1,8 @@
 """Starts and ends the process group, whoever started the processes.
 
 Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (DeepSpeed's launcher and torchrun set them). Without RANK it reads
-the names of SLURM or Open MPI; without any of them, there is one process and no group. No other file of `parallel` reads the
-environment.
+the names of SLURM or Open MPI; without any of them, there is one process and no group. No other file decides which rank
+this process is.
 """
 
 from __future__ import annotations

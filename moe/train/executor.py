@@ -136,9 +136,8 @@ class Pipelined:
             self.watchers = tuple(w for w in self.watchers if w is not watcher)
 
     def _work(self, passes: Sequence[Pass], each: Each, compute: Callable[..., Any]) -> _Stages:
-        return _Stages(
-            self, passes, each, compute, {}, lambda stage, version: None
-        )  # the step follows once gradients are known to be finite
+        """A batch without an update of its own: the step follows once all gradients are known to be finite."""
+        return _Stages(self, passes, each, compute, {}, lambda stage, version: None)
 
     def _train(self, *args: Any) -> Output:
         output: Output = self.engine.forward(*args, last=False)
