@@ -7,9 +7,9 @@ Neighbouring experts with similar numbers of rows form a block. A block is padde
 product; an expert with many more rows than its neighbours is a block of its own. Padding is at most a quarter of the rows (in 16 bits
 half of them, or 64 rows per expert), so time and memory grow with routed rows. A block's hidden rows stay in the cache throughout.
 
-The backward pass saves the input and the pre-activation only (SonicMoE, arXiv 2512.14080). The permuted copies are gathered again and
-the activation is computed again. The gate's gradient is <dA, A>, where dA is the gradient of the activation A without the gate: this
-needs no copy of the experts' outputs. Weight gradients are written once, in place, in the weights' dtype.
+Only the input and the pre-activation are saved for the backward pass (SonicMoE, arXiv 2512.14080). There the permuted copies are
+gathered again and the activation is computed again. The gate's gradient is <dA, A>, where dA is the gradient of the activation A
+without the gate: this needs no copy of the experts' outputs. Weight gradients are written once, in place, in the weights' dtype.
 """
 
 from __future__ import annotations
