@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -408,16 +407,19 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
 @pytest.mark.parametrize(
     "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
 )
-def test_a_user_waits_less_than_a_second(folder: Path, words: str) -> None:
-    """Processor time, because a busy machine may let anything wait; one second of it includes Python's own start."""
-    before, started = os.times(), time.perf_counter()
-    got = subprocess.run(
-        [sys.executable, "-m", "moe", *words.split()], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60
-    )
-    after = os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+def test_the_line_comes_before_torch_could_be_imported(folder: Path, words: str) -> None:
+    """About half of torch's import, which the same machine measures in the same minute: 0.1 to 0.9 s against 2.0 s when it is quiet."""
+
+    def processor_seconds(command: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
+        before = os.times()
+        got = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system, got
+
+    used, got = processor_seconds(["-m", "moe", *words.split()])
+    torch_takes, _ = processor_seconds(["-c", "import torch"])
     assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
-    assert min(used, time.perf_counter() - started) < 1.0
+    assert used < 0.75 * torch_takes
 
 
 @settings(max_examples=150, deadline=None)
