@@ -63,7 +63,8 @@ class Verify:
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
     kinds: str = _flag("data,expert,pipeline", "data: engines and precisions; expert: routers, ways that rows travel; pipeline: schedules")
-    only: str | None = _flag(None, "only layouts whose name holds this text")
+    only: str | None = _flag(None, "only layouts, or mutations, whose name holds this text")
+    mutations: bool = _flag(False, "put faults that training systems had into the running code: each must be found, and its layer named")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
 

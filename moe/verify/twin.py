@@ -43,7 +43,7 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def reference(case: Case, *, parts: int = 1, rounding: Rounding | None = None, tape: Tape | None = None) -> Result:
+def reference(case: Case, *, parts: int = 1, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
     """The plain twin of a case's model, in its compute dtype unless `rounding` says otherwise.
 
     `parts`: each batch is cut into so many, whose gradients add up: another order of the same sums.
@@ -54,7 +54,7 @@ def reference(case: Case, *, parts: int = 1, rounding: Rounding | None = None, t
     history: list[Weights] = []
     losses: list[float] = []
     kept: tuple[float, float, Weights, Weights] | None = None
-    for step in range(STEPS):
+    for step in range(steps):
         history.append({name: value.clone() for name, value in (parameters | biases).items()} if ages else parameters | biases)
         # the first step is drained: the second one's gradients are of what it left
         read = {name: history[max(min(step, 1), step - ages.get(name, 0))][name] for name in history[-1]} if ages else history[-1]
