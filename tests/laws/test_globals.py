@@ -51,6 +51,7 @@ SETTINGS = {
         "parallel/fork.py": "one thread a rank",
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
+        "moe/verify/mutations/run.py": "likewise",
         "moe/bench/": "likewise; what is compared gets equally many",
     },
     "warnings.filterwarnings": {

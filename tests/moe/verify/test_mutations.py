@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from moe.verify.mutations import run
 from moe.verify.mutations.every import MUTATIONS
 from moe.verify.mutations.mutation import Edit, Mutation, applied
 
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE, RUN = DOCS / "inside" / "mutations.md", DOCS / "benchmarks" / "verify-mutations.json"
 UNREPORTED = "no public report known to us; reasoned from "
 ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
 
@@ -37,6 +40,14 @@ def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_sou
     assert [m.name for m in MUTATIONS if not re.search(r"[\w-]+/[\w-]+(#\d+|: )|arXiv \d{4}\.\d{5}", m.source)] == []
     reported = re.compile(r"[\w-]+/[\w-]+#\d+|arXiv \d{4}\.\d{5}")
     assert [m.name for m in MUTATIONS if not (m.source.startswith(UNREPORTED) or reported.search(m.source))] == []
+
+
+def test_the_page_says_what_the_whole_run_found() -> None:
+    """Every mutation in its order, by the columns and at the place that are in the JSON beside it."""
+    rows = [row for row in json.loads(RUN.read_text(encoding="utf-8"))["rows"] if row["mutation"] != "none"]
+    cells = re.findall(r"^\| `(\w+)` .* \| (.*) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    assert [name for name, _, _ in cells] == [m.name for m in MUTATIONS]
+    assert cells == [(row["mutation"], row["found_by"], row["layer"]) for row in rows]
 
 
 def _nothing(real: Any) -> Any:
