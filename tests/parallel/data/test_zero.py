@@ -90,7 +90,7 @@ def whole(model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "case", [SPARSE, replace(SPARSE, recompute="full", tiles=4), replace(SPARSE, world=4, ep=2, microbatches=3)], ids=str
+    "case", [replace(SPARSE, microbatches=3), replace(SPARSE, recompute="full", tiles=4), replace(SPARSE, world=4, ep=2)], ids=str
 )
 def test_between_passes_no_weight_is_whole(case: Case) -> None:
     def work(rank: int) -> list[list[str]]:
@@ -141,12 +141,12 @@ def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
         return found
 
     def work(rank: int) -> list[bool]:
-        case = replace(SPARSE, kind=f"zero{stage}", microbatches=3)
+        case = replace(SPARSE, kind=f"zero{stage}", microbatches=2)
         plain = start(case, rank)
         with mock.patch.object(zero3, "settings", with_overlap), mock.patch("parallel.data.zero.settings", with_overlap):
             beside = start(case, rank)
         assert beside.engine.zero.overlap_comm if stage < 3 else beside.engine.engine.zero_overlap_comm()
-        numbers = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(3)] for tiny in (plain, beside)]
+        numbers = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(2)] for tiny in (plain, beside)]
         return [numbers[0] == numbers[1], same(plain.state(), beside.state())]
 
     assert run_on_ranks(work, 2, timeout_s=60) == [[True, True]] * 2
@@ -155,13 +155,13 @@ def test_sums_beside_the_backward_pass_change_no_bit(stage: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_offload_to_the_host_changes_no_bit(stage: int, precision: str) -> None:
-    """Three steps of three micro-batches: losses, weights, moments. A norm's squares are added in another order, so nothing is clipped."""
+    """Two steps of two micro-batches: losses, weights, moments. A norm's squares are added in another order, so nothing is clipped."""
 
     def work(rank: int) -> list[list[Any]]:
-        case = replace(SPARSE, kind=f"zero{stage}", microbatches=3, precision=precision)
+        case = replace(SPARSE, kind=f"zero{stage}", microbatches=2, precision=precision)
         kinds = [f"zero{stage}", f"zero{stage}+cpu", *(["zero3+cpu-all"] if stage == 3 else [])]
         here, *moved = (start(replace(case, kind=kind), rank, optimizer={"clip_norm": None}) for kind in kinds)
-        steps = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(3)] for tiny in (here, *moved)]
+        steps = [[[tiny.accumulate(step).loss, tiny.finish().total] for step in range(2)] for tiny in (here, *moved)]
         return [[loss_and_norm, same(tiny.state(), here.state())] for loss_and_norm, tiny in zip(steps, (here, *moved), strict=True)]
 
     for (first, _), *others in run_on_ranks(work, 2, timeout_s=90):
@@ -201,7 +201,7 @@ def test_compiling_is_said_once_and_its_failure_is_one_line(tmp_path: Path, monk
     monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: {"AsyncIOBuilder": Builder()}[name])
     compile_async_io(said.append)
     compile_async_io(said.append)
-    assert len(said) == 1 and "compiling DeepSpeed's async_io" in said[0] and "4 to 6 minutes" in said[0] and str(tmp_path) in said[0]
+    assert len(said) == 1 and "compiling DeepSpeed's async_io" in said[0] and "2 to 4 minutes" in said[0] and str(tmp_path) in said[0]
     monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: Broken())
     with pytest.raises(BadInput) as refused:
         compile_async_io(said.append)
@@ -214,7 +214,9 @@ def async_io() -> None:
     """What reads and writes a disk, in the user's cache: compiled here, for minutes, where it is not yet."""
     script = "import sys; from parallel.data.deepspeed import compile_async_io; compile_async_io(lambda text: print(text, file=sys.stderr))"
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(extensions_dir())}
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=1200, env=environment)
+    built = extensions_dir() / "async_io"
+    if not (built / "async_io.so").exists() or (built / "lock").exists():
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=1200, env=environment)
     # once it is there nobody asks for a compiler again
     again = subprocess.run([sys.executable, "-c", script], timeout=120, env=environment | {"PATH": ""}, capture_output=True, text=True)
     assert again.returncode == 0 and "compiling" not in again.stderr, again.stderr
