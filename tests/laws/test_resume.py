@@ -81,6 +81,8 @@ def copied(folder: Path, to: Path) -> Path:
 # --- layouts ------------------------------------------------------------------------------------------------------------
 
 
+# Each layout is left once at least and taken up once at least, and neighbours differ in one thing where that is all there is to see. A
+# checkpoint holds the same tensors by the same names whoever saved it (tests/parallel/data/test_engines.py), so pairs are not all needed.
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -89,16 +91,12 @@ def copied(folder: Path, to: Path) -> Path:
         ("dp 2 ep 2", "dp 2 ep 2, 2 micro-batches"),
         ("dp 2 ep 2", "dp 2 ep 2 zero"),
         ("dp 2 ep 2", "dp 4 ep 2"),
-        ("dp 2 ep 2 zero", "dp 1"),
         ("dp 2 ep 2 zero", "dp 2 ep 2"),
         ("dp 2 ep 2 zero", "dp 4 ep 2 zero"),
         ("dp 1", "dp 2 ep 2"),
-        ("dp 1", "dp 2 ep 2 zero"),
-        ("dp 4 ep 2 zero 3", "dp 2 ep 2"),
         ("dp 4 ep 2 zero 3", "dp 2 ep 2 fsdp"),
         ("dp 2 ep 2 fsdp", "dp 4 ep 2 zero 3"),
         ("dp 2 ep 2 fsdp", "dp 2 ep 1 zero 2, host"),
-        ("dp 2 ep 2", "dp 4 ep 2 zero 3"),
         ("dp 2 ep 2", "pp 2 chimera"),
         ("pp 2 chimera", "dp 2 ep 2 zero"),
         ("pp 2 chimera", "pp 2 1f1b"),

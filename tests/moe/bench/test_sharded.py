@@ -24,7 +24,10 @@ from parallel.errors import BadInput
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS
 from tests.support.ranks import run_on_ranks
 
-COMM, TILES = {"d_model": 160, "d_ff": 640}, {"d_model": 64, "d_ff": 512}  # bytes over theory do not depend on size; time does
+COMM, TILES = (
+    {"num_layers": 2, "d_model": 160, "d_ff": 640},
+    {"d_model": 64, "d_ff": 512},
+)  # bytes over theory do not depend on size; time does
 TINY, TINY_SPARSE = Shape(layers=2, width=32, hidden=48), Shape(layers=2, width=32, hidden=48, experts=4)
 
 
