@@ -404,20 +404,24 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
     assert seconds < 1.0
 
 
+def processor_seconds(command: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:
+    before = os.times()
+    got = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system, got
+
+
+@pytest.fixture(scope="module")
+def torch_takes(folder: Path) -> float:
+    return processor_seconds(["-c", "import torch"], folder)[0]
+
+
 @pytest.mark.parametrize(
     "words", ["trian switch_tiny", T + "--nproc 4 --degrees.ep 3", T + "--data.source text --data.path no_such.txt", "show twice.yaml"]
 )
-def test_the_line_comes_before_torch_could_be_imported(folder: Path, words: str) -> None:
+def test_the_line_comes_before_torch_could_be_imported(folder: Path, torch_takes: float, words: str) -> None:
     """About half of torch's import, which the same machine measures in the same minute: 0.1 to 0.9 s against 2.0 s when it is quiet."""
-
-    def processor_seconds(command: list[str]) -> tuple[float, subprocess.CompletedProcess[str]]:
-        before = os.times()
-        got = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=folder, env=environment(), timeout=60)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system, got
-
-    used, got = processor_seconds(["-m", "moe", *words.split()])
-    torch_takes, _ = processor_seconds(["-c", "import torch"])
+    used, got = processor_seconds(["-m", "moe", *words.split()], folder)
     assert got.returncode == 2 and len(got.stderr.splitlines()) == 1
     assert used < 0.75 * torch_takes
 
