@@ -33,6 +33,8 @@ from parallel.mesh import DENSE, EXPERT, Mesh
 if TYPE_CHECKING:  # arithmetic alone: torch is not needed to plan
     from torch import Tensor
 
+Box = tuple[slice, ...]  # a part of a tensor: each dim from start to stop
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -92,7 +94,7 @@ class Layout:
         """What this rank holds. Raises BadInput where a dim does not divide."""
         return tuple(part.stop - part.start for part in self.region(mesh))
 
-    def region(self, mesh: Mesh) -> tuple[slice, ...]:
+    def region(self, mesh: Mesh) -> Box:
         """This rank's part as slices of the full tensor. Raises BadInput where a dim does not divide."""
         parts = [slice(0, size) for size in self.shape]
         for dim in self.split:

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from parallel.errors import BadInput
-from parallel.layout import Layout
+from parallel.layout import Box, Layout
 from parallel.mesh import Mesh
-
-Box = tuple[slice, ...]  # of a tensor: each dim from start to stop
 
 _DTYPES = {  # as the safetensors format names them
     "F64": torch.float64,

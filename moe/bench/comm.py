@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
-from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, quick_values, start, tokens_of, without_look_ahead
+from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.step import finish
@@ -76,7 +76,7 @@ def measure(
 ) -> dict[str, Any]:
     """This rank's row of one case, on ranks that are running; of the third step, when every engine has reached its steady state."""
     values = recipe(kind, ranks, sparse=sparse, microbatches=microbatches, precision=precision)
-    with quick_values(), nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
+    with nullcontext() if ahead or kind.sharding.get("kind") != "zero" else without_look_ahead():
         started = start(kind, values, rank, ranks)
     engine, mesh = started.engine, started.mesh
 

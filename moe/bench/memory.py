@@ -24,7 +24,7 @@ import torch
 from moe.bench import resume, tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
-from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, quick_values, start, tokens_of
+from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json
 from moe.train.step import finish
@@ -49,8 +49,7 @@ def measure(rank: int, ranks: int, kind: ShardedKind, shape: Shape, precision: s
     give_freed_memory_back()
     warm_up(shape, precision)
     before, known = resident_bytes(), set(storages(living()))
-    with quick_values():
-        started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
+    started = start(kind, shape.recipe(kind.with_path(folder), ranks, ep=ep, precision=precision), rank, ranks)
     engine, mesh, model = started.engine, started.mesh, started.model
     batch = tokens_of(rank, sequences=1, length=LENGTH)
     numbers = started.accumulate(batch, step=0)

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe.bench.held import give_freed_memory_back
 from moe.bench.shapes import LENGTH, Shape, warm_up
-from moe.bench.sharded import CPU, ShardedKind, Started, quick_values, start, tokens_of
+from moe.bench.sharded import CPU, ShardedKind, Started, start, tokens_of
 from moe.train import state
 from moe.train.state import Counters
 from moe.train.step import finish
@@ -124,8 +124,7 @@ def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
 
 
 def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Started:
-    with quick_values():
-        return start(kind.with_path(folder), shape.recipe(kind, ranks, ep=2 if shape.experts else 1), rank, ranks)
+    return start(kind.with_path(folder), shape.recipe(kind, ranks, ep=2 if shape.experts else 1), rank, ranks)
 
 
 def _step(started: Started, rank: int, step: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
@@ -134,17 +134,6 @@ def load_engines(kinds: list[ShardedKind]) -> None:
 def without_look_ahead() -> AbstractContextManager[Any]:
     """A context in which DeepSpeed's stage 3 gathers weights only when due. Otherwise a small model is whole within its window."""
     return mock.patch.dict("parallel.data.zero3._LIMITS", {"stage3_prefetch_bucket_size": 0})
-
-
-@contextmanager
-def quick_values() -> Iterator[None]:
-    """Initialise weights with one draw each: values do not matter to bytes, and a truncated normal takes longer than all the rest."""
-
-    def uniform_(x: Tensor, *, std: float, **_: Any) -> Tensor:
-        return x.uniform_(-std, std)
-
-    with mock.patch.object(nn.init, "trunc_normal_", uniform_):
-        yield
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,6 @@ class Experts(nn.Module):
         held = Weights(self.w1, self.w2, self.w3)
         return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
-    def whole_shape(self, matrix: str) -> tuple[int, int]:
-        """One expert's matrix over all hidden units."""
-        return (self.d_ff, self.d_model) if matrix == "w2" else (self.d_model, self.d_ff)
-
-    def part(self, matrix: str, whole: Tensor) -> Tensor:
-        """What is held here of one expert's whole matrix."""
-        return whole[self.hidden] if matrix == "w2" else whole[:, self.hidden]
-
     def runs(self, count: int) -> list[Part]:
         """The held experts in so many equal runs; the gradients of all runs meet in one tensor a matrix."""
         each = len(self.held) // count

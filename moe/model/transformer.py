@@ -3,29 +3,25 @@
     tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
 
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. A weight's first
-value is a function of (seed, its global name) alone: truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
-(Switch, arXiv 2101.03961, section 2.4, init_scale 0.1), so every topology starts from the same bits.
+value is a function of (seed, its global name, its index) alone (moe/model/initialise.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.experts.layer import LayerReport, MoELayer
-from moe.nn.attention import Attention, RelativeBias
+from moe.model.initialise import FirstValues, alone, initialise
+from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop, feed_forward
 from moe.nn.vocabulary import Rows, look_up, project, rows_of, summed_loss
 from moe.recipe import sections
-from parallel.data.tiling import Tiled, tile_of, without_tiles
-from parallel.layout import Tile
-from parallel.random import key_of
+from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
 
 # B batch, L length, D model, V vocabulary
@@ -142,7 +138,7 @@ class Transformer(nn.Module):
         self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
         self.head = None if self.config.tied_embeddings else rows_of(vocab_size, width, tiles=tiling.head)
         if not next(self.parameters()).is_meta:
-            initialise(self, seed=seed)
+            initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, Part]) -> None:
         """Keep only these parts, by stage; call it before the weights are made."""
@@ -193,20 +189,6 @@ def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
     return (m for m in model.modules() if isinstance(m, MoELayer))
 
 
-def global_name(name: str) -> str:
-    """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`; a tile has the name of its whole."""
-    name = without_tiles(name).replace(".moe.", ".")
-    return "embedding" if name == "embedding.weight" else name
-
-
-def tile_and_shape(model: nn.Module, name: str) -> tuple[Tile | None, tuple[int, ...]]:
-    """Which tile a parameter is, if it is one, and the shape of the whole that it is or is a tile of."""
-    module, parameter = name.rpartition(".")[0], model.get_parameter(name)
-    stacked = isinstance(model.get_submodule(module), Experts)
-    dim = HIDDEN_DIM[name.rpartition(".")[2]] if stacked else int(module.endswith(".w2"))  # a plain weight is [out, in]
-    return tile_of(model, name, dim=dim) or (None, tuple(parameter.shape))
-
-
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
     """What a model learns beside its parameters, by global name and the same on every rank: `layers.3.router.bias`."""
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
@@ -219,59 +201,3 @@ def embedding_as_module(model: Transformer) -> None:
         del model.embedding
         with torch.device("meta"):
             model.embedding = rows_of(model.vocab_size, model.config.d_model, tiles=1).to(dtype)
-
-
-def initialise(
-    model: Transformer,
-    *,
-    seed: int,
-    device: torch.device | str | None = None,
-    only: Collection[str] | None = None,
-    born: Callable[[str, nn.Module], None] | None = None,
-) -> None:
-    """Give every weight its first value, on `device` if the model was made on the meta device; or some, by module name.
-
-    `born(path, module)` is told of each module whose own weights are there, and may take them away at once.
-    """
-    scale = model.config.init_scale
-    wholes = {name: tile_and_shape(model, name) for name, _ in model.named_parameters() if only is None or name in only}
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            local = f"{path}.{name}" if path else name
-            if only is not None and local not in only:
-                continue
-            full = global_name(local)
-            value = torch.empty(parameter.shape)
-            if isinstance(module, Experts):
-                stem, matrix = full.rsplit(".", 1)
-                whole = torch.empty(module.whole_shape(matrix))  # drawn whole, so that its bits do not depend on what is held of it
-                for i, expert in enumerate(module.held):
-                    _draw(whole, f"{stem}.{expert}.{matrix}", fan_in=whole.shape[0], scale=scale, seed=seed)
-                    value[i] = module.part(matrix, whole)
-            elif isinstance(module, Norm):
-                value.fill_(1.0)
-            elif isinstance(module, RelativeBias):
-                _draw(value, full, fan_in=model.config.d_model, scale=scale, seed=seed)  # T5's own sigma, d_model^-1/2
-            else:
-                table = full == "embedding"  # tied, its rows are also the head's; alone, an embedding has unit size
-                tile, shape = wholes[local]
-                whole = torch.empty(shape)  # here too
-                fan_in = 1 if table and not model.config.tied_embeddings else shape[1]
-                _draw(whole, full, fan_in=fan_in, scale=1.0 if table else scale, seed=seed)
-                value = whole if tile is None else tile.of(whole).clone(memory_format=torch.contiguous_format)
-            value = value.to(parameter.dtype)
-            if parameter.is_meta:
-                setattr(module, name, nn.Parameter(value.to(device or "cpu")))
-            else:
-                parameter.data.copy_(value)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:  # state that is no parameter starts at zero, in fp32 whatever dtype the parameters live in
-                setattr(module, name, torch.zeros(buffer.shape, device=device or "cpu"))
-        if born is not None:
-            born(path, module)
-
-
-def _draw(value: Tensor, name: str, *, fan_in: int, scale: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(key_of(seed, name))
-    sigma = math.sqrt(scale / fan_in)
-    nn.init.trunc_normal_(value, std=sigma, a=-2 * sigma, b=2 * sigma, generator=generator)

@@ -18,7 +18,9 @@ from moe.experts import dispatch
 from moe.experts.copies import Copies
 from moe.experts.experts import HIDDEN_DIM, Experts
 from moe.experts.layer import MoELayer
-from moe.model.transformer import Block, Transformer, embedding_as_module, global_name, initialise, moe_layers, tile_and_shape
+from moe.model.initialise import FirstValues, initialise, tile_and_shape, zero_buffers
+from moe.model.names import global_name
+from moe.model.transformer import Block, Transformer, embedding_as_module, moe_layers
 from moe.nn.attention import RelativeBias
 from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import Rows
@@ -43,7 +45,6 @@ from parallel.precision import DTYPES
 
 if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
-    from parallel.data.zero3 import Birth
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -68,32 +69,22 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     spread_experts(model, mesh, settings=run.dispatch, kernels=run.experts.kernels)
+    first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     if by_fsdp(run):
         from parallel.data.fsdp import shard  # here, because it takes a second to import
 
-        fill = partial(initialise, model, seed=run.train.seed, device=device)
         s = run.sharding
-        shard(
-            model,
-            units_of(model),
-            layouts=layouts,
-            mesh=mesh,
-            reshard=s.reshard and run.degrees.pp == 1,
-            prefetch=s.prefetch,
-            fill=lambda names: fill(only=names),
-        )
+        reshard = s.reshard and run.degrees.pp == 1
+        shard(model, units_of(model), layouts=layouts, mesh=mesh, device=device, reshard=reshard, prefetch=s.prefetch, fill=first.fill)
+        zero_buffers(model, device=device)
+    elif run.sharding.kind == "zero" and run.sharding.stage == 3:
+        from parallel.data.zero3 import Birth  # here, because deepspeed takes seconds to import
+
+        Birth(layouts, mesh, device=device, fill=first.fill, offload=offload_of(run.sharding.offload))(model)
+        zero_buffers(model, device=device)
     else:
-        initialise(model, seed=run.train.seed, device=device, born=_birth(run, layouts, mesh))
+        initialise(model, first, device=device)
     return model, layouts
-
-
-def _birth(run: Run, layouts: dict[str, Layout], mesh: Mesh) -> Birth | None:
-    """ZeRO-3 takes each module's weights as soon as they are there."""
-    if run.sharding.kind != "zero" or run.sharding.stage != 3 or by_fsdp(run):
-        return None
-    from parallel.data.zero3 import Birth  # here, because deepspeed takes seconds to import
-
-    return Birth(layouts, mesh, offload_of(run.sharding.offload))
 
 
 def prepare(run: Run, say: Callable[[str], None]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe.data import Tokenizer
 from moe.data import load as load_tokenizer
-from moe.model.transformer import Output, Transformer, global_name
+from moe.model.names import global_name
+from moe.model.transformer import Output, Transformer
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
 from moe.train.state import load_extra

@@ -9,16 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moe.model.transformer import extra_state, global_name, moe_layers
+from moe.model.names import global_name
+from moe.model.transformer import extra_state, moe_layers
 from parallel import checkpoint
 from parallel.checkpoint import Piece
 from parallel.data.engine import MOMENTS, Engine
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
-from parallel.layout import Layout
+from parallel.layout import Box, Layout
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
-from parallel.stored import Box, Reader, check_same_parameters
+from parallel.stored import Reader, check_same_parameters
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments

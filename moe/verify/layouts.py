@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
-from moe.model.transformer import global_name
+from moe.model.names import global_name
 from moe.parallelize.build import build
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe.model.transformer import Transformer, extra_state, global_name
+from moe.model.names import global_name
+from moe.model.transformer import Transformer, extra_state
 from moe.parallelize.build import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run

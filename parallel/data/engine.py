@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from parallel.layout import Layout
-from parallel.stored import Box
+from parallel.layout import Box, Layout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or a moment, box of what its layout gives this rank) -> that box

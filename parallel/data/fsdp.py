@@ -14,7 +14,7 @@ that knows it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -33,8 +33,9 @@ from torch.distributed.tensor import DTensor, Shard
 from parallel.collectives import all_gather, gather_into, scatter_sum_into
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import fill_stepped
+from parallel.first_values import Fill
 from parallel.gradients import data_axis, sum_gradients
-from parallel.layout import Layout
+from parallel.layout import Box, Layout
 from parallel.mesh import Axis, Mesh
 
 
@@ -59,14 +60,15 @@ def shard(
     *,
     layouts: dict[str, Layout],
     mesh: Mesh,
+    device: torch.device,
     reshard: bool,
     prefetch: int,
-    fill: Callable[[Collection[str]], None],
+    fill: Fill,
 ) -> None:
-    """Cut a model that is on the meta device. `units` in the order in which they start to run, one inside another after it.
+    """Cut a model that is on the meta device, then make what is left of it on `device` and give it its first values.
 
-    `fill(names)` gives these parameters their first values, whole; they are cut before the next unit's are asked for.
-    `prefetch`: so many outermost units are gathered ahead, with those inside them.
+    `units` in the order in which they start to run, one inside another after it. `prefetch`: so many outermost units are gathered
+    ahead, with those inside them.
     """
     # torch warns of a unit whose output is a view, which must not be changed in place: ours never are
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
@@ -76,18 +78,28 @@ def shard(
         axis = data_axis(layouts[unit.parameters[0]], mesh)
         assert {data_axis(layouts[name], mesh).ranks for name in unit.parameters} == {axis.ranks}, f"{unit.path}: one unit, one axis"
         if axis.size > 1:
-            fill(unit.parameters)
             if axis.name not in meshes:
-                device = model.get_parameter(unit.parameters[0]).device
                 meshes[axis.name] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=(axis.name,))
             cut[unit.path] = _cut(model, unit, axis, meshes[axis.name], reshard=reshard)
-    named = dict(model.named_parameters())
-    whole = {name: p for name, p in named.items() if not isinstance(p, DTensor)}
-    fill(whole.keys())
     if cut:  # the root has no parameters: it starts and ends the others' passes
-        whole = {name: p for name, p in model.named_parameters() if name in whole}
-        fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=set(whole.values()))
+        whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
+        fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
+    model.to_empty(device=device)  # no rank ever has more than its parts
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            fill(name, parameter.data)
+        elif (held := parameter.to_local().detach()).numel():
+            fill(name, held, _box(parameter, data_axis(layouts[name], mesh)))
+
+
+def _box(parameter: DTensor, axis: Axis) -> Box:
+    """What this rank holds of a cut parameter, as a box of what the ranks of the axis hold together."""
+    dim = parameter.placements[0].dim  # type: ignore[attr-defined]
+    size = parameter.shape[dim]
+    each = -(-size // axis.size)
+    start = min(axis.index * each, size)
+    return tuple(slice(start, min(start + each, size)) if d == dim else slice(0, n) for d, n in enumerate(parameter.shape))
 
 
 def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: bool) -> FSDPModule:

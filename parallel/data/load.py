@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.data.engine import MOMENTS, Load
-from parallel.stored import Box
+from parallel.layout import Box
 
 ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: a disk is as fast with it as with more
 

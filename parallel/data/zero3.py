@@ -14,7 +14,7 @@ ZeRO-Infinity (arXiv 2104.07857).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,48 +25,65 @@ from torch import Tensor, nn
 
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load
-from parallel.data.load import fill_run
+from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
 from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, settings
+from parallel.first_values import Fill
 from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
 
 class Birth:
-    """Shards each module's own parameters as soon as they have their first values: call it with every module's path and the module."""
+    """Makes a model that is on the meta device on `device`, module by module: `fill` gives a rank the first values of its own 1/N, and
+    nothing is sent. The rest of each weight is memory that was asked for and never written, for as long as DeepSpeed cuts it.
+    """
 
-    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, offload: Offload | None = None) -> None:
+    def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload | None = None) -> None:
         self.deepspeed = start_deepspeed()
-        self.layouts, offload = layouts, offload or Offload()
+        self.layouts, self.device, self.fill, offload = layouts, device, fill, offload or Offload()
         self.told = tell_groups(mesh, layouts.values())
         self.folder, self.mesh = offload.folder(), mesh
         largest = max(math.ceil(math.prod(layout.local_shape(mesh)) / data_axis(layout, mesh).size) for layout in layouts.values())
         sections = offload.sections(None if self.folder is None else self.folder.name, largest=largest)
         self.settings = settings(3, _LIMITS | sections)
-        self.first: Any = None
 
-    def __call__(self, path: str, module: nn.Module) -> None:
-        own = list(module.named_parameters(recurse=False))
-        for name, parameter in own:
-            layout = self.layouts[f"{path}.{name}" if path else name]
-            parameter.ds_zero_partition_process_group = group_of(data_axis(layout, self.mesh), self.mesh)  # type: ignore[attr-defined]
-            parameter.birth = self  # type: ignore[attr-defined]  # the engine will find it there
-        if not own:
-            return
-        if self.first is None:
-            born = nn.ParameterList(p for _, p in own)
-            self.deepspeed.zero.Init(
-                module=born,
-                data_parallel_group=self.told.get_data_parallel_group(),
-                config_dict_or_path=self.settings,
-                dtype=torch.float32,
-                mem_efficient_linear=False,
-                mpu=self.told,
-            )
-            self.first = own[0][1]
-        else:
-            self.first.convert_to_zero_parameters(param_list=[p for _, p in own])
+    def __call__(self, model: nn.Module) -> None:
+        cut = self._cutter()
+        for path, module in model.named_modules():
+            for name, _ in list(module.named_parameters(recurse=False)):
+                self._make(f"{path}.{name}" if path else name, module, cut)
+
+    def _make(self, full: str, module: nn.Module, cut: Callable[[nn.Parameter], None]) -> None:
+        name = full.rpartition(".")[2]
+        parameter = nn.Parameter(torch.empty_like(module.get_parameter(name), device=self.device))
+        axis = data_axis(self.layouts[full], self.mesh)
+        parameter.ds_zero_partition_process_group = group_of(axis, self.mesh)  # type: ignore[attr-defined]
+        parameter.birth = self  # type: ignore[attr-defined]  # the engine will find it there
+        each, flat = -(-parameter.numel() // axis.size), parameter.data.view(-1)
+        for at, box in boxes(tuple(parameter.shape), axis.index * each, min((axis.index + 1) * each, parameter.numel())):
+            shape = [part.stop - part.start for part in box]
+            self.fill(full, flat[at : at + math.prod(shape)].view(shape), box)
+        cut(parameter)
+        setattr(module, name, parameter)
+        self.first = parameter
+
+    def _cutter(self) -> Callable[[nn.Parameter], None]:
+        """Leaves a rank its part of a parameter. DeepSpeed's own way begins by sending the first rank's whole weight to all others."""
+
+        class Init(self.deepspeed.zero.Init):  # type: ignore[misc, name-defined]
+            def _zero_init_param(self, parameter: Any) -> None:
+                self._convert_to_deepspeed_param(parameter)
+                parameter.partition()
+
+        init = Init(
+            data_parallel_group=self.told.get_data_parallel_group(),
+            config_dict_or_path=self.settings,
+            dtype=torch.float32,
+            mem_efficient_linear=False,
+            mpu=self.told,
+        )
+        return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
 _LIMITS = {

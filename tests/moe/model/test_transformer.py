@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe.model.transformer import Block, Output, Transformer, global_name, initialise, moe_layers
+from moe.model.initialise import FirstValues, alone, initialise
+from moe.model.names import global_name
+from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.attention import Attention, RelativeBias, _Rotate, rotate
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
@@ -139,8 +141,9 @@ def test_used_alone_noise_follows_torchs_seed() -> None:
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
 def test_low_precision_gives_fp32_logits_and_gradients(compute: torch.dtype) -> None:
-    """Weights stay fp32 and are cast where they are used; the result is the fp32 one within rounding."""
-    full, low = model_of(), model_of()
+    """Weights stay fp32 and are cast where they are used; the result is the fp32 one within rounding. Every token has all experts:
+    else a rounding may send one elsewhere, and that is no rounding."""
+    full, low = (model_of(router={"preset": "mixtral", "num_choices": 4}) for _ in range(2))
     low.compute = compute
     logits = []
     for model in (full, low):
@@ -421,7 +424,7 @@ def test_a_model_on_the_meta_device_has_no_weights_until_it_is_given_some() -> N
     with torch.device("meta"):
         model = full(run)
     assert all(p.is_meta for p in model.parameters())
-    initialise(model, seed=11, device="cpu")
+    initialise(model, FirstValues(model.config, *alone(model), seed=11), device="cpu")
     for (name, p), q in zip(model.named_parameters(), full(run).parameters(), strict=True):
         assert isinstance(p, nn.Parameter) and torch.equal(p, q), name
 

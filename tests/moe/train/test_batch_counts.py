@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.data.token_shard import TokenShard
-from moe.model.transformer import global_name
+from moe.model.names import global_name
 from moe.nn.context import Context
 from moe.train.numbers import LayerNumbers
 from moe.train.passes import PADDING

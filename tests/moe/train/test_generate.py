@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe.data import Tokenizer
-from moe.model.transformer import global_name
+from moe.model.names import global_name
 from moe.recipe.load import build_run
 from moe.train import generate
 from moe.train.generate import load_model, sample

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.model.transformer import Transformer, extra_state, global_name, moe_layers
+from moe.model.names import global_name
+from moe.model.transformer import Transformer, extra_state, moe_layers
 from moe.nn.context import Context
 from moe.parallelize.build import decays, lay_out
 from moe.plan.pipeline import layers_of, schedule_of

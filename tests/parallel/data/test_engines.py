@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe.model.transformer import global_name
+from moe.model.names import global_name
 from moe.parallelize.build import FAMILIES
 from moe.verify.cases import Case
 from parallel.clip import gradient_norm

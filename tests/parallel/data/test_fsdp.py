@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ import torch._dynamo  # fully_shard asks for it: once here, not in every forked 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import moe.parallelize.build
-from moe.model.transformer import global_name, initialise
+from moe.model.initialise import FirstValues
+from moe.model.names import global_name
 from moe.verify.cases import Case
 from moe.verify.layouts import owned
 from parallel import process
@@ -28,7 +27,7 @@ from parallel.data.engine import MOMENTS, AdamW
 from parallel.data.fsdp import FSDP, Unit, dim_to_cut, shard
 from parallel.data.load import given
 from parallel.debug_collectives import DEBUG, Agreement
-from parallel.layout import dense
+from parallel.layout import Box, dense
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES
 from parallel.process import World
@@ -121,13 +120,12 @@ def linear(rank: int, ranks: int, value: Tensor, *, dtype: torch.dtype = torch.f
     model.add_module("one", Linear(torch.empty_like(value, device="meta")))
     layouts = {"one.weight": dense(tuple(value.shape)), "one.bias": dense((len(value),))}
 
-    def fill(names: Collection[str]) -> None:
-        for name in names:
-            module = model.get_submodule("one")
-            setattr(module, name.removeprefix("one."), nn.Parameter(value.clone() if name == "one.weight" else torch.zeros(len(value))))
+    def fill(name: str, out: Tensor, within: Box | None = None) -> None:
+        whole = value if name == "one.weight" else torch.zeros(len(value))
+        out.copy_(whole if within is None else whole[within])
 
     unit = Unit("one", ("one.weight",), dtype if dtype != torch.float32 else None)
-    shard(model, [unit], layouts=layouts, mesh=mesh, reshard=True, prefetch=1, fill=fill)
+    shard(model, [unit], layouts=layouts, mesh=mesh, device=torch.device("cpu"), reshard=True, prefetch=1, fill=fill)
     settings = AdamW((0.8, 0.9), 1e-6, 0.3, lambda name, p: True)
     return FSDP(model, layouts=layouts, mesh=mesh, optimizer=settings), settings
 
@@ -233,24 +231,26 @@ def test_weights_are_whole_only_while_they_run(reshard: bool) -> None:
 
 
 def test_a_model_is_born_cut_with_the_weights_that_ddp_has() -> None:
-    """When a unit's first values are drawn, all others are cut or not there; then they are DDP's to the bit."""
+    """A rank draws no more elements of a cut parameter than it keeps; they are DDP's to the bit."""
 
     def work(rank: int, case: Case, patch: pytest.MonkeyPatch) -> list[bool]:
-        found = []
+        drawn: dict[str, int] = {}
+        fill = FirstValues.fill
 
-        def watched(model: nn.Module, *, only: Collection[str], **options: Any) -> None:
-            whole = [p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
-            found.append(not whole)
-            initialise(model, only=only, **options)  # type: ignore[arg-type]
+        def watched(self: FirstValues, name: str, out: Tensor, *box: Box) -> None:
+            drawn[name] = drawn.get(name, 0) + out.numel()
+            fill(self, name, out, *box)
 
-        patch.setattr(moe.parallelize.build, "initialise", watched)
+        patch.setattr(FirstValues, "fill", watched)
         tiny = start(case, rank)
         patch.undo()
         other = start(replace(case, kind="ddp"), rank)
         there = {global_name(name): other.engine.state(name) for name in other.engine.layouts}
+        assert isinstance(tiny.engine, FSDP)
+        found = [drawn.get(name, 0) == held.numel() for name, held in tiny.engine.held.items()]
         for name in tiny.engine.layouts:
             found.append(all(torch.equal(t, there[global_name(name)][kind]) for kind, t in tiny.engine.state(name).items()))
-        return [all(found), len(found) > 8]
+        return [all(found), len(tiny.engine.cut) > 8]
 
     with pytest.MonkeyPatch.context() as patch:
         assert run_on_ranks(work, 4, SPARSE, patch, timeout_s=60) == [[True, True]] * 4

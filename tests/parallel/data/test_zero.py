@@ -18,8 +18,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from moe.model.initialise import FirstValues
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.sections import Run
@@ -33,7 +34,7 @@ from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
 from parallel.errors import BadInput
 from parallel.extensions import extensions_dir, missing_for_nvme
-from parallel.layout import dense
+from parallel.layout import Box, dense
 from parallel.mesh import Degrees
 from parallel.process import World
 from tests.support import trained
@@ -61,9 +62,7 @@ def engine_of(stage: int, rank: int, *, dtype: torch.dtype, offload: Offload | N
     if stage < 3:
         return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=lambda name: dtype)
     layer.recast = True
-    birth = zero3.Birth(layouts, mesh, offload)
-    for path, module in model.named_modules():
-        birth(path, module)
+    zero3.Birth(layouts, mesh, device=torch.device("cpu"), fill=lambda _, out, box: out.fill_(1.0), offload=offload)(model)
     return zero3.Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=lambda name: dtype)
 
 
@@ -109,23 +108,30 @@ def test_between_passes_no_weight_is_whole(case: Case) -> None:
 
 
 def test_the_model_is_cut_as_it_is_born() -> None:
-    """When a module's weights are drawn, all earlier ones are in parts already: never more than one module is whole."""
+    """A rank draws its own 1/N of each weight and no more, and what it was drawn in is gone before the next one; the values are DDP's."""
 
-    def work(rank: int, patch: pytest.MonkeyPatch) -> list[list[str]]:
-        seen: list[list[str]] = []
-        call = zero3.Birth.__call__
+    def work(rank: int, patch: pytest.MonkeyPatch) -> list[Any]:
+        drawn: dict[str, int] = {}
+        fill, make = FirstValues.fill, zero3.Birth._make
+        held: list[int] = []
 
-        def noted(self: zero3.Birth, path: str, module: nn.Module) -> None:
-            own = [name for name, p in module.named_parameters(recurse=False) if p.numel()]
-            call(self, path, module)
-            seen.append([name for name, p in module.named_parameters(recurse=False) if p.numel()] if own else [])
+        def noted(self: FirstValues, name: str, out: Tensor, *box: Box) -> None:
+            drawn[name] = drawn.get(name, 0) + out.numel()
+            fill(self, name, out, *box)
 
-        patch.setattr(zero3.Birth, "__call__", noted)
+        def made(self: zero3.Birth, full: str, module: nn.Module, *cut: Any) -> None:
+            make(self, full, module, *cut)
+            held.append(module.get_parameter(full.rpartition(".")[2]).numel())
+
+        patch.setattr(FirstValues, "fill", noted)
+        patch.setattr(zero3.Birth, "_make", made)
         tiny = start(SPARSE, rank)
-        return [seen[0], [name for names in seen for name in names], whole(tiny.model)]
+        parts = {name: p.ds_numel // 2 + (p.ds_numel % 2 if rank == 0 else 0) for name, p in tiny.model.named_parameters()}
+        patch.undo()
+        return [max(held), len(held) == len(parts), drawn == parts, same(tiny.state(), start(replace(SPARSE, kind="ddp"), rank).state())]
 
     with pytest.MonkeyPatch.context() as patch:
-        assert run_on_ranks(work, 2, patch, timeout_s=60) == [[[], [], []]] * 2
+        assert run_on_ranks(work, 2, patch, timeout_s=60) == [[0, True, True, True]] * 2
 
 
 # --- offload changes no number ---------------------------------------------------------------------------------------------

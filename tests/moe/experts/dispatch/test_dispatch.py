@@ -77,7 +77,8 @@ def experts_of(mesh: Mesh, placement: tuple[int, ...] | None) -> Experts:
     each, units = E // ep.size, F // etp.size
     experts.hold((placement or range(E))[ep.index * each : (ep.index + 1) * each], hidden=slice(etp.index * units, (etp.index + 1) * units))
     for name, whole in weights().items():
-        getattr(experts, name).data.copy_(torch.stack([experts.part(name, whole[e]) for e in experts.held]))
+        units = whole[:, experts.hidden] if name == "w2" else whole[..., experts.hidden]
+        getattr(experts, name).data.copy_(units[list(experts.held)])
     return experts
 
 

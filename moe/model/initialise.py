@@ -1,0 +1,86 @@
+"""The first value of every weight: a function of (seed, its global name, its index in the whole tensor) alone.
+
+So every layout starts from the same bits, and a rank draws only what it holds (parallel/first_values.py): some experts, a part of
+each, some stages' layers, one tile, 1/N of a matrix. Truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
+(Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moe.experts.experts import HIDDEN_DIM, Experts
+from moe.model.names import global_name, stack_of
+from moe.recipe import sections
+from parallel.data.tiling import tile_of
+from parallel.first_values import key_of_tensor, stored, truncated_normal
+from parallel.layout import Box, Layout, Tile
+from parallel.mesh import Degrees, Mesh
+
+
+class FirstValues:
+    """`fill(name, out)` writes this rank's part of a parameter, by module name, into `out`; `within`: only that box of the part."""
+
+    def __init__(self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int) -> None:
+        self.model, self.layouts, self.mesh, self.seed = model, layouts, mesh, seed
+
+    def fill(self, name: str, out: Tensor, within: Box | None = None) -> None:
+        for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
+            here = out if tensor.place is None else out[tensor.place]
+            sigma = sigma_of(tensor.name, tensor.shape, self.model)
+            if sigma is None:
+                here.fill_(1.0)
+                continue
+            key = key_of_tensor(self.seed, tensor.name)
+            truncated_normal(here, key=key, shape=tensor.shape, region=tensor.region, sigma=sigma)
+
+
+def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
+    """Of a tensor by its global name; None: a gain, which starts at 1."""
+    if name.endswith("norm.weight"):
+        return None
+    if name == "embedding":  # tied, its rows are also the head's; alone, an embedding has unit size
+        return shape[1] ** -0.5 if model.tied_embeddings else 1.0
+    if name.endswith(".attention.bias.weight"):  # T5's: as wide as the model whatever the number of buckets and heads
+        return math.sqrt(model.init_scale / model.d_model)
+    fan_in = shape[0] if ".experts." in name else shape[1]  # an expert's matrix is [in, out], any other [out, in]
+    return math.sqrt(model.init_scale / fan_in)
+
+
+def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
+    """Give every weight its first value, on `device` if the model was made on the meta device."""
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                parameter = nn.Parameter(torch.empty_like(parameter, device=device or "cpu"))
+                setattr(module, name, parameter)
+            first.fill(f"{path}.{name}" if path else name, parameter.data)
+    zero_buffers(model, device=device or next(model.parameters()).device)
+
+
+def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
+    """State that is no parameter starts at zero, in fp32 whatever dtype the parameters live in."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros(buffer.shape, device=device))
+
+
+def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
+    """For a model that is held whole by one process: every parameter's layout, and the mesh of one rank."""
+    layouts = {}
+    for name, _ in model.named_parameters():
+        tile, shape = tile_and_shape(model, name)
+        layouts[name] = Layout(shape, unstack=stack_of(name), tile=tile)
+    return layouts, Mesh.of(Degrees())
+
+
+def tile_and_shape(model: nn.Module, name: str) -> tuple[Tile | None, tuple[int, ...]]:
+    """Which tile a parameter is, if it is one, and the shape of the whole that it is or is a tile of."""
+    module, parameter = name.rpartition(".")[0], model.get_parameter(name)
+    stacked = isinstance(model.get_submodule(module), Experts)
+    dim = HIDDEN_DIM[name.rpartition(".")[2]] if stacked else int(module.endswith(".w2"))  # a plain weight is [out, in]
+    return tile_of(model, name, dim=dim) or (None, tuple(parameter.shape))
