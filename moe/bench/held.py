@@ -33,6 +33,14 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+def peak_resident_bytes(*, forget: bool = False) -> int:
+    """The most memory that this process has had, files it maps among it; `forget`: from now on, and so what it has now."""
+    if forget:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of the unique storages behind some tensors, by address. Of a distributed tensor, only this rank's part."""
     found: dict[int, int] = {}
