@@ -83,7 +83,7 @@ class Block(nn.Module):
         return recomputed(self._whole, x_BLD, context) if self.recompute == "full" else self._whole(x_BLD, context)
 
     def _whole(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
-        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD)), "attention", context)
+        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), context), "attention", context)
         return recomputed(self._second, x_BLD, context) if self.recompute == "selective" else self._second(x_BLD, context)
 
     def _second(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:

@@ -1,37 +1,53 @@
 """Causal self-attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
-The part between q, k, v and their mixture is `core(q, k, v, bias)`: the one place where a sequence-parallel exchange
-can stand. Rotary angles and the softmax are fp32.
+    x -> q, k, v, cut into heads by their size -> rotate by place -> core(q, k, v) -> out
+
+`core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
+key-value heads as they are, fewer than the queries' (so few are sent), the tokens' places in their sequences, and T5's bias as a
+function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
+Rotary angles and the softmax are fp32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe.nn.context import Context
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 
-# B batch, L length, D model, H heads, K key-value heads, C channels of a head
+# B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Bias = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [S]) -> fp32 [H, L, S]
 
 
-def softmax_core(q_BHLC: Tensor, k_BHLC: Tensor, v_BHLC: Tensor, bias_HLL: Tensor | None) -> Tensor:
-    """Plain causal attention on one device; `bias` (T5) is added to the logits."""
-    if bias_HLL is None:
+class Core(Protocol):
+    """What a token takes from those before it in its sequence, in q's shape and dtype. `place_L`: these tokens' places in theirs."""
+
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor: ...
+
+
+def softmax_core(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+    """Plain causal attention on one device, which has the whole sequences; `bias` (T5) is added to the logits."""
+    k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
+    if bias is None:
         return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, is_causal=True)
-    length = q_BHLC.shape[2]
-    future_LL = torch.ones(length, length, dtype=torch.bool, device=q_BHLC.device).triu(1)
-    mask_HLL = bias_HLL.masked_fill(future_LL, -math.inf).to(q_BHLC.dtype)
+    future_LL = place_L.unsqueeze(1) < place_L
+    mask_HLL = bias(place_L, place_L).masked_fill(future_LL, -math.inf).to(q_BHLC.dtype)
     return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask_HLL)
+
+
+def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
+    """Key-value heads for so many heads of queries: each serves a run of them."""
+    return x_BKLC if x_BKLC.shape[1] == heads else x_BKLC.repeat_interleave(heads // x_BKLC.shape[1], dim=1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -72,37 +88,33 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
-    def forward(self, length: int) -> Tensor:
-        """Fp32 [H, L, L]."""
-        position_L = torch.arange(length, device=self.weight.device)
-        distance_LL = (position_L.unsqueeze(1) - position_L).clamp(min=0)
+    def forward(self, query_L: Tensor, key_S: Tensor) -> Tensor:
+        """Fp32 [H, L, S] for places in a sequence."""
+        distance_LS = (query_L.unsqueeze(1) - key_S).clamp(min=0)
         exact = self.buckets // 2
-        scaled = torch.log(distance_LL.clamp(min=1).float() / exact) / math.log(self.far / exact) * (self.buckets - exact)
-        bucket_LL = torch.where(distance_LL < exact, distance_LL, (exact + scaled.long()).clamp(max=self.buckets - 1))
-        return rearrange(self.weight.float()[bucket_LL], "q k h -> h q k")
+        scaled = torch.log(distance_LS.clamp(min=1).float() / exact) / math.log(self.far / exact) * (self.buckets - exact)
+        bucket_LS = torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=self.buckets - 1))
+        return rearrange(self.weight.float()[bucket_LS], "q k h -> h q k")
 
 
 class Attention(nn.Module):
+    """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]."""
+
     def __init__(self, model: sections.Model) -> None:
         super().__init__()
-        self.heads, self.kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
-        size = model.head_size or model.d_model // model.num_heads
-        self.q = Linear(model.d_model, self.heads * size)
-        self.k = Linear(model.d_model, self.kv_heads * size)
-        self.v = Linear(model.d_model, self.kv_heads * size)
-        self.out = Linear(self.heads * size, model.d_model)
-        self.bias = RelativeBias(self.heads) if model.positions == "t5" else None
+        heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
+        self.head_size = model.head_size or model.d_model // heads
+        self.q = Linear(model.d_model, heads * self.head_size)
+        self.k = Linear(model.d_model, kv_heads * self.head_size)
+        self.v = Linear(model.d_model, kv_heads * self.head_size)
+        self.out = Linear(heads * self.head_size, model.d_model)
+        self.bias = RelativeBias(heads) if model.positions == "t5" else None
         self.core: Core = softmax_core
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        q = rearrange(self.q(x_BLD), "b l (h c) -> b h l c", h=self.heads)
-        k = rearrange(self.k(x_BLD), "b l (h c) -> b h l c", h=self.kv_heads)
-        v = rearrange(self.v(x_BLD), "b l (h c) -> b h l c", h=self.kv_heads)
+    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        q_BHLC, k_BKLC, v_BKLC = (rearrange(linear(x_BLD), "b l (h c) -> b h l c", c=self.head_size) for linear in (self.q, self.k, self.v))
+        place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
         if self.bias is None:
-            position_L = torch.arange(x_BLD.shape[1], device=x_BLD.device)
-            q, k = rotate(q, position_L), rotate(k, position_L)
-        if self.kv_heads < self.heads:
-            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        bias_HLL = self.bias(x_BLD.shape[1]) if self.bias is not None else None
-        mixed = self.core(q, k, v, bias_HLL)
-        return self.out(rearrange(mixed, "b h l c -> b l (h c)"))  # type: ignore[no-any-return]
+            q_BHLC, k_BKLC = rotate(q_BHLC, place_L), rotate(k_BKLC, place_L)
+        mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, place_L=place_L, bias=self.bias)
+        return self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)"))  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ class Context:
     """`position_T` int64 [T]: each token's index in the whole step, so that noise is the same on every layout.
 
     `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
-    rank may hold a slice.
+    rank may hold a slice; None: the sequences are whole, 0 to L - 1.
 
     `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
     the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
@@ -102,12 +102,17 @@ class Context:
 
     def to(self, device: torch.device) -> Context:
         """The same on another device."""
-        valid_T, tokens_T = (None if value is None else value.to(device) for value in (self.valid_T, self.tokens_T))
-        return replace(self, position_T=self.position_T.to(device), valid_T=valid_T, tokens_T=tokens_T)
+        names = ("position_T", "valid_T", "tokens_T", "sequence_B", "place_L")
+        there = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **there)
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
         """decide(), or what it gave when this pass was first computed."""
         return decide() if self.replay is None else self.replay.once(name, decide)
+
+    def places(self, length: int, *, device: torch.device) -> Tensor:
+        """`place_L` of sequences of which so many tokens are held here."""
+        return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def uniform(self, name: str, width: int) -> Tensor:
         """Float32 [T, width] in [0, 1] for one use in one layer."""

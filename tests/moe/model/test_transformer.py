@@ -245,10 +245,10 @@ def test_attention_equals_plain_loops(positions: str, kv_heads: int) -> None:
                 turn = (lambda x, position: rotate(x[None, None], position)[0, 0]) if positions == "rotary" else (lambda x, position: x)
                 query = turn(q[b, t : t + 1, h], at)[0]
                 keys = turn(k[b, : t + 1, kv], torch.arange(t + 1))
-                bias = attention.bias(9)[h, t, : t + 1] if attention.bias is not None else 0
+                bias = attention.bias(at, torch.arange(t + 1))[h, 0] if attention.bias is not None else 0
                 share = (keys @ query / math.sqrt(c) + bias).softmax(0)
                 mixed[b, t, h] = share @ v[b, : t + 1, kv]
-    torch.testing.assert_close(attention(x_BLD), attention.out(mixed.flatten(2)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(attention(x_BLD, Context.of(x_BLD[..., 0])), attention.out(mixed.flatten(2)), rtol=1e-5, atol=1e-5)
 
 
 def test_grouped_queries_equal_many_heads_with_repeated_keys() -> None:
@@ -261,7 +261,7 @@ def test_grouped_queries_equal_many_heads_with_repeated_keys() -> None:
         repeated = getattr(few, name).weight.view(2, 6, 24).repeat_interleave(2, dim=0).flatten(0, 1)
         getattr(many, name).weight.data.copy_(repeated)
     x = random(B, L, 24)
-    torch.testing.assert_close(few(x), many(x))
+    torch.testing.assert_close(few(x, Context.of(x[..., 0])), many(x, Context.of(x[..., 0])))
 
 
 def test_rotary_turns_channel_pairs_as_complex_numbers() -> None:
@@ -322,7 +322,7 @@ def test_a_dropped_token_lives_on_through_the_residual() -> None:
     block = model.layers[1]
     assert isinstance(block, Block)
     x_BLD = random(B, L, 24)
-    after_attention = x_BLD + block.attention(block.attention_norm(x_BLD))
+    after_attention = x_BLD + block.attention(block.attention_norm(x_BLD), Context.of(tokens()))
     y_BLD, report = block(x_BLD, Context.of(tokens()))
     same_BL = (y_BLD == after_attention).all(-1)
     assert report.dropped > 0 and same_BL.sum() == report.dropped

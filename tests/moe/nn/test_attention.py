@@ -1,0 +1,97 @@
+"""Laws of attention in parts: some heads' share of the output, some tokens' rows of it, and a core that can be replaced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe.nn.attention import Attention, Bias, repeated, softmax_core
+from moe.nn.context import Context
+from moe.recipe import sections
+
+# B batch, L length, D model, H heads, K key-value heads, C channels of a head
+
+B, L, D, C = 2, 7, 20, 6
+CASES = [("rotary", 4, 4), ("rotary", 4, 2), ("t5", 4, 4), ("t5", 6, 2)]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+
+
+def attention_of(positions: str, heads: int, kv_heads: int) -> Attention:
+    made = Attention(sections.Model(d_model=D, num_heads=heads, head_size=C, num_kv_heads=kv_heads, positions=positions))
+    for i, p in enumerate(made.parameters()):
+        p.data.copy_(random(*p.shape, seed=i) / 3)
+    return made
+
+
+def half_of(whole: Attention, positions: str, heads: int, kv_heads: int, half: int) -> Attention:
+    """The module of a rank that holds half the heads: made like the whole, its weights replaced by its slices."""
+    part = attention_of(positions, heads, kv_heads)
+    for name, dim in (("q", 0), ("k", 0), ("v", 0), ("out", 1), ("bias", 1)):
+        if getattr(whole, name) is not None:
+            getattr(part, name).weight = nn.Parameter(getattr(whole, name).weight.detach().chunk(2, dim)[half].clone())
+    return part
+
+
+@pytest.mark.parametrize(("positions", "heads", "kv_heads"), CASES)
+def test_two_halves_of_the_heads_add_up_to_the_whole(positions: str, heads: int, kv_heads: int) -> None:
+    """Output and the gradient of the input; the gradient of each half's weights is its slice of the whole's."""
+    whole = attention_of(positions, heads, kv_heads)
+    halves = [half_of(whole, positions, heads, kv_heads, half) for half in (0, 1)]
+    grad, outputs, inputs = random(B, L, D, seed=9), [], []
+    for modules in ([whole], halves):
+        x_BLD = random(B, L, D, seed=8).requires_grad_()
+        y_BLD = sum((m(x_BLD, Context.of(x_BLD[..., 0])) for m in modules), start=torch.zeros(()))
+        y_BLD.backward(grad)
+        outputs.append(y_BLD.detach())
+        inputs.append(x_BLD.grad)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(inputs[1], inputs[0], rtol=1e-5, atol=1e-5)
+    for name, parameter in whole.named_parameters():
+        parts = [half.get_parameter(name).grad for half in halves]
+        assert parameter.grad is not None and all(part is not None for part in parts)
+        torch.testing.assert_close(torch.cat(parts, int(name.startswith(("out", "bias")))), parameter.grad, rtol=1e-5, atol=1e-5)  # type: ignore[arg-type]
+
+
+class Whole:
+    """A core that has every token's keys and values, wherever the queries stand: softmax as it is written, one token at a time."""
+
+    def __init__(self, k_BKLC: Tensor, v_BKLC: Tensor) -> None:
+        self.k_BKLC, self.v_BKLC = k_BKLC, v_BKLC
+
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+        k_BHSC, v_BHSC = (repeated(t, q_BHLC.shape[1]) for t in (self.k_BKLC, self.v_BKLC))
+        rows = []
+        for i, place in enumerate(place_L.tolist()):
+            seen = torch.arange(place + 1)
+            logits_BHS = torch.einsum("bhc,bhsc->bhs", q_BHLC[:, :, i], k_BHSC[:, :, seen]) / math.sqrt(C)
+            if bias is not None:
+                logits_BHS = logits_BHS + bias(place_L[i : i + 1], seen)[:, 0]
+            rows.append(torch.einsum("bhs,bhsc->bhc", logits_BHS.softmax(-1), v_BHSC[:, :, seen]))
+        return torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize(("positions", "heads", "kv_heads"), CASES)
+def test_some_tokens_of_each_sequence_give_their_rows_of_the_whole(positions: str, heads: int, kv_heads: int) -> None:
+    """With their places from the context; and the core gets the key-value heads before they are repeated, places and bias."""
+    attention, x_BLD, seen = attention_of(positions, heads, kv_heads), random(B, L, D, seed=8), []
+
+    def watching(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+        seen.append((k_BKLC, v_BKLC))
+        assert q_BHLC.shape == (B, heads, L, C) and k_BKLC.shape == v_BKLC.shape == (B, kv_heads, L, C)
+        assert place_L.tolist() == list(range(L)) and (bias is None) == (positions == "rotary")
+        return softmax_core(q_BHLC, k_BKLC, v_BKLC, place_L=place_L, bias=bias)
+
+    attention.core = watching
+    want_BLD = attention(x_BLD, Context.of(x_BLD[..., 0]))
+    attention.core = Whole(*seen[0])
+    for places in ([0, 1, 2], [3, 4, 5, 6], [0, 6], [5]):
+        place_L = torch.tensor(places)
+        context = replace(Context.of(x_BLD[:, places, 0]), place_L=place_L)
+        torch.testing.assert_close(attention(x_BLD[:, places], context), want_BLD[:, places], rtol=1e-5, atol=1e-6)
