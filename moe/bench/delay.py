@@ -25,7 +25,8 @@ from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import start_engine
 from moe.parallelize.stages import parts_of, stages_with
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run

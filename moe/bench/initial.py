@@ -25,7 +25,7 @@ from moe.bench.held import give_freed_memory_back, peak_resident_bytes
 from moe.model.initialise import FirstValues
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
-from moe.parallelize.build import lay_out
+from moe.parallelize.plan import lay_out
 from moe.recipe.load import load
 from moe.recipe.sections import Model, Run
 from moe.records.results import write_json

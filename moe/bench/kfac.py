@@ -27,7 +27,8 @@ from moe.data import open_data
 from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
 from moe.model.transformer import Block, Transformer
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import start_engine
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.train.executor import Pipelined, Single, fillers, pipelined

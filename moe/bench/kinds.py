@@ -27,7 +27,8 @@ from moe.bench.timing import in_turn, ratio
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.build import build, optimizer_of
+from moe.parallelize.build import build
+from moe.parallelize.engines import optimizer_of
 from moe.recipe.sections import Run, Sharding
 from moe.records.results import write_json
 from moe.train.step import finish

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
-from moe.parallelize.build import build, optimizer_of, prepare, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import optimizer_of, prepare, start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.train.executor import Single

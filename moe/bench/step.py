@@ -24,7 +24,8 @@ from moe.data.token_shard import TokenShard
 from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.router.balance import join

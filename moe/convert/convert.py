@@ -22,7 +22,8 @@ from moe.convert.layers import Conversion, Values
 from moe.launch import exit_codes
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
-from moe.parallelize.build import build, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics

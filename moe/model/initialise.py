@@ -13,12 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from moe.experts.experts import HIDDEN_DIM, Experts
-from moe.model.names import global_name, stack_of
+from moe.model.names import global_name, stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.data.tiling import tile_of
 from parallel.first_values import key_of_tensor, stored, truncated_normal
-from parallel.layout import Box, Layout, Tile
+from parallel.layout import Box, Layout
 from parallel.mesh import Degrees, Mesh
 
 
@@ -72,15 +71,7 @@ def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
 def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
     """For a model that is held whole by one process: every parameter's layout, and the mesh of one rank."""
     layouts = {}
-    for name, _ in model.named_parameters():
-        tile, shape = tile_and_shape(model, name)
+    for name, parameter in model.named_parameters():
+        tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))
         layouts[name] = Layout(shape, unstack=stack_of(name), tile=tile)
     return layouts, Mesh.of(Degrees())
-
-
-def tile_and_shape(model: nn.Module, name: str) -> tuple[Tile | None, tuple[int, ...]]:
-    """Which tile a parameter is, if it is one, and the shape of the whole that it is or is a tile of."""
-    module, parameter = name.rpartition(".")[0], model.get_parameter(name)
-    stacked = isinstance(model.get_submodule(module), Experts)
-    dim = HIDDEN_DIM[name.rpartition(".")[2]] if stacked else int(module.endswith(".w2"))  # a plain weight is [out, in]
-    return tile_of(model, name, dim=dim) or (None, tuple(parameter.shape))

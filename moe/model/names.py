@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from moe.experts.experts import HIDDEN_DIM
 from parallel.data.tiling import without_tiles
 
 _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123])")
@@ -23,3 +24,9 @@ def stack_of(name: str) -> str | None:
     """For a module path that is a stack of tensors, their global names with `{}` in the place of the number."""
     found = _EXPERT_MATRIX.fullmatch(global_name(name))
     return None if found is None else f"{found[1]}.{{}}.{found[2]}"
+
+
+def tiled_dim(name: str) -> int:
+    """The dim of a parameter that tiles cut: hidden units of a feed-forward network, rows of the embedding and the head."""
+    words = name.split(".")
+    return HIDDEN_DIM[words[-1]] if stack_of(name) else int(words[-2:] == ["w2", "weight"])  # a plain weight is [out, in]

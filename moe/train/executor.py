@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from moe.model.transformer import Output, Transformer
 from moe.nn.context import Context
 from moe.parallelize import stages
-from moe.parallelize.build import start_engine
+from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.passes import Pass

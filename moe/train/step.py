@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, moe_layers
-from moe.parallelize.build import FAMILIES
+from moe.parallelize.plan import FAMILIES
 from moe.router.bias import updated_bias
 from moe.train.batch_counts import whole_step
 from moe.train.executor import Executor

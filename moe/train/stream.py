@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, moe_layers
-from moe.parallelize.build import FAMILIES
+from moe.parallelize.plan import FAMILIES
 from moe.train.batch_counts import whole_step
 from moe.train.executor import Executor, Pipelined
 from moe.train.numbers import Numbers, Sums, numbers_of

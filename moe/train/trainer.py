@@ -19,7 +19,8 @@ from torch import Tensor
 from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.token_shard import TokenShard
-from moe.parallelize.build import build, prepare, whole_layouts
+from moe.parallelize.build import build, whole_layouts
+from moe.parallelize.engines import prepare
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
 from moe.recipe.load import resolved_yaml

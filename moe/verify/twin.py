@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
-from moe.parallelize.build import lay_out
+from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
 from moe.verify.batches import PADDING, batch

@@ -16,7 +16,7 @@ from moe.experts.layer import MoELayer
 from moe.model.transformer import Transformer, moe_layers
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
-from moe.parallelize.build import lay_out
+from moe.parallelize.plan import lay_out
 from moe.plan.flops import size
 from moe.recipe import sections
 from moe.recipe.load import build_run

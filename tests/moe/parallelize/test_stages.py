@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from moe.checks.pipeline import check_pipeline
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
-from moe.parallelize.build import lay_out, whole_layouts
+from moe.parallelize.build import whole_layouts
+from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import described, layers_of, schedule_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run

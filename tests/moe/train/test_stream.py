@@ -13,7 +13,8 @@ from moe.checks.together import check_run
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state, moe_layers
 from moe.nn.context import Context
-from moe.parallelize.build import decays, lay_out
+from moe.parallelize.engines import decays
+from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
 from moe.train.step import move_biases

@@ -27,7 +27,8 @@ from moe.data import open_data
 from moe.data.token_shard import TokenShard
 from moe.launch import launch
 from moe.nn.context import Context
-from moe.parallelize.build import build, optimizer_of, start_engine
+from moe.parallelize.build import build
+from moe.parallelize.engines import optimizer_of, start_engine
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, speed

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe.experts.layer
-import moe.parallelize.build
+import moe.parallelize.engines
 import moe.train.step
 from moe.checks.together import check_run
 from moe.experts.dispatch import AllToAll
@@ -293,7 +293,7 @@ def rows_brought_back_in_the_order_they_lie(patch: pytest.MonkeyPatch) -> None:
 
 
 def weight_decay_on_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(moe.parallelize.build, "decays", lambda name, parameter: True)
+    patch.setattr(moe.parallelize.engines, "decays", lambda name, parameter: True)
 
 
 def experts_left_out_of_clipping(patch: pytest.MonkeyPatch) -> None:

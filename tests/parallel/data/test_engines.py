@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.model.names import global_name
-from moe.parallelize.build import FAMILIES
+from moe.parallelize.plan import FAMILIES
 from moe.verify.cases import Case
 from parallel.clip import gradient_norm
 from parallel.data.ddp import DDP

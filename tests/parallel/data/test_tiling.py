@@ -22,7 +22,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, feed_forward
 from moe.parallelize.build import build as build_model
-from moe.parallelize.build import lay_out
+from moe.parallelize.plan import lay_out
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.train import state

@@ -1,0 +1,107 @@
+"""From a recipe's sharding and optimizer to the engine that carries them out, around a model that is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moe.model.transformer import Transformer
+from moe.nn.linear import Linear
+from moe.parallelize.curvature import watched
+from moe.parallelize.replicas import gather, scatter
+from moe.parallelize.units import read_in_fp32
+from moe.recipe import sections
+from moe.recipe.sections import Run
+from parallel.data.ddp import DDP
+from parallel.data.dp import Replicas
+from parallel.data.engine import AdamW, Engine
+from parallel.data.offload import Offload
+from parallel.kfac.grafted import Curved, Grafted
+from parallel.kfac.kfac import Settings
+from parallel.layout import Layout
+from parallel.malloc import give_freed_memory_back
+from parallel.mesh import Mesh
+from parallel.precision import DTYPES
+
+
+def prepare(run: Run, say: Callable[[str], None]) -> None:
+    """Have compiled, once on a machine, what the kind needs; collective as `build` is, and before it. Raises BadInput."""
+    if offload_of(run.sharding.offload).on_disk:
+        from parallel.data.deepspeed import compile_async_io
+
+        compile_async_io(say)
+        give_freed_memory_back()  # memory is what is scarce then, and speed is the disk's
+
+
+def offload_of(settings: sections.Offload) -> Offload:
+    return Offload(settings.optimizer, settings.parameters, settings.path)
+
+
+def by_fsdp(run: Run) -> bool:
+    """Whether torch's fully_shard carries out the kind that the recipe names."""
+    s = run.sharding
+    slow = run.degrees.pp > 1 and s.allow_slow and s.stage >= 2  # with stages nobody else can
+    return s.kind == "fsdp" or (s.kind == "zero" and (s.engine == "fsdp" or slow))
+
+
+def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    """The data-parallel kind that the recipe names, around the model. What carries out its passes is moe/train/executor.py. Collective."""
+    optimizer = optimizer_of(run.optimizer)
+    if run.sharding.kind == "dp":
+        first = next(model.parameters()).device
+        apart = first.type == "cuda" and torch.cuda.device_count() >= run.sharding.replicas
+        devices = [torch.device("cuda", i) if apart else first for i in range(run.sharding.replicas)]
+        replicas = Replicas(model, devices=devices, scatter=scatter, gather=gather)
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
+    if run.sharding.kind == "ddp":
+        return _start_ddp(run, model, layouts, mesh)
+    if by_fsdp(run):
+        from parallel.data.fsdp import FSDP
+
+        return FSDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    return _start_zero(run, model, layouts, mesh)
+
+
+def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    optimizer, k = optimizer_of(run.optimizer), run.optimizer.kfac
+    if run.optimizer.kind == "adamw":
+        return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
+    settings = Settings(k.damping, k.ema, k.refresh_every, k.delay)
+    kfac = watched(model, layouts, mesh, settings=settings, experts=k.experts)
+    optimizer = replace(optimizer, make=partial(Grafted, kfac=kfac))
+    return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
+
+
+def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are stages of a pipeline without replicas."""
+    assert isinstance(model, Transformer)
+    wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
+    if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1):
+        return _start_ddp(run, model, layouts, mesh)
+    kept = read_in_fp32(model)
+    working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
+
+    if run.sharding.stage == 3:
+        from parallel.data.zero3 import Zero3
+
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.recast = True  # a plain product would keep its weight until the backward pass
+        return Zero3(model, layouts=layouts, mesh=mesh, optimizer=optimizer, offload=offload, working=working)
+    from parallel.data.zero import Zero  # here, because deepspeed takes seconds to import
+
+    stage = run.sharding.stage
+    return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
+
+
+def optimizer_of(settings: sections.Optimizer) -> AdamW:
+    return AdamW((settings.beta1, settings.beta2), settings.eps, settings.weight_decay, decays)
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay on matrices only: not on norms, biases, or the router."""
+    return parameter.ndim > 1 and ".router." not in name and ".bias." not in name

@@ -1,0 +1,76 @@
+"""The project's plan: which of its parameters lies how on the mesh, and how rows reach the experts.
+
+print(plan_of(run.dispatch, kernels="auto"))      the whole of it, as a table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from moe.experts.copies import Copies
+from moe.experts.dispatch import dispatcher_of
+from moe.experts.experts import HIDDEN_DIM
+from moe.experts.layer import MoELayer
+from moe.model.names import stack_of, tiled_dim
+from moe.recipe import sections
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.tensor import style
+from parallel.tensor.style import Copied, Plan, Stacked
+
+FAMILIES = ("dense", "router", "expert")
+
+
+def _name_of(path: str) -> str:
+    name = stack_of(path)
+    assert name is not None, f"{path} is no stack"
+    return name
+
+
+EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Stacked, and each MoE layer has the dispatcher that brings rows to the ranks that hold their experts.
+
+    What tp holds in copies, tokens, is cut over tp first.
+    """
+
+    dispatch: sections.Dispatch
+    kernels: str
+    experts: Stacked = field(default=EXPERTS)
+
+    def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
+        return self.experts.layout(name, shape)
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        self.experts.fill(model, layouts, mesh)
+        tp = mesh.axis("tp")
+        for path in self.experts.modules(layouts):
+            layer = model.get_submodule(path.rpartition(".")[0])
+            assert isinstance(layer, MoELayer)
+            layer.copies = Copies(replace(tp, label=f"layers.{layer.layer}")) if tp.size > 1 else None
+            layer.dispatcher = dispatcher_of(self.dispatch, mesh, kernels=self.kernels, label=f"layers.{layer.layer}")
+
+
+def plan_of(dispatch: sections.Dispatch, *, kernels: str) -> Plan:
+    """What no row fits is copied, and its copies see the same tokens: attention, dense networks, norms, embedding and head.
+
+    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each.
+    """
+    return Plan(
+        (
+            ("layers.*.moe.experts.*", Spread(dispatch, kernels)),
+            ("layers.*.moe.router.**", Copied("router", alike=())),
+            ("layers.*.moe.**", Copied(alike=())),
+        )
+    )
+
+
+def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:
+    """Layouts of the whole model by module name, before anything is cut; how rows travel does not matter to them."""
+    return style.lay_out(model, plan or plan_of(sections.Dispatch(), kernels="auto"), tiled_dim=tiled_dim)

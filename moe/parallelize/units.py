@@ -1,0 +1,58 @@
+"""What engines must know of the model: which parameters are gathered together, and which are read in fp32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from moe.model.transformer import Transformer
+from parallel.data.tiling import tiles_of
+from parallel.tensor.style import fits
+
+if TYPE_CHECKING:
+    from parallel.data.fsdp import Unit
+
+# modules by path; a tile is a unit of its own besides
+UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "head")
+
+# parameters by path that the model never casts to its compute dtype, all of them small
+READ_IN_FP32 = (
+    "layers.*.attention_norm.weight",
+    "layers.*.attention.bias.weight",
+    "layers.*.ffn_norm.weight",
+    "layers.*.moe.router.**",
+    "layers.*.moe.shared_gate.weight",
+    "layers.*.moe.coefficient.weight",
+    "norm.weight",
+)
+
+
+def units_of(model: Transformer) -> list[Unit]:
+    """What FSDP gathers together, in the order in which it runs: embedding, blocks, in a block its experts and what stands beside
+    them, head; each tile alone. In the compute dtype, but for the embedding, whose gradient sums over tokens in fp32. What a model
+    reads in fp32 besides is in no unit.
+    """
+    from parallel.data.fsdp import Unit
+
+    tiles = {id(tile) for tile in tiles_of(model)}
+    paths = [path for path, module in model.named_modules() if id(module) in tiles or any(fits(unit, path) for unit in UNITS)]
+    owned: dict[str, list[str]] = {path: [] for path in sorted(paths, key=lambda path: not path.startswith("embedding"))}
+    small = read_in_fp32(model)
+    for name, _ in model.named_parameters():
+        inside = [path for path in paths if name.startswith(f"{path}.")]
+        if inside and name not in small:
+            owned[max(inside, key=len)].append(name)
+    narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
+    units = []
+    for path, names in owned.items():
+        table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
+        tied = table and model.config.tied_embeddings
+        dtype = model.compute if narrow and not table else None
+        units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
+    return [unit for unit in units if unit.parameters]
+
+
+def read_in_fp32(model: nn.Module) -> set[str]:
+    """The parameters that READ_IN_FP32 names."""
+    return {name for name, _ in model.named_parameters() if any(fits(pattern, name) for pattern in READ_IN_FP32)}
