@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
-from parallel.data.tiling import summed
+from parallel.data.tiling import summed, take
 from parallel.layout import Tile
 
 # R rows, D model, F hidden units, E experts held here
@@ -76,6 +76,15 @@ class Experts(nn.Module):
             tile = Experts(count, **sizes, hidden=slice(first + run.start, first + run.stop))
         tile.held = self.held
         return tile.to(like.get("dtype"))
+
+    def in_tiles(self, count: int) -> Experts:
+        """The same experts as a sum over runs of the hidden units held here."""
+        sizes: dict[str, Any] = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
+        with torch.device("meta"):
+            made = Experts(self.num_experts, **sizes, tiles=count, hidden=self.hidden)
+        for i, tile in enumerate(made.tiles):
+            take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
+        return made
 
     def _weights(self, part: Part) -> Weights:
         if isinstance(part, Weights):

@@ -22,7 +22,7 @@ from moe.experts.copies import Copies
 from moe.experts.dispatch import Dispatcher, Dropout, Local
 from moe.experts.experts import Experts
 from moe.nn.context import Context
-from moe.nn.linear import Linear, feed_forward, linear_fp32
+from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.recipe.router_spec import RouterSpec
 from moe.router.balance import balance_loss, count_choices, importance_loss, join, mean_over_tokens, spread_gates, step_means, z_loss
 from moe.router.router import Router, Routing
@@ -53,8 +53,7 @@ class LayerReport:
 
 
 class MoELayer(nn.Module):
-    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None;
-    `tiles`: of its networks (parallel/data/tiling.py)."""
+    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None."""
 
     def __init__(
         self,
@@ -67,15 +66,14 @@ class MoELayer(nn.Module):
         layer: int,
         nth: int = 0,
         shared: nn.Module | None = None,
-        tiles: int = 1,
     ) -> None:
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.router = Router(router.spec, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
-        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels, tiles=tiles)
+        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels)
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
-        self.residual = feed_forward(d_model, d_ff, ffn, tiles=tiles) if experts.residual else None
+        self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
         self.copies: Copies | None = None  # where other ranks hold copies of its tokens

@@ -9,7 +9,7 @@ value is a function of (seed, its global name, its index) alone (moe/model/initi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from moe.experts.layer import LayerReport, MoELayer
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
-from moe.nn.linear import FeedForward, Norm, drop, feed_forward
-from moe.nn.vocabulary import Rows, look_up, project, rows_of, summed_loss
+from moe.nn.linear import FeedForward, Norm, drop
+from moe.nn.vocabulary import Rows, look_up, project, summed_loss
 from moe.recipe import sections
 from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
@@ -49,7 +49,8 @@ class Part(NamedTuple):
 
 
 class Block(nn.Module):
-    """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part."""
+    """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part
+    (moe/parallelize/spare.py sets it)."""
 
     def __init__(
         self,
@@ -57,13 +58,10 @@ class Block(nn.Module):
         experts: sections.Experts,
         router: sections.Router,
         layer: int,
-        *,
-        recompute: sections.Recompute | None = None,
-        tiles: int = 1,
     ) -> None:
         super().__init__()
         self.layer, self.dropout = layer, model.dropout
-        self.recompute = (recompute or sections.Recompute()).of_layer(layer)
+        self.recompute: Literal["none", "full", "selective"] = "none"
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
@@ -72,12 +70,10 @@ class Block(nn.Module):
         if layer in model.layers_with_experts():
             nth, ffn, d_ff = model.layers_with_experts().index(layer), experts.ffn or model.ffn, experts.d_ff or model.d_ff
             width = (experts.shared_d_ff or d_ff) * experts.shared
-            shared = feed_forward(model.d_model, width, ffn, tiles=tiles) if experts.shared else None
-            self.moe = MoELayer(
-                experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared, tiles=tiles
-            )
+            shared = FeedForward(model.d_model, width, ffn) if experts.shared else None
+            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared)
         else:
-            self.ffn = feed_forward(model.d_model, model.d_ff, model.ffn, tiles=tiles)
+            self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
         return recomputed(self._whole, x_BLD, context) if self.recompute == "full" else self._whole(x_BLD, context)
@@ -116,27 +112,19 @@ class Transformer(nn.Module):
         *,
         vocab_size: int = 256,
         compute: torch.dtype = torch.float32,
-        recompute: sections.Recompute | None = None,
-        tiling: sections.Tiling | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
-        experts, router, tiling = experts or sections.Experts(), router or sections.Router(), tiling or sections.Tiling()
-        recompute, width = recompute or sections.Recompute(), self.config.d_model
-        self.loss_chunks, self.recast = recompute.loss_chunks, False  # recast: the head as a Linear may be
+        experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
+        self.loss_chunks, self.recast = 1, False  # recast: the head as a Linear may be
         self.embedding: nn.Parameter | Rows | Tiled | None = nn.Parameter(torch.empty(vocab_size, width))
-        if tiling.head > 1:
-            del self.embedding
-            self.embedding = rows_of(vocab_size, width, tiles=tiling.head)
-        self.layers = nn.ModuleList(
-            Block(self.config, experts, router, i, recompute=recompute, tiles=tiling.ffn) for i in range(self.config.num_layers)
-        )
+        self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm)
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.router_spec = router.spec
         self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
-        self.head = None if self.config.tied_embeddings else rows_of(vocab_size, width, tiles=tiling.head)
+        self.head: Rows | Tiled | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
@@ -195,9 +183,10 @@ def extra_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def embedding_as_module(model: Transformer) -> None:
-    """Have the embedding table in a module of its own, where an engine can gather it; before the model has weights."""
+    """Have the embedding table in a module of its own, where an engine can gather it and tiles can cut it."""
     if isinstance(model.embedding, nn.Parameter):
-        dtype = model.embedding.dtype
+        table = model.embedding
         del model.embedding
         with torch.device("meta"):
-            model.embedding = rows_of(model.vocab_size, model.config.d_model, tiles=1).to(dtype)
+            model.embedding = Rows(slice(0, model.vocab_size), model.config.d_model)
+        model.embedding.weight = table

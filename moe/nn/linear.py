@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from moe.kernels.activation import GATED, activate
 from moe.nn.context import Context
-from parallel.data.tiling import Tiled
+from parallel.data.tiling import Tiled, take
+from parallel.layout import Tile
 from parallel.precision import gradient_dtype
 from parallel.weight_gradient import gradient_or_later, linear
 
@@ -83,12 +84,16 @@ class FeedForward(nn.Module):
         gate = self.w3(x_BLD) if self.w3 is not None else None
         return self.w2(activate(self.w1(x_BLD), gate, self.ffn))  # type: ignore[no-any-return]
 
+    def in_tiles(self, count: int) -> Tiled:
+        """The sum of narrower networks that it is: one for each run of its hidden units."""
+        d_ff, d_model = self.w1.weight.shape
 
-def feed_forward(d_model: int, d_ff: int, ffn: str, *, tiles: int) -> FeedForward | Tiled:
-    """The network, or the sum of `tiles` narrower ones that it is: one for each run of its hidden units."""
-    if tiles == 1:
-        return FeedForward(d_model, d_ff, ffn)
-    return Tiled(FeedForward(d_model, d_ff // tiles, ffn, recast=True) for _ in range(tiles))
+        def tile(i: int) -> nn.Module:
+            with torch.device("meta"):
+                made = FeedForward(d_model, d_ff // count, self.ffn, recast=True)
+            return take(made, self, lambda name: Tile(int(name.startswith("w2")), i, count))
+
+        return Tiled(tile(i) for i in range(count))
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.data.tiling import Tiled, with_branches
+from parallel.data.tiling import Tiled, take, with_branches
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
 from parallel.weight_gradient import linear
@@ -37,14 +37,19 @@ class Rows(nn.Module):
     def forward(self, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
         return use(x, self.first, self.weight)
 
+    def in_tiles(self, count: int) -> Tiled:
+        """Runs of about as many rows each."""
+
+        def tile(i: int) -> nn.Module:
+            run = Tile(0, i, count).run(len(self.weight))
+            with torch.device("meta"):
+                made = Rows(slice(self.first + run.start, self.first + run.stop), self.weight.shape[1])
+            return take(made, self, lambda name: Tile(0, i, count))
+
+        return Tiled(tile(i) for i in range(count))
+
 
 Matrix = Tensor | Rows | Tiled  # as a parameter of whoever asks, a module, or tiles
-
-
-def rows_of(vocab_size: int, d_model: int, *, tiles: int) -> Rows | Tiled:
-    """A matrix [vocab_size, d_model], in tiles of about as many rows each where there are several."""
-    runs = [Tile(0, i, tiles).run(vocab_size) for i in range(tiles)]
-    return Rows(runs[0], d_model) if tiles == 1 else Tiled(Rows(run, d_model) for run in runs)
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:

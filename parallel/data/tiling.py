@@ -70,6 +70,16 @@ class _Branch(torch.autograd.Function):
         return grad_wide + grad_x, None
 
 
+def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
+    """The tile, with its part of each of the whole's parameters in the place of its own; `cut(name)`: which part."""
+    for name, parameter in whole.named_parameters():
+        module, _, last = name.rpartition(".")
+        setattr(
+            tile.get_submodule(module), last, nn.Parameter(cut(name).of(parameter.detach()).clone(memory_format=torch.contiguous_format))
+        )
+    return tile
+
+
 def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
     """Every tile, in the order in which they run: the units that an engine gathers and frees."""
     return (module for name, module in model.named_modules() if (found := _last(name)) is not None and found.end() == len(name))

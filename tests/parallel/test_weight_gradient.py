@@ -20,6 +20,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
+from moe.parallelize.spare import spare
 from moe.recipe import sections
 from parallel.mesh import Axis
 from parallel.weight_gradient import Owed, gradient_or_later, linear, owed_for, put_off, splittable
@@ -44,16 +45,15 @@ def model_of(
 ) -> Transformer:
     sizes = {"num_layers": 2, "d_model": D, "num_heads": 2, "d_ff": HIDDEN, "max_length": L, "dropout": 0.1}
     parts = CASES[case]
-    return Transformer(
+    model = Transformer(
         sections.Model(**sizes | parts["model"]),
         sections.Experts(num_experts=4, dropout=0.1, kernels=kernels, **parts.get("experts", {})),
         sections.Router(**parts.get("router", SWITCH)),
         vocab_size=V,
         compute=PRECISIONS[compute],
-        recompute=sections.Recompute(kind=recompute, loss_chunks=chunks),
-        tiling=sections.Tiling(ffn=tiles, head=1),
         seed=3,
     )
+    return spare(model, recompute=sections.Recompute(kind=recompute, loss_chunks=chunks), tiling=sections.Tiling(ffn=tiles, head=1))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -254,7 +254,8 @@ def test_every_kind_of_kernels_puts_off(kernels: str, way: str, ffn: str) -> Non
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_so_do_experts_whose_rows_travel_in_runs(tiles: int) -> None:
     def passed(halves: bool) -> dict[str, Tensor]:
-        layer = MoELayer(sections.Experts(num_experts=4), sections.Router(**GLAM), d_model=D, d_ff=HIDDEN, ffn="relu", layer=1, tiles=tiles)
+        layer = MoELayer(sections.Experts(num_experts=4), sections.Router(**GLAM), d_model=D, d_ff=HIDDEN, ffn="relu", layer=1)
+        layer.experts = layer.experts.in_tiles(tiles) if tiles > 1 else layer.experts
         for n, p in enumerate(layer.parameters()):
             p.data.copy_(random(*p.shape, seed=n))
         layer.dispatcher = Chunked(Axis("ep", (0,), 0, None), 2)

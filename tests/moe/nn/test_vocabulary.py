@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
-from moe.nn.vocabulary import PADDING, Rows, look_up, project, rows_of, summed_loss
+from moe.nn.vocabulary import PADDING, Rows, look_up, project, summed_loss
+from moe.parallelize.spare import spare
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.verify.cases import Case
@@ -30,7 +31,8 @@ B, L, D, V = 3, 7, 8, 26
 
 
 def matrix_of(tiles: int, whole_VD: Tensor) -> Rows | Tiled:
-    made = rows_of(len(whole_VD), whole_VD.shape[1], tiles=tiles).to(whole_VD.dtype)
+    whole = Rows(slice(0, len(whole_VD)), whole_VD.shape[1]).to(whole_VD.dtype)
+    made = whole.in_tiles(tiles) if tiles > 1 else whole
     parts = list(made.tiles) if isinstance(made, Tiled) else [made]
     for part in parts:
         assert isinstance(part, Rows)
@@ -143,9 +145,8 @@ def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, 
     model = Transformer(
         sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False),
         vocab_size=vocabulary,
-        recompute=sections.Recompute(loss_chunks=chunks),
-        tiling=sections.Tiling(head=tiles),
     )
+    spare(model, recompute=sections.Recompute(loss_chunks=chunks), tiling=sections.Tiling(head=tiles))
     tokens = torch.randint(vocabulary, (B, length + 1), generator=torch.Generator().manual_seed(0))
     with Largest() as seen:
         model(tokens[:, :-1], None, tokens[:, 1:]).loss.backward()
@@ -153,9 +154,8 @@ def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, 
 
 
 def test_the_model_gives_a_loss_or_logits() -> None:
-    model = Transformer(
-        sections.Model(num_layers=1, d_model=8, num_heads=2, d_ff=6), vocab_size=V, recompute=sections.Recompute(loss_chunks=2)
-    )
+    model = Transformer(sections.Model(num_layers=1, d_model=8, num_heads=2, d_ff=6), vocab_size=V)
+    spare(model, recompute=sections.Recompute(loss_chunks=2))
     _, targets, _ = drawn(8)
     tokens = targets.clamp(min=0)
     logits, loss = model(tokens), model(tokens, None, targets)

@@ -11,6 +11,7 @@ import torch
 from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize.build import build
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
+from moe.parallelize.spare import spare
 from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
@@ -59,8 +60,8 @@ TABLE = layer(0) | layer(1) | {
 def on_meta(values: Mapping[str, Any], **more: Any) -> tuple[Run, Transformer]:
     run = build_run(dict(values) | more)
     with torch.device("meta"):
-        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16, tiling=run.tiling)
-    return run, model
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16)
+    return run, spare(model, tiling=run.tiling)
 
 
 def test_layouts_are_those_of_the_table() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
+from moe.parallelize.spare import spare
 from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
@@ -39,7 +40,8 @@ def run_of(case: str, compute: str) -> Run:
 def kept_by_blocks(run: Run) -> list[int]:
     """Bytes of all storages that autograd keeps for each block, parameters left out."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
-    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute, recompute=run.recompute).train()
+    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
+    spare(model, recompute=run.recompute)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     context = Context.fresh(torch.zeros(B, L, dtype=torch.int64)).remembering()
     x_BLD = torch.randn(B, L, run.model.d_model, dtype=compute, requires_grad=True)
@@ -72,7 +74,7 @@ def test_a_block_keeps_what_the_formula_says(case: str, compute: str) -> None:
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_head_keeps_its_logits_unless_they_come_in_chunks(chunks: int) -> None:
     run = recipe.load("dense_tiny", {"recompute.loss_chunks": str(chunks), "model.num_layers": "1", "precision.compute": "fp32"})[0]
-    model = Transformer(run.model, vocab_size=run.vocab_size, recompute=run.recompute)
+    model = Transformer(run.model, vocab_size=run.vocab_size)
     x_BLD = torch.randn(B, L, run.model.d_model, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}

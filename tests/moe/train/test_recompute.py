@@ -22,6 +22,7 @@ from moe.experts.dispatch import AllToAll, Dispatcher, Dropout
 from moe.experts.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.context import Context
+from moe.parallelize.spare import spare
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.router.router import Routing
@@ -42,14 +43,14 @@ KINDS = [("full", 1), ("full", 2), ("selective", 1)]
 
 def model_of(kind: str = "none", every: int = 1, *, router: str = "switch", **values: Any) -> Transformer:
     sizes = {"num_layers": 4, "d_model": D, "num_heads": 2, "d_ff": 48, "moe_every": 2, "max_length": L, "dropout": 0.1} | values
-    return Transformer(
+    model = Transformer(
         sections.Model(**sizes),
         sections.Experts(num_experts=4, dropout=0.1),
         sections.Router(**ROUTERS[router]),
         vocab_size=V,
-        recompute=sections.Recompute(kind=kind, every=every),
         seed=3,
     )
+    return spare(model, recompute=sections.Recompute(kind=kind, every=every))
 
 
 def tokens() -> Tensor:

@@ -20,9 +20,10 @@ from moe.kernels import choose
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
-from moe.nn.linear import FeedForward, feed_forward
+from moe.nn.linear import FeedForward
 from moe.parallelize.build import build as build_model
 from moe.parallelize.plan import lay_out
+from moe.parallelize.spare import spare
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.train import state
@@ -46,8 +47,7 @@ FFNS = ["relu", "gelu", "swiglu"]
 
 def networks(ffn: str, tiles: int, dtype: torch.dtype) -> tuple[FeedForward, Tiled]:
     torch.manual_seed(0)
-    whole, tiled = FeedForward(D, F, ffn), feed_forward(D, F, ffn, tiles=tiles)
-    assert isinstance(tiled, Tiled)
+    whole, tiled = FeedForward(D, F, ffn), FeedForward(D, F, ffn).in_tiles(tiles)
     for name, parameter in whole.named_parameters():
         nn.init.normal_(parameter)
         for i, part in enumerate(parameter.detach().chunk(tiles, dim=int(name.startswith("w2")))):
@@ -193,7 +193,7 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
 def test_a_model_made_alone_is_the_one_that_is_laid_out() -> None:
     """Without a mesh, and not on the meta device."""
     run = build_run(SPARSE | TILES)
-    alone = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, tiling=run.tiling)
+    alone = spare(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size), tiling=run.tiling)
     made, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=CPU)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), made.parameters(), strict=True))
     names = [name for name, module in made.named_modules() if any(module is tile for tile in tiles_of(made))]
@@ -358,7 +358,8 @@ class Stream:
 
 
 def matrices(tiles: int) -> tuple[nn.Module, list[nn.Module]]:
-    made = feed_forward(D, F, "gelu", tiles=tiles)
+    made: nn.Module = FeedForward(D, F, "gelu")
+    made = made.in_tiles(tiles) if tiles > 1 else made  # type: ignore[operator]
     torch.manual_seed(3)
     for parameter in made.parameters():
         nn.init.normal_(parameter)

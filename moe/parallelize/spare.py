@@ -1,0 +1,37 @@
+"""What spares memory, applied to a model from outside before its parameters are laid out: parts computed again, matrices in tiles.
+
+recompute    which blocks, or which part of each, run once more in the backward pass; the loss in runs of tokens
+tiling       TILED and the vocabulary's matrices become sums of narrower ones (parallel/data/tiling.py), values kept
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moe.model.transformer import Block, Transformer, embedding_as_module
+from moe.recipe import sections
+from parallel.tensor.style import fits
+
+TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual")
+VOCABULARY = ("embedding", "head")
+
+
+def spare(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
+    """The same model, changed in place."""
+    recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
+    model.loss_chunks = recompute.loss_chunks
+    for number, block in enumerate(model.layers):
+        assert isinstance(block, Block)
+        block.recompute = recompute.of_layer(number)
+    if tiling.head > 1:
+        embedding_as_module(model)
+        _tile(model, VOCABULARY, tiling.head)
+    if tiling.ffn > 1:
+        _tile(model, TILED, tiling.ffn)
+    return model
+
+
+def _tile(model: nn.Module, patterns: tuple[str, ...], count: int) -> None:
+    for path in [path for path, _ in model.named_modules() if any(fits(pattern, path) for pattern in patterns)]:
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, model.get_submodule(path).in_tiles(count))  # type: ignore[operator]
