@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 class Block(nn.Module):
     """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part
-    (moe/parallelize/spare.py sets it)."""
+    (moe/parallelize/memory.py sets it)."""
 
     def __init__(
         self,

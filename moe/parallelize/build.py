@@ -1,6 +1,6 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
-model on the meta device -> tiles, recompute (spare.py) -> its plan (plan.py) -> layers of this rank's stages
+model on the meta device -> tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
 -> parts of this rank, slots filled -> weights born here
 """
 
@@ -12,8 +12,8 @@ from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize import stages
 from moe.parallelize.engines import by_fsdp, offload_of
+from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_of
-from moe.parallelize.spare import spare
 from moe.parallelize.units import units_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -32,7 +32,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
     with torch.device("meta"):
         compute = DTYPES[run.precision.compute]
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
-        spare(model, recompute=run.recompute, tiling=run.tiling)
+        save_memory(model, recompute=run.recompute, tiling=run.tiling)
         model.to(DTYPES[run.precision.master])
     if by_fsdp(run):
         embedding_as_module(model)
@@ -63,4 +63,4 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
     """Every parameter of the recipe's model, whoever holds it."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    return lay_out(spare(model, tiling=run.tiling))
+    return lay_out(save_memory(model, tiling=run.tiling))

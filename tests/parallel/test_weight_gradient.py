@@ -20,7 +20,7 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, Norm
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.spare import spare
+from moe.parallelize.memory import save_memory
 from moe.recipe import sections
 from parallel.mesh import Axis
 from parallel.weight_gradient import Owed, gradient_or_later, linear, owed_for, put_off, splittable
@@ -53,7 +53,7 @@ def model_of(
         compute=PRECISIONS[compute],
         seed=3,
     )
-    return spare(model, recompute=sections.Recompute(kind=recompute, loss_chunks=chunks), tiling=sections.Tiling(ffn=tiles, head=1))
+    return save_memory(model, recompute=sections.Recompute(kind=recompute, loss_chunks=chunks), tiling=sections.Tiling(ffn=tiles, head=1))
 
 
 def random(*shape: int, seed: int) -> Tensor:

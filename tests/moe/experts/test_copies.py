@@ -11,7 +11,7 @@ from torch import Tensor
 from moe.experts.copies import Copies
 from moe.experts.layer import MoELayer
 from moe.nn.context import Context
-from moe.nn.linear import feed_forward
+from moe.nn.linear import FeedForward
 from moe.recipe.sections import Experts, Router
 from parallel import process
 from parallel.errors import BadInput
@@ -26,7 +26,7 @@ MEANS = ("balance_loss", "z_loss", "entropy")
 def layer(axis: Axis | None) -> MoELayer:
     torch.manual_seed(0)
     router = Router(preset="gshard", group=1, capacity_factor=1.0, min_capacity=1, z_weight=0.1)
-    experts, shared = Experts(num_experts=E, kernels="reference"), feed_forward(D, F, "gelu", tiles=1)
+    experts, shared = Experts(num_experts=E, kernels="reference"), FeedForward(D, F, "gelu")
     made = MoELayer(experts, router, d_model=D, d_ff=F, ffn="gelu", layer=3, shared=shared)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)

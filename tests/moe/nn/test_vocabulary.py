@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.vocabulary import PADDING, Rows, look_up, project, summed_loss
-from moe.parallelize.spare import spare
+from moe.parallelize.memory import save_memory
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.verify.cases import Case
@@ -146,7 +146,7 @@ def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, 
         sections.Model(num_layers=1, d_model=4, num_heads=2, d_ff=6, max_length=length, tied_embeddings=False),
         vocab_size=vocabulary,
     )
-    spare(model, recompute=sections.Recompute(loss_chunks=chunks), tiling=sections.Tiling(head=tiles))
+    save_memory(model, recompute=sections.Recompute(loss_chunks=chunks), tiling=sections.Tiling(head=tiles))
     tokens = torch.randint(vocabulary, (B, length + 1), generator=torch.Generator().manual_seed(0))
     with Largest() as seen:
         model(tokens[:, :-1], None, tokens[:, 1:]).loss.backward()
@@ -155,7 +155,7 @@ def test_logits_exist_for_one_run_of_tokens_and_one_tile_at_a_time(chunks: int, 
 
 def test_the_model_gives_a_loss_or_logits() -> None:
     model = Transformer(sections.Model(num_layers=1, d_model=8, num_heads=2, d_ff=6), vocab_size=V)
-    spare(model, recompute=sections.Recompute(loss_chunks=2))
+    save_memory(model, recompute=sections.Recompute(loss_chunks=2))
     _, targets, _ = drawn(8)
     tokens = targets.clamp(min=0)
     logits, loss = model(tokens), model(tokens, None, targets)

@@ -10,8 +10,8 @@ import torch
 
 from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize.build import build
+from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import FAMILIES, lay_out, plan_of
-from moe.parallelize.spare import spare
 from moe.parallelize.units import read_in_fp32, units_of
 from moe.recipe import sections
 from moe.recipe.load import build_run
@@ -61,7 +61,7 @@ def on_meta(values: Mapping[str, Any], **more: Any) -> tuple[Run, Transformer]:
     run = build_run(dict(values) | more)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16)
-    return run, spare(model, tiling=run.tiling)
+    return run, save_memory(model, tiling=run.tiling)
 
 
 def test_layouts_are_those_of_the_table() -> None:
@@ -69,6 +69,7 @@ def test_layouts_are_those_of_the_table() -> None:
     assert {name: (layout.shape, dict(layout.split), layout.family) for name, layout in layouts.items()} == TABLE
     for name, layout in layouts.items():
         expert = ".experts." in name
+        assert expert or layout.alike == (() if ".moe." in name else ("tp",))  # there every token is on one rank of tp alone
         assert layout.view == (EXPERT if expert else DENSE) and layout.family in FAMILIES and layout.tile is None
         assert layout.unstack == (name.replace(".moe.", ".").replace("experts.", "experts.{}.") if expert else None)
 
@@ -127,5 +128,5 @@ def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
 
 def test_the_plan_can_be_printed() -> None:
     lines = str(plan_of(sections.Dispatch(kind="padded"), kernels="auto")).splitlines()
-    assert [line.split()[0] for line in lines] == ["layers.*.moe.experts.*", "layers.*.moe.router.**", "**"]
-    assert "kind='padded'" in lines[0] and "hidden='etp'" in lines[0] and lines[2].endswith("Copied(family='dense')")
+    assert [line.split()[0] for line in lines] == ["layers.*.moe.experts.*", "layers.*.moe.router.**", "layers.*.moe.**", "**"]
+    assert "kind='padded'" in lines[0] and "hidden='etp'" in lines[0] and lines[3].endswith("Copied(family='dense', alike=('tp',))")

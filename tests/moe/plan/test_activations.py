@@ -9,7 +9,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
-from moe.parallelize.spare import spare
+from moe.parallelize.memory import save_memory
 from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
@@ -41,7 +41,7 @@ def kept_by_blocks(run: Run) -> list[int]:
     """Bytes of all storages that autograd keeps for each block, parameters left out."""
     compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
     model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute).train()
-    spare(model, recompute=run.recompute)
+    save_memory(model, recompute=run.recompute)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     context = Context.fresh(torch.zeros(B, L, dtype=torch.int64)).remembering()
     x_BLD = torch.randn(B, L, run.model.d_model, dtype=compute, requires_grad=True)

@@ -22,7 +22,7 @@ from moe.experts.dispatch import AllToAll, Dispatcher, Dropout
 from moe.experts.experts import Experts
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.context import Context
-from moe.parallelize.spare import spare
+from moe.parallelize.memory import save_memory
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.router.router import Routing
@@ -50,7 +50,7 @@ def model_of(kind: str = "none", every: int = 1, *, router: str = "switch", **va
         vocab_size=V,
         seed=3,
     )
-    return spare(model, recompute=sections.Recompute(kind=kind, every=every))
+    return save_memory(model, recompute=sections.Recompute(kind=kind, every=every))
 
 
 def tokens() -> Tensor:

@@ -22,8 +22,8 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
 from moe.parallelize.build import build as build_model
+from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out
-from moe.parallelize.spare import spare
 from moe.recipe import sections
 from moe.recipe.load import build_run
 from moe.train import state
@@ -193,7 +193,7 @@ def test_first_values_are_the_untiled_ones_to_the_bit(beside: dict[str, Any], ti
 def test_a_model_made_alone_is_the_one_that_is_laid_out() -> None:
     """Without a mesh, and not on the meta device."""
     run = build_run(SPARSE | TILES)
-    alone = spare(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size), tiling=run.tiling)
+    alone = save_memory(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size), tiling=run.tiling)
     made, _ = build_model(check_run(run, 1), Mesh.of(Degrees()), device=CPU)
     assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), made.parameters(), strict=True))
     names = [name for name, module in made.named_modules() if any(module is tile for tile in tiles_of(made))]

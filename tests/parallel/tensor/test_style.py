@@ -102,8 +102,8 @@ def test_the_first_row_that_fits_counts_and_the_rest_is_copied() -> None:
     plan = Plan((("layers.0.**", Copied("first")), ("layers.**", Copied("others"))))
     found = [plan.style_of(name).layout(name, (2, 3)) for name in ("layers.0.w", "layers.1.w", "head")]
     assert found == [dense((2, 3), "first"), dense((2, 3), "others"), dense((2, 3))]
-    rows = ["layers.0.**  Copied(family='first')", "layers.**    Copied(family='others')", "**           Copied(family='dense')"]
-    assert str(plan).splitlines() == rows
+    rows = ["layers.0.**  Copied(family='first'", "layers.**    Copied(family='others'", "**           Copied(family='dense'"]
+    assert [line.partition(", alike")[0] for line in str(plan).splitlines()] == rows
 
 
 def test_tiles_are_laid_out_as_parts_of_their_whole() -> None:

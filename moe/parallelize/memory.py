@@ -1,4 +1,4 @@
-"""What spares memory, applied to a model from outside before its parameters are laid out: parts computed again, matrices in tiles.
+"""What saves memory at the price of time, applied to a model before its parameters are laid out: parts computed again, tiles.
 
 recompute    which blocks, or which part of each, run once more in the backward pass; the loss in runs of tokens
 tiling       TILED and the vocabulary's matrices become sums of narrower ones (parallel/data/tiling.py), values kept
@@ -16,7 +16,7 @@ TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.
 VOCABULARY = ("embedding", "head")
 
 
-def spare(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
+def save_memory(model: Transformer, *, recompute: sections.Recompute | None = None, tiling: sections.Tiling | None = None) -> Transformer:
     """The same model, changed in place."""
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
