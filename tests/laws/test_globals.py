@@ -38,6 +38,7 @@ CACHED = {
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
     "moe/kernels/triton/device.py: hopper": "of the device",
     "moe/recipe/load.py: _keys": "of the classes of a recipe",
+    "parallel/tensor/style.py: _regex": "of a pattern alone",
 }
 SETTINGS = {
     "signal.signal": {

@@ -156,7 +156,7 @@ def test_the_delay_matters_and_a_drain_forgets_it() -> None:
     plain = twin(recipe(case), stages=1)[0]
     delayed, drained = streamed(case)[0], streamed(case, (1,) * STEPS)[0]
     assert drained == pytest.approx(plain, rel=1e-5)
-    assert max(abs(a - b) / b for a, b in zip(delayed, plain, strict=True)) > 5e-4
+    assert max(abs(a - b) / b for a, b in zip(delayed, plain, strict=True)) > 1e-4  # ten times what is called equal
     half = streamed(case, (3, 4))[0]
     assert half[:3] == pytest.approx(delayed[:3], rel=1e-6)
 
