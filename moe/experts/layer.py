@@ -136,7 +136,7 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _L
     """Over the scope that the spec names; of the global batch where the context can tell its sums."""
     probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
-    expert_TK = routing.expert_TK[:, :choices]
+    expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]
     counted_TK = None if routing.counted_TK is None else routing.counted_TK[:, :choices]
     num_groups = routing.num_groups if s.balance_scope == "sequence" else 1
     gate_TE = spread_gates(routing.gate_TK, routing.expert_TK, num_experts=num_experts) if s.importance_weight else None

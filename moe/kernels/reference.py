@@ -55,8 +55,8 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
-    """Tokens [T, D] to rows [R, D]."""
-    return x_TD[plan.token_R]
+    """Tokens [T, D] to rows [R, D]; the gradients of a token's rows are added up in fp32 or wider."""
+    return x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))[plan.token_R].to(x_TD.dtype)
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:

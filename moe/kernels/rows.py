@@ -1,6 +1,6 @@
 """Moving rows by a plan, forward and backward: always a gather, never an addition at an index, so sums have a fixed order.
 
-permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows
+permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
 combine   rows -> tokens, times the gates    backward: each row gets its token's gradient times its gate
 """
@@ -34,9 +34,12 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         row_TK = ctx.plan.row_TK
         grad_TD = _take(grad_RD, row_TK[:, 0])
+        if row_TK.shape[1] == 1:
+            return grad_TD, None
+        sum_TD = grad_TD.to(torch.promote_types(grad_RD.dtype, torch.float32))
         for k in range(1, row_TK.shape[1]):
-            grad_TD += _take(grad_RD, row_TK[:, k])
-        return grad_TD, None
+            sum_TD += _take(grad_RD, row_TK[:, k])
+        return sum_TD.to(grad_RD.dtype), None
 
 
 class _Reorder(torch.autograd.Function):

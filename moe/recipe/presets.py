@@ -52,6 +52,7 @@ PRESETS: dict[str, RouterSpec] = {
         gates="before_drop",
         gate_scale=2.5,
         balance_weight=0.0001,
+        balance_counts="unbiased",
     ),
     "deepspeed": RouterSpec(
         num_choices=2,

@@ -48,7 +48,8 @@ class RouterSpec:
         `queue`: all first choices of a group, then all second ones; or token after token.
     losses
         weights of Switch's balance loss, the importance loss and the z-loss, each summed over layers. `balance_counts`:
-        which choices f counts. `balance_scope`: over which tokens f is taken.
+        what f counts: all choices, each token's first, or the experts of its k highest scores, whichever it chose (`unbiased`).
+        `balance_scope`: over which tokens f is taken.
     """
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
@@ -76,7 +77,10 @@ class RouterSpec:
     drop: Annotated[Literal["position", "lowest_gate", "random"], Key("who has no slot")] = "position"
     queue: Annotated[Literal["choices_first", "tokens_first"], Key("all first choices before second ones, or not")] = "choices_first"
     balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0)] = 0.0
-    balance_counts: Annotated[Literal["all", "first"], Key("choices that count as load; GShard: first")] = "all"
+    balance_counts: Annotated[
+        Literal["all", "first", "unbiased"],
+        Key("what counts as load: all choices, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)"),
+    ] = "all"
     balance_scope: Annotated[
         Literal["sequence", "micro_batch", "global_batch"],
         Key("tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"),

@@ -63,6 +63,9 @@ def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
     if not s.drops and s.select not in ("expert_choice", "sinkhorn") and s.balance_scope != "sequence":
         beside = f"capacity_factor null and balance_scope {s.balance_scope}"
         found["group"] = (beside, "nothing is counted over groups", "router.balance_scope to sequence")
+    if s.balance_counts == "unbiased" and s.select == "top_k" and s.bias_rate is None and s.noise != "gumbel":
+        why = ("select top_k and bias_rate null", "the choices are the top k of the scores already", "router.bias_rate to 0.001")
+        found["balance_counts"] = why
     return found
 
 

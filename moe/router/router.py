@@ -23,7 +23,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.noise import gumbel, jittered, noisy_logits
-from moe.router.scores import chosen_gates, probabilities, scores_of
+from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from parallel.errors import BadInput
 
@@ -36,7 +36,7 @@ class Decision:
 
     `expert_TK` int64; `kept_TK` bool: the choice got a slot. `counted_TK` bool: False where an entry only fills the row of a token that
     fewer experts chose; None if every row is full. `capacity`: slots per expert and group, None if dropless. `num_groups`: number of
-    groups, equal in size, in token order.
+    groups, equal in size, in token order. `load_TK` int64: what the balance loss counts, where that is not the choices.
     """
 
     expert_TK: Tensor
@@ -44,6 +44,7 @@ class Decision:
     counted_TK: Tensor | None
     capacity: int | None
     num_groups: int
+    load_TK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Routing:
     num_groups: int
     valid_T: Tensor | None = None
     counted_TK: Tensor | None = None
+    load_TK: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -103,6 +105,7 @@ class Router(nn.Module):
             made.num_groups,
             context.valid_T,
             made.counted_TK,
+            made.load_TK,
         )
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
@@ -138,7 +141,8 @@ class Router(nn.Module):
             queue=spec.queue,
             priority_TK=None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context),
         )
-        return Decision(expert_TK, kept_TK, None, slots, num_groups)
+        load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
+        return Decision(expert_TK, kept_TK, None, slots, num_groups, load_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, *, num_groups: int, context: Context) -> Tensor:
         """The values [T, E] whose highest are selected. Gates are always taken from the unchanged scores."""
@@ -178,7 +182,7 @@ class Router(nn.Module):
             return context.uniform(f"{self.name}.lot", expert_TK.shape[1])
         if spec.drop != "lowest_gate":
             return None
-        gate_TK = chosen_gates(scores_TE, logits_TE, expert_TK, spec=spec, of_TK=None)
+        gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         # V-MoE serves whole tokens, by their highest gate; where tokens queue instead of choices, each choice has its own priority
         return gate_TK.amax(1, keepdim=True).expand_as(gate_TK) if spec.queue == "choices_first" else gate_TK
 

@@ -4,12 +4,16 @@
     sigmoid            1 / (1 + exp(-l_e))            each expert on its own          DeepSeek-V3 (arXiv 2412.19437, eq. 15)
     sqrt_softplus      sqrt(log(1 + exp(l_e)))        grows without bound, slowly     Megatron-LM's sqrtsoftplus
 
+Gates that sum to 1 are exp(a_i) / sum exp(a_j) over a token's choices, where a is the logarithm of a score: no sum of scores is
+divided by, so scores too small to be added up in fp32 still give gates that sum to 1.
+
 A gate made to sum to 1 over one expert is always 1: such a router gets no gradient from the model's loss
 (moe/router/checks.py refuses it).
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,12 +38,37 @@ def probabilities(scores_TE: Tensor, spec: RouterSpec) -> Tensor:
     return scores_TE if spec.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=_TINY)
 
 
+def chosen_scores(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec) -> Tensor:
+    """The gates [T, K] of the chosen experts as they are before they are made to sum to 1: who is dropped goes by them."""
+    if spec.softmax_over == "chosen":
+        return logits_TE.gather(1, expert_TK).softmax(-1)
+    return scores_TE.gather(1, expert_TK)
+
+
 def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spec: RouterSpec, of_TK: Tensor | None) -> Tensor:
-    """Gates [T, K] of the chosen experts. `of_TK` bool: where it is False the gate is set to 0, before gates are normalised."""
-    over_chosen = spec.softmax_over == "chosen"
-    gate_TK = logits_TE.gather(1, expert_TK).softmax(-1) if over_chosen else scores_TE.gather(1, expert_TK)
-    if of_TK is not None:
-        gate_TK = gate_TK * of_TK
-    if spec.gates != "as_is":
-        gate_TK = gate_TK / gate_TK.sum(-1, keepdim=True).clamp(min=_TINY)
+    """Gates [T, K] of the chosen experts. `of_TK` bool: where it is False the gate is 0, and others sum to 1 without it."""
+    if spec.gates == "as_is":
+        gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
+        gate_TK = gate_TK if of_TK is None else gate_TK * of_TK
+    else:
+        gate_TK = _sum_to_one(_log_scores(logits_TE.gather(1, expert_TK), spec), of_TK)
     return gate_TK if spec.gate_scale == 1 else gate_TK * spec.gate_scale
+
+
+def _log_scores(logits_TK: Tensor, spec: RouterSpec) -> Tensor:
+    """Logarithms of scores, up to a constant for each token."""
+    if spec.score == "softmax":
+        return logits_TK
+    if spec.score == "sigmoid":
+        return F.logsigmoid(logits_TK)
+    # log(softplus(l)) is l where exp(l) is too small to be added to 1
+    small_TK = logits_TK < -15
+    return 0.5 * logits_TK.where(small_TK, F.softplus(logits_TK.masked_fill(small_TK, 0.0)).log())
+
+
+def _sum_to_one(log_TK: Tensor, of_TK: Tensor | None) -> Tensor:
+    """Softmax over a token's entries, those where `of_TK` is False left out; 0 for a token that has none."""
+    if of_TK is None:
+        return log_TK.softmax(-1)
+    none_T1 = ~of_TK.any(-1, keepdim=True)
+    return log_TK.masked_fill(~of_TK & ~none_T1, -torch.inf).softmax(-1).masked_fill(none_T1 | ~of_TK, 0.0)

@@ -94,7 +94,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     y = _experts(x, gates, kept, weights, name, tokens, kind, cast)
     valid = torch.tensor(tokens.valid)
     probs = scores / scores.sum(1, keepdim=True)
-    counted = _counted(chosen, tokens, spec)
+    counted = _counted(chosen, scores.detach(), tokens, spec)
     groups = _groups(tokens, spec) if spec.balance_scope == "sequence" else [range(len(x))]
     uneven = logits.new_zeros(())
     if spec.importance_weight:
@@ -126,14 +126,19 @@ def score(logits: Tensor, spec: RouterSpec) -> Tensor:
 def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list[list[int]], spec: RouterSpec) -> Tensor:
     """[T, E]: each chosen expert's gate, 0 elsewhere; where they are to sum to 1, over what the spec says."""
     experts = scores.shape[1]
-    gates = scores * _mask(chosen, experts)
-    if spec.softmax_over == "chosen":
-        gates = logits.masked_fill(~_mask(chosen, experts), -math.inf).softmax(1)
+    gates = _raw_gates(scores, logits, chosen, spec)
     if spec.gates == "after_drop":
         gates = gates * _mask(kept, experts)
     if spec.gates != "as_is":
-        gates = gates / gates.sum(1, keepdim=True).clamp(min=1e-20)
+        total = gates.double().sum(1, keepdim=True)
+        gates = (gates.double() / torch.where(total > 0, total, 1.0)).float()
     return gates * spec.gate_scale
+
+
+def _raw_gates(scores: Tensor, logits: Tensor, chosen: list[list[int]], spec: RouterSpec) -> Tensor:
+    """[T, E]: each chosen expert's probability, or its share where the softmax is over the chosen; 0 elsewhere."""
+    mask = _mask(chosen, scores.shape[1])
+    return logits.masked_fill(~mask, -math.inf).softmax(1) if spec.softmax_over == "chosen" else scores * mask
 
 
 def _normal(numbers: Tensor) -> Tensor:
@@ -260,7 +265,7 @@ def _queue(
     if spec.drop == "random":
         first = tokens.draw(f"{name}.router.lot", most).tolist()
     else:
-        gates = gates_of(scores, logits, chosen, chosen, spec)
+        gates = _raw_gates(scores, logits, chosen, spec)
         first = [[gates[t, e].item() for e in experts] for t, experts in enumerate(chosen)]
         if spec.queue == "choices_first":  # a token is served by its highest gate, whichever of its choices it is
             first = [[max(row)] * len(row) for row in first]
@@ -312,8 +317,10 @@ def network(
 # --- losses -------------------------------------------------------------------------------------------------------------------
 
 
-def _counted(chosen: list[list[int]], tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    """The choices that are load: all, or each token's first; padding's never."""
+def _counted(chosen: list[list[int]], scores: Tensor, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+    """What is load: all choices, each token's first, or its best experts without bias and groups; padding's never."""
+    if spec.balance_counts == "unbiased":
+        chosen = [_best(row, spec.num_choices) for row in scores.tolist()]
     most = 1 if spec.balance_counts == "first" else None
     return [experts[:most] if tokens.valid[t] else [] for t, experts in enumerate(chosen)]
 

@@ -297,6 +297,11 @@ CASES: list[tuple[str, str, str]] = [
         "router.allow_noncausal: got false with select expert_choice, needed true: an expert chooses its tokens among those of the whole",
         "router.select to top_k",
     ),
+    (
+        T + "--router.balance_counts unbiased",
+        "router.balance_counts: got unbiased with select top_k and bias_rate null, needed all",
+        "set router.balance_counts to all",
+    ),
     (T + "--router.drop lowest_gate", "a later token with a higher gate takes an earlier one's slot", "set router.drop to position"),
     (T + "--router.drop random", "router.allow_noncausal: got false with drop random", "set router.drop to position"),
     (T + "--router.select sinkhorn --router.balance_weight 0", "got false with select sinkhorn", "router.allow_noncausal to true"),

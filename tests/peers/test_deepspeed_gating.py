@@ -4,6 +4,7 @@ capacity        the same formula, but theirs is never cut to the number of token
 balance loss    top-1: the same; top-2: theirs counts first choices only
 drops           top-1: as many per expert; which ones is torch.topk's order of ties there, and by position here
                 top-2: the same choices
+                top-3 and more, by probability: the same choices
 top-2 gates     theirs are renormalised after dropping, as in our preset deepspeed; in glam before: equal where nothing was dropped
 """
 
@@ -142,6 +143,17 @@ def test_the_preset_has_their_gates_and_gradients_with_drops(gating: ModuleType,
     torch.testing.assert_close(mine, loss)
     got, want = ((gate * weights).sum() + aux for gate, aux in ((routing.gate_TK, mine), (want_TK, loss)))
     torch.testing.assert_close(*(torch.autograd.grad(v, logits)[0] for v in (got, want)))
+
+
+@pytest.mark.parametrize("gates", ["as_is", "before_drop", "after_drop"])
+def test_top_3_drops_the_choices_of_lowest_probability(gating: ModuleType, gates: str) -> None:
+    """Whatever gates are made to sum to: a token's share says how sure it is between its choices, not how much it wants one."""
+    logits = logits_of(seed=8, skew=0.4)
+    _, combine_TEC, _, _ = gating.topkgating(logits, 3, 0.5, 4, drop_policy="probs")
+    routing = ours(logits, num_choices=3, gates=gates, drop="lowest_gate", queue="tokens_first", capacity_factor=0.5, min_capacity=4)
+    assert torch.equal(dispatched(routing), (combine_TEC > 0).any(2)) and 0 < routing.kept_TK.sum() < routing.kept_TK.numel()
+    if gates == "after_drop":
+        torch.testing.assert_close(routing.gate_TK, combine_TEC.sum(2).gather(1, routing.expert_TK))
 
 
 def test_trap_top_2_gates_after_dropping_are_one_and_teach_nothing(gating: ModuleType) -> None:

@@ -230,6 +230,17 @@ def test_bf16_rows_are_independent_of_who_stands_beside_them(count: int) -> None
         torch.testing.assert_close(one.float(), whole[first : first + 1].float(), rtol=2.0**-7, atol=2.0**-7 * plain.abs().max().item())
 
 
+@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
+def test_bf16_gradients_of_a_tokens_rows_are_added_in_fp32(kernels: ModuleType) -> None:
+    """1 and four times 2^-8: added up one by one in bf16 each of the small ones is rounded away."""
+    experts = torch.arange(E).expand(3, E)
+    plan = kernels.plan(experts, torch.ones_like(experts, dtype=torch.bool), num_experts=E)
+    x = random(3, D, dtype=torch.bfloat16).requires_grad_()
+    small = torch.where(plan.choice_R % E == 0, 1.0, 2.0**-8).unsqueeze(1).expand(-1, D).to(torch.bfloat16)
+    kernels.permute(x, plan).backward(small)  # type: ignore[no-untyped-call]
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 1 + 2.0**-6))
+
+
 def test_bf16_combine_weighs_and_sums_in_fp32() -> None:
     """256 (1 + 2^-9) + 1 is 257.5, in bf16 258; with the gate, the products or the sum in bf16 it would be 256."""
     plan = cpu.plan(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), num_experts=2)

@@ -16,6 +16,7 @@ from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.balance import balance_loss, count_choices, importance_loss, join, spread_gates, step_means, z_loss
 from moe.router.router import Router
+from tests.support.routed import D, L, random, route, router_of
 
 # G groups, S tokens of a group, T = G*S tokens, E experts, K choices, D model
 
@@ -319,3 +320,24 @@ def test_the_scope_decides_which_collapse_is_seen() -> None:
         layer.router.weight.data.copy_(30 * torch.eye(4))
         found[scope] = layer(x_BLD, Context.of(x_BLD[..., 0]))[1].balance_loss.item()
     assert found == pytest.approx({"sequence": 4, "micro_batch": 1, "global_batch": 1}, rel=1e-4)
+
+
+def test_deepseeks_load_is_the_top_k_of_scores_without_bias_and_without_groups() -> None:
+    """DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20), as loops; the choices themselves are of biased scores and of two groups of eight."""
+    experts, k = 16, 4
+    options = {"preset": "deepseek_v3", "num_choices": k, "expert_groups": 8, "top_groups": 2}
+    router = router_of(num_experts=experts, **options)
+    assert router.bias_E is not None
+    router.bias_E.copy_(torch.linspace(0.4, -0.4, experts))
+    routing = route(router, random(2 * L, D))
+    scores = routing.logits_TE.sigmoid()
+    losses = []
+    for first in (0, L):
+        sequence = scores[first : first + L].tolist()
+        best = [sorted(range(experts), key=lambda e: -row[e])[:k] for row in sequence]
+        share = [experts / (k * L) * sum(e in row for row in best) for e in range(experts)]
+        mean = [sum(row[e] / sum(row) for row in sequence) / L for e in range(experts)]
+        losses.append(sum(f * p for f, p in zip(share, mean, strict=True)))
+    assert routing.load_TK is not None and not torch.equal(routing.load_TK.sort(1).values, routing.expert_TK.sort(1).values)
+    got = balance_loss(routing.probs_TE, routing.load_TK, num_groups=routing.num_groups)
+    assert got.item() == pytest.approx(sum(losses) / 2, rel=1e-5)

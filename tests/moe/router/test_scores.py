@@ -19,7 +19,7 @@ from tests.support.routed import B, D, E, L, context, from_logits, layer_of, ran
 SCORES = {
     "softmax": lambda x: x.softmax(-1),
     "sigmoid": torch.sigmoid,
-    "sqrt_softplus": lambda x: (1 + x.double().exp()).log().sqrt().float(),
+    "sqrt_softplus": lambda x: torch.log1p(x.double().exp()).sqrt().to(x.dtype),
 }
 
 
@@ -42,6 +42,26 @@ def test_far_logits_have_finite_gates_and_gradients(score: str, gates: str) -> N
     gate = chosen_gates(scores, logits, torch.tensor([[0, 1], [0, 1], [1, 3]]), spec=spec, of_TK=None)
     (grad,) = torch.autograd.grad((gate * torch.tensor([1.0, 2.0])).sum() + probabilities(scores, spec)[:, 0].sum(), logits)
     assert gate.isfinite().all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_gates_sum_to_one_however_small_the_scores(score: str) -> None:
+    """Scores of 1e-26 and less, whose sum fp32 cannot be divided by: the gates are those of float64, and so is their gradient."""
+    logits = torch.tensor([[90.0, -1.0, -60.0, -61.0], [90.0, -2.0, -85.0, -85.5]])
+    expert_TK, of_TK = torch.tensor([[0, 2, 3]] * 2), torch.tensor([[False, True, True]] * 2)
+    spec = RouterSpec(num_choices=3, score=score, gates="after_drop")  # type: ignore[arg-type]
+
+    def gates(x: Tensor) -> Tensor:
+        return chosen_gates(scores_of(x, spec), x, expert_TK, spec=spec, of_TK=of_TK)
+
+    exact = logits.double().requires_grad_()
+    kept = SCORES[score](exact)[:, 2:]
+    want = kept / kept.sum(1, keepdim=True)
+    found = gates(logits.requires_grad_())
+    torch.testing.assert_close(found[:, 1:].double(), want, rtol=1e-5, atol=0)
+    assert not found[:, 0].any()
+    (got_grad,), (want_grad,) = (torch.autograd.grad(g.sum(), x) for g, x in ((found[:, 1], logits), (want[:, 0], exact)))
+    torch.testing.assert_close(got_grad.double(), want_grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("score", SCORES)
