@@ -271,8 +271,13 @@ def _decided_again(real: Any) -> Any:
 
 
 def _first_run(real: Any) -> Any:
-    """Every rank of the ep axis holds the first experts."""
-    return lambda self, held, *, hidden=None: real(self, range(len(held)), hidden=hidden)
+    """Every rank of the ep axis has the values of the first experts."""
+
+    def wrong(name: str, layout: Any, mesh: Any, within: Any = None) -> Any:
+        for tensor in real(name, layout, mesh, within):
+            yield tensor if tensor.place is None else tensor._replace(name=layout.unstack.format(tensor.place))
+
+    return wrong
 
 
 _ONE = Case("switch", "ddp", 1, 1, 1, "fp32")
@@ -517,6 +522,6 @@ MUTATIONS = (
         "deepspeedai/DeepSpeed#6589",
         "data",
         Case("switch", "ddp", 2, 2, 1, "fp32"),
-        (Edit("moe.experts.experts:Experts.hold", _first_run),),
+        (Edit("moe.model.initialise:stored", _first_run),),
     ),
 )
