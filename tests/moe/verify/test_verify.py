@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ from moe.router.router import Router
 from moe.verify import layouts, verify
 from moe.verify.cases import MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.twin import Result
+from moe.verify.expected import Expected, twin_of
+from moe.verify.twin import Result, reference
+from moe.verify.where import Standard
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
 from parallel.data import ddp
@@ -102,20 +106,45 @@ def judged(tmp_path: Path, only: str, *, nproc: int = 2, kinds: str = "data") ->
     return code, json.loads((tmp_path / "verify.json").read_text())["rows"], said
 
 
-@pytest.mark.parametrize("layout", ["dense dp2 ep1 m3", "deepseek dp2 ep2 m1"])
-def test_two_processes_give_the_numbers_of_one(tmp_path: Path, layout: str) -> None:
-    """With every kind, in every precision: rows of `moe verify --nproc 2`, which has the other layouts."""
-    code, rows, said = judged(tmp_path, layout)
-    expected = [case for case in cases(2, kinds=("data",)) if case.layout.startswith(layout)]
-    assert code == 0 and len(rows) == len(expected) and all(row["passed"] for row in rows)
-    assert {(r["layout"], r["kind"], r["precision"]) for r in rows} == {(c.layout, c.kind, c.precision) for c in expected}
-    assert {r["kind"] for r in rows} >= {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
+def two_processes() -> list[Case]:
+    """Every kind in every precision, each once: fp32 with experts that are split, 16 bits with micro-batches; and each other word once.
+
+    `moe verify --nproc 2` has the rest of the product.
+    """
+    rows = cases(2, kinds=("data",))
+    exact = [c for c in rows if c.layout == "deepseek dp2 ep2 m1" and c.precision == "fp32"]
+    rounded = [c for c in rows if c.layout == "dense dp2 ep1 m3" and c.precision != "fp32"]
+    words = [c for c in rows if c.layout.startswith("deepseek dp2 ep2 m1 full") and c.kind in ("fsdp", "zero3")]
+    words += [c for c in rows if c.layout == "dense dp2 ep1 m3 selective tiles5/3"]
+    words += [c for c in rows if c.layout == "deepseek dp2 ep2 m1 tiles5/3 chunks7" and c.kind == "fsdp"]
+    words += [c for c in rows if c.layout in ("deepseek dp2 ep2 m3 padded", "deepseek dp2 ep2 m1 overflow")]
+    return exact + rounded + words
+
+
+@pytest.fixture
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five, half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    monkeypatch.setattr(layouts, "STEPS", 5)
+    monkeypatch.setattr("moe.verify.expected.reference", partial(reference, steps=5))
+
+
+@pytest.mark.usefixtures("fewer_steps")
+def test_two_processes_give_the_numbers_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every kind, in every precision."""
+    chosen = two_processes()
+    monkeypatch.setattr(verify, "cases", lambda nproc, kinds: chosen)
+    code, rows, said = judged(tmp_path, "")
+    assert code == 0 and len(rows) == len(chosen) and all(row["passed"] for row in rows)
+    kinds = {"ddp", "fsdp", "zero1", "zero2", "zero3", "zero1+cpu", "zero2+cpu", "zero3+cpu-all"}
+    assert {(r["kind"], r["precision"]) for r in rows} >= {(kind, p) for kind in kinds for p in ("fp32", "bf16", "fp16")}
+    assert {c.kind for c in chosen if c.padded} == {"ddp", "fsdp", "zero1"} and {c.kind for c in chosen if c.overflow} == {"ddp", "zero1"}
     assert all(0 <= row[number] <= 1e-5 for row in rows for number in NUMBERS if row["precision"] == "fp32")
     assert sum(line.rstrip().endswith("pass") for line in said) == len(rows)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("way", ["dp2 ep2 m3 overlapped", "dp2 ep1 etp2 m1"])
+@pytest.mark.usefixtures("fewer_steps")
 def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, way: str, recompute: str) -> None:
     """Every second router with each kind of recompute."""
     code, rows, _ = judged(tmp_path, f"{way} {recompute}", kinds="expert")
@@ -130,6 +159,7 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
         "gshard dp2 ep1 m1 zero1 fp16",
     ],
 )
+@pytest.mark.usefixtures("fewer_steps")
 def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str) -> None:
     code, rows, said = judged(tmp_path, only)
     assert code == 0 and [row["passed"] for row in rows] == [True]
@@ -339,6 +369,14 @@ def one_rank_fails(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layouts, "accumulate", wrong)
 
 
+@cache
+def as_it_should_be(twin: Case) -> Standard:
+    """What a layout is held against, made once for all faults of it, and before any fault is there."""
+    standard = Standard(Expected.of(twin))
+    assert standard.tape.steps and standard.allowed
+    return standard
+
+
 EVERY = set(NUMBERS)
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     # what is wrong, the layout that shows it, the numbers that must fail
@@ -373,6 +411,10 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
 def test_a_fault_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], only: str, numbers: set[str]
 ) -> None:
+    (case,) = (c for c in cases(2, kinds=("data",)) if only in f"{c.layout} {c.kind} {c.precision}")
+    as_it_should_be(twin_of(case))
+    monkeypatch.setattr(verify, "Expected", SimpleNamespace(of=lambda twin: as_it_should_be(twin).expected))
+    monkeypatch.setattr(verify, "Standard", lambda expected: as_it_should_be(expected.twin))
     fault(monkeypatch)
     code, (row,), said = judged(tmp_path, only)
     wrong = {number for number in NUMBERS if row[number] is None or row[number] > 1e-5}  # null: infinitely wrong
