@@ -108,7 +108,7 @@ def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
         counters, recipe = Counters(), started.run.model_dump(mode="json")
         with peaks.part("resuming"):
             found = state.resume(
-                Path(folder) / "checkpoints",
+                state.find(Path(folder) / "checkpoints", started.mesh, log=print),
                 started.engine,
                 started.mesh,
                 counters=counters,

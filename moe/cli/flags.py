@@ -29,12 +29,14 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
     Raises BadInput for unknown, repeated, valueless and ill-typed flags, and for too few or too many words.
     """
     hints = get_type_hints(kind)
+    repeatable = {f"--{name}" for name, hint in hints.items() if hint == tuple[str, ...]}
     types_of = {field.name: _plain(hints[field.name]) for field in dataclasses.fields(kind)}
     flags = {f"--{f.name}": types_of[f.name] for f in dataclasses.fields(kind) if not is_word(f)}
     wanted = [name for name in types_of if f"--{name}" not in flags]
     needed = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING]
     given: list[str] = []
     checked: dict[str, str] = {}
+    several: list[str] = []
     rest = iter(enumerate(words))
     for at, word in rest:
         if not word.startswith("-") or word == "-":
@@ -57,7 +59,10 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
                 raise BadInput(name, got="no value", needed=_needed(flags[name]), fix=f"{name}={_example(flags[name])}")
             value = next(rest)[1]
         _check_value(name, flags[name], value)
-        checked[name] = f"{name}={value}"
+        if name in repeatable:
+            several.append(f"{name}={value}")
+        else:
+            checked[name] = f"{name}={value}"
     if len(given) < len(needed):
         missing = needed[len(given)]
         raise BadInput(
@@ -73,11 +78,13 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
         raise BadInput(
             f"moe {verb}", got=f"{extra!r} as one word too many", needed=" ".join(map(str.upper, wanted)) or "flags only", fix=fix
         )
-    return [*given, *checked.values()]
+    return [*given, *checked.values(), *several]
 
 
 def _plain(hint: Any) -> Any:
-    """The type without None: `int | None` becomes int; other hints stay as they are."""
+    """The type of one value: `int | None` and `tuple[int, ...]` become int; other hints stay as they are."""
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0]
     if get_origin(hint) in (Union, types.UnionType):
         return next(a for a in get_args(hint) if a is not type(None))
     return hint

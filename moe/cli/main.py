@@ -32,11 +32,14 @@ BENCHES = Path(__file__).resolve().parents[1] / "bench"
 def _train(flags: Train, overrides: dict[str, str]) -> int:
     from moe.checks.together import check_run
     from moe.launch import start
+    from moe.recipe.changes import check_allowed
     from moe.recipe.load import load
 
     launcher: start.Launcher = flags.launcher or "deepspeed"
     world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
     run, _ = load(flags.recipe, overrides)
+    allowed = [key.replace("-", "_") for key in flags.allow_change]
+    check_allowed(allowed)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_run(run, world)
@@ -48,12 +51,13 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             launcher=launcher,
             out=flags.out,
             fresh=flags.fresh,
+            allow_changes=allowed,
             hostfile=flags.hostfile,
             debug_collectives=flags.debug_collectives,
         )
     from moe.launch import launch
 
-    words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items())]
+    words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items()), *(f"--allow-change={key}" for key in allowed)]
     words += ["--out", str(flags.out)] if flags.out else []
     words += ["--debug-collectives"] if flags.debug_collectives else []
     return launch.main(words + (["--fresh"] if flags.fresh else []))

@@ -52,6 +52,7 @@ class Train:
     )
     out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
+    allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
@@ -256,7 +257,7 @@ def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> An
         text = _about(kind, benches) + (f"\n\n{_OVERRIDES}" if verb in RECIPE_VERBS else "")
         arms.append(Annotated[_for_tyro(verb, kind, complete), tyro.conf.subcommand(verb, description=text)])
     union: Any = Union[tuple(arms)]  # noqa: UP007 (as many arms as there are verbs)
-    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    config = (tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone, tyro.conf.UseAppendAction)
     return tyro.cli(union, prog="moe", description=_ABOUT, args=words, config=config, use_underscores=True)
 
 
@@ -271,7 +272,7 @@ def _for_tyro(verb: str, kind: type, complete: bool) -> type:
         about: dict[str, Any] = {"help": f.metadata["help"]}
         if is_word(f):
             about |= {"metavar": f.name.upper()}
-        if f.default in (None, False):
+        if f.default in (None, False, ()):
             about |= {"help_behavior_hint": ""}
         hint = positional[hints[f.name]] if f.metadata.get("word") else hints[f.name]
         fields.append((f.name, Annotated[hint, arg(**about)], dataclasses.field(default=f.default)))

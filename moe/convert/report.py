@@ -10,7 +10,7 @@ import torch
 from moe.convert.checks import even_gate_sum, experts_of, gate_sum, layers_that, parts
 from moe.convert.layers import Conversion, feed_forward
 from moe.model.transformer import Transformer
-from moe.train import state
+from moe.recipe.changes import ORDER, changes, function_changes
 from moe.train.generate import restore
 
 
@@ -33,10 +33,12 @@ def became(conversion: Conversion) -> list[tuple[str, str]]:
     kept = [n for n in conversion.shapes if not (feed_forward(n) and int(n.split(".")[1]) in changed)]
     rows = [("as they are", f"{len(kept)} tensors: all but the feed-forward part of layers {_listed(changed)}")]
     rows += [(f"layer {layer}", _layer(conversion, layer)) for layer in changed]
+    other = ", ".join(map(str, function_changes(before, run)))
+    rows += [("otherwise", f"the weights now compute what the new recipe says: {other}")] if other else []
     if s.moments == "copy":
         step = conversion.reader.state["counters"]["step"]
         rows += [("moments", f"the source's, those of copies divided by their number; goes on at step {step}")]
-        changed_order = state.order_changes(before.model_dump(mode="json"), run.model_dump(mode="json"))
+        changed_order = ", ".join(str(change) for change in changes(before, run) if change.key in ORDER)
         rows += [("samples", f"in another order than the source's: {changed_order}")] if changed_order else []
     else:
         rows += [("moments", "fresh; starts at step 0")]

@@ -23,12 +23,16 @@ __all__ = ["Dataset", "Held", "Tokenizer", "TrainSet", "ValidationSet", "load", 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Opened data: endless training sequences, fixed validation sequences, their tokenizer, and the index of the token files."""
+    """Opened data: endless training sequences, fixed validation sequences, their tokenizer, and the index of the token files.
+
+    `key` is that of the text and of what the recipe says about it: runs with the same key see the same text.
+    """
 
     train: TrainSet
     validation: ValidationSet
     tokenizer: Tokenizer
     index: dict[str, Any]
+    key: str
 
 
 def open_data(
@@ -38,16 +42,19 @@ def open_data(
     vocab_size: int,
     seed: int,
     cache: Path | None = None,
+    tokenizer: dict[str, Any] | None = None,
     verify: bool = False,
     log: Callable[[str], object] = print,
 ) -> Dataset:
     """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
-    `max_length` is in tokens; `vocab_size` is the model's; `seed` decides the order. `verify` also hashes token files that existed
-    already. Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's,
-    and a cache folder that cannot be written.
+    `max_length` is in tokens; `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the description of the one that a model
+    was trained with, which is used whatever the text is now; None trains one where the recipe wants one. `verify` also hashes token
+    files that existed already. Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than
+    the tokenizer's, and a cache folder that cannot be written.
     """
-    files = open_or_build(find_corpus(data_config), data_config, cache=cache or cache_folder(), verify=verify, log=log)
+    corpus, cache = find_corpus(data_config), cache or cache_folder()
+    files = open_or_build(corpus, data_config, cache=cache, given=tokenizer, verify=verify, log=log)
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")
@@ -56,4 +63,5 @@ def open_data(
         validation=ValidationSet(Windows(files.validation, max_length, "validation"), files.tokenizer.bytes_per_id),
         tokenizer=files.tokenizer,
         index=files.index,
+        key=files.key,
     )

@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,14 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Opened token files: two read-only memory maps, their tokenizer and their index."""
+    """Opened token files: two read-only memory maps, their tokenizer and their index; `key` of the text, whoever gave the tokenizer."""
 
     folder: Path
     train: npt.NDArray[np.unsignedinteger]
     validation: npt.NDArray[np.unsignedinteger]
     tokenizer: Tokenizer
     index: dict[str, Any]
+    key: str
 
 
 def cache_folder() -> Path:
@@ -65,10 +66,30 @@ def cache_folder() -> Path:
         raise BadInput("cache folder", got="no home folder", needed="a place for token files", fix="set XDG_CACHE_HOME") from None
 
 
-def open_or_build(corpus: Corpus, data: Data, *, cache: Path, verify: bool = False, log: Log = print) -> TokenFiles:
-    """The token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache."""
+def open_or_build(
+    corpus: Corpus, data: Data, *, cache: Path, given: dict[str, Any] | None = None, verify: bool = False, log: Log = print
+) -> TokenFiles:
+    """The token files of a corpus, built first if missing or damaged. Raises BadInput for bad text and for an unusable cache.
+
+    `given` describes a tokenizer that must be used. The text's own files serve only if theirs is the same: another text, or another
+    version of the library, would have trained another one.
+    """
     corpus_hash = _corpus_hash(corpus, cache)
-    folder = cache / _key(corpus, data, corpus_hash)
+    key = _key(corpus, data, corpus_hash)
+    if given is None or given["kind"] == data.tokenizer == Bytes.name:
+        return _open_or_build(cache / key, corpus, data, corpus_hash, None, verify=verify, log=log)
+    with contextlib.suppress(FileNotFoundError, Damaged):
+        own = open_files(cache / key, verify=verify)
+        if own.tokenizer.describe() == given:
+            return own
+    folder = cache / _key(corpus, data, corpus_hash, given=given)
+    return replace(_open_or_build(folder, corpus, data, corpus_hash, load(given), verify=verify, log=log), key=key)
+
+
+def _open_or_build(
+    folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, *, verify: bool, log: Log
+) -> TokenFiles:
+    cache = folder.parent
     try:
         try:
             return open_files(folder, verify=verify)
@@ -84,7 +105,7 @@ def open_or_build(corpus: Corpus, data: Data, *, cache: Path, verify: bool = Fal
                 pass
             if locked:
                 _remove_leftovers(folder)
-            return _build(folder, corpus, data, corpus_hash, log)
+            return _build(folder, corpus, data, corpus_hash, tokenizer, log)
     except OSError as error:
         raise BadInput(
             f"token cache {cache}",
@@ -114,16 +135,16 @@ def _corpus_hash(corpus: Corpus, cache: Path) -> str:
     return digest
 
 
-def _key(corpus: Corpus, data: Data, corpus_hash: str) -> str:
-    """A hash of everything that the token files depend on."""
+def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] | None = None) -> str:
+    """A hash of everything that the token files depend on. A `given` tokenizer is hashed itself, instead of how to train one."""
     settings = {
         "format": FORMAT,
         "corpus": corpus_hash,
         "source": corpus.source,
         "text_key": corpus.text_key if corpus.source == "jsonl" else None,
         "validation_share": data.validation_share,
-        "tokenizer": data.tokenizer,
-        "vocab_size": data.vocab_size if data.tokenizer == "bpe" else None,
+        "tokenizer": data.tokenizer if given is None else hashlib.sha256(json.dumps(given).encode()).hexdigest(),
+        "vocab_size": data.vocab_size if data.tokenizer == "bpe" and given is None else None,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -146,7 +167,7 @@ def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
         if hashlib.sha256(described).hexdigest() != index["tokenizer"]["sha256"]:
             raise Damaged("tokenizer.json is not the one in the index")
         train, validation = (_open_side(folder / f"{side}.bin", index["dtype"], index[side], verify) for side in SIDES)
-        return TokenFiles(folder, train, validation, load(json.loads(described)), index)
+        return TokenFiles(folder, train, validation, load(json.loads(described)), index, folder.name)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
@@ -165,14 +186,15 @@ def _open_side(path: Path, dtype: str, entry: dict[str, Any], verify: bool) -> n
 # --- building --------------------------------------------------------------------------------------------------------
 
 
-def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, log: Log) -> TokenFiles:
+def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, log: Log) -> TokenFiles:
     """Tokenise a corpus into a temporary folder beside `folder`, then rename it to `folder`."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
-    log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({data.tokenizer}), once")
+    described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
+    log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({described}), once")
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
-        index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found)}
+        index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found, tokenizer)}
         index["corpus"] = {"sha256": corpus_hash, "label": corpus.label, "source": corpus.source, "files": len(corpus.names)}
         index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped}
         if content_hash(corpus) != corpus_hash:
@@ -191,18 +213,18 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, log: Log)
     return opened
 
 
-def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey) -> dict[str, Any]:
+def _write_files(temporary: Path, corpus: Corpus, data: Data, found: Survey, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Write tokenizer.json and both token files. Returns their part of the index."""
 
     def documents() -> Iterator[tuple[Side, str]]:
         return split_documents(corpus, data.validation_share, split=found.split)
 
-    tokenizer: Tokenizer = Bytes()
-    if data.tokenizer == "bpe":
+    if tokenizer is None and data.tokenizer == "bpe":
         tokenizer = train_bpe((text for side, text in documents() if side == "train"), vocab_size=data.vocab_size)
+    tokenizer = tokenizer or Bytes()
     described = json.dumps(tokenizer.describe()).encode()
     _write(temporary / "tokenizer.json", described)
-    summary = {"kind": data.tokenizer, "vocab_size": tokenizer.vocab_size, "sha256": hashlib.sha256(described).hexdigest()}
+    summary = {"kind": tokenizer.describe()["kind"], "vocab_size": tokenizer.vocab_size, "sha256": hashlib.sha256(described).hexdigest()}
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return {"tokenizer": summary, "dtype": dtype, **write_tokens(temporary, documents(), tokenizer, dtype=dtype)}
 

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from moe.checks.together import check_run
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
@@ -27,20 +28,36 @@ from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
 from parallel.extensions import use_extensions_dir
 
-USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--debug-collectives]"
+USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--debug-collectives]"
 DEBUG_FLAG = "--debug-collectives"
 
 
-def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
-    """(recipe, overrides, out, fresh) from the arguments. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds."""
+class Arguments(NamedTuple):
+    """What the command line of a rank says."""
+
+    recipe: str
+    overrides: dict[str, str]
+    out: Path | None = None
+    fresh: bool = False
+    allow_changes: tuple[str, ...] = ()
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """The arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds."""
     words, overrides = take_overrides(list(argv))
     recipe: str | None = None
     out: Path | None = None
     fresh = False
+    allowed: list[str] = []
     rest = iter(words)
     for word in rest:
         if word == "--fresh":
             fresh = True
+        elif word.partition("=")[0] in ("--allow-change", "--allow_change"):
+            key = word.partition("=")[2] if "=" in word else next(rest, None)
+            if not key:
+                raise BadInput("--allow-change", got="nothing", needed="a key of the recipe", fix="--allow-change model.num_heads")
+            allowed.append(key.replace("-", "_"))
         elif word == "--out" or word.startswith("--out="):
             value = word[6:] if "=" in word else next(rest, None)
             if not value:
@@ -55,7 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, str], Path | None, bool]:
             recipe = word
     if recipe is None:
         raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
-    return recipe, overrides, out, fresh
+    return Arguments(recipe, overrides, out, fresh, tuple(allowed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,11 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = list(sys.argv[1:] if argv is None else argv)
         if DEBUG_FLAG in words:
             os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
-        recipe, overrides, out, fresh = parse([word for word in words if word != DEBUG_FLAG])
-        run, origins = load(recipe, overrides)
-        name = run_name(recipe)
-        out = out or Path("runs") / name
-        code = _train(run, origins, name, out, fresh)
+        given = parse([word for word in words if word != DEBUG_FLAG])
+        run, origins = load(given.recipe, given.overrides)
+        name = run_name(given.recipe)
+        out = given.out or Path("runs") / name
+        code = _train(run, origins, name, out, given)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
         if rank == 0 or "on rank" in error:
@@ -96,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool) -> int:
+def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
     from parallel import process  # imports torch, so only after the recipe has been read
 
     world = process.read_environment()
@@ -106,7 +123,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, fresh: bool)
     process.share_cores(world)
     process.start(world)
     try:
-        train(run, name=name, out=out, origins=origins, fresh=fresh, world=world)
+        train(run, name=name, out=out, origins=origins, fresh=given.fresh, allow_changes=given.allow_changes, world=world)
     except Stopped:
         return STOPPED
     finally:

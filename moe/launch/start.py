@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ def start(
     launcher: Launcher = "deepspeed",
     out: Path | None = None,
     fresh: bool = False,
+    allow_changes: Sequence[str] = (),
     debug_collectives: bool = False,
     hostfile: Path | None = None,
     module: str = "moe.launch.launch",
@@ -58,6 +59,7 @@ def start(
     out = out or Path("runs") / run_name(recipe)
     status = _empty_status(out)
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
+    words += [f"--allow-change={key}" for key in allow_changes]
     words += ["--debug-collectives"] if debug_collectives else []
     token = secrets.token_hex(8)
     env = child_environment(os.environ, nproc or 1) | {TOKEN: token}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from moe.model.names import global_name
 from moe.model.transformer import extra_state, moe_layers
+from moe.recipe.changes import told
+from moe.recipe.load import build_run
 from parallel import checkpoint
 from parallel.checkpoint import Piece
 from parallel.data.engine import MOMENTS, Engine
@@ -23,7 +25,6 @@ from parallel.stored import Reader, check_same_parameters
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
-ORDER = (("train", "global_batch"), ("train", "seed"), ("model", "max_length"))  # what the order of samples depends on
 
 
 @dataclass
@@ -75,8 +76,14 @@ def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Ite
             yield from extra_state(layer).items()
 
 
+def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader | None:
+    """The newest checkpoint of a run that verifies, whatever layout wrote it; None if there is none. Collective."""
+    path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
+    return None if path is None else Reader(path)
+
+
 def resume(
-    folder: Path,
+    found: Reader | None,
     engine: Engine,
     mesh: Mesh,
     *,
@@ -87,34 +94,31 @@ def resume(
     log: Callable[[str], None],
     whole: dict[str, Layout] | None = None,
 ) -> bool:
-    """Load the newest checkpoint that verifies, whatever layout wrote it. False if there is none. Collective.
+    """Load what `find` found; False if that was nothing. Collective.
 
     `whole`: the layouts of the whole model, where this rank has some of its stages.
 
-    Raises BadInput, naming the parameter, for a checkpoint of another model; says what else changed since, because the
-    order of samples and the losses will then not be those of an unbroken run.
+    Raises BadInput, naming the parameter, for a checkpoint of another model; says what else has changed since. Whether the recipe
+    computes the same with those parameters is the caller's to check (moe/recipe/changes.py).
     """
-    path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
-    if path is None:
+    if found is None:
         return False
-    reader = Reader(path)
-    check_same_parameters(reader, global_layouts(whole or engine.layouts), ("weight", *MOMENTS))
-    begun = reader.state["counters"]["step"] > 0  # a converted model has seen no sample yet
-    if begun and reader.state["data"] != data:
+    check_same_parameters(found, global_layouts(whole or engine.layouts), ("weight", *MOMENTS))
+    begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
+    if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
-    changed = order_changes(reader.state["recipe"], recipe)
-    if begun and changed:
-        log(f"changed since the checkpoint, which moves the order of samples: {changed}")
+    for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
+        log(line)
 
     def stored(name: str, kind: str, box: Box) -> Tensor:
-        return reader.load(global_name(name), kind, engine.layouts[name], mesh, box)
+        return found.load(global_name(name), kind, engine.layouts[name], mesh, box)
 
-    engine.load_state(engine.layouts, stored, steps=reader.state["counters"]["updates"])
-    vars(counters).update(reader.state["counters"])
+    engine.load_state(engine.layouts, stored, steps=found.state["counters"]["updates"])
+    vars(counters).update(found.state["counters"])
     if isinstance(engine, Curved):
-        load_factors(reader, engine.kfac, mesh, updates=counters.updates, log=log)
-    load_extra(reader, engine.module, log=log, staged=whole is not None)
-    scale.load(reader.state["loss_scale"])
+        load_factors(found, engine.kfac, mesh, updates=counters.updates, log=log)
+    load_extra(found, engine.module, log=log, staged=whole is not None)
+    scale.load(found.state["loss_scale"])
     return True
 
 
@@ -128,11 +132,6 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
 
     if not kfac.load(stored, updates=updates):
         log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
-
-
-def order_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What differs between two recipes, given as plain values, of what the order of samples depends on; empty if nothing does."""
-    return ", ".join(f"{s}.{k}: {before[s][k]} -> {after[s][k]}" for s, k in ORDER if before[s][k] != after[s][k])
 
 
 def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], staged: bool = False) -> None:

@@ -9,7 +9,7 @@ signal only sets a flag; the flag is summed with the step's numbers, so that all
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
+from moe.recipe.changes import check_allowed
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import Records, read, read_summary, write_summary
@@ -31,6 +32,7 @@ from moe.records.speed import hardware, matmul_flops, source_commit
 from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
+from moe.train.earlier import Earlier
 from moe.train.energy_clocks import planned_clocks
 from moe.train.executor import logits_of, start_executor
 from moe.train.generate import sample
@@ -60,21 +62,24 @@ def train(
     out: Path | None = None,
     origins: dict[str, str] | None = None,
     fresh: bool = False,
+    allow_changes: Sequence[str] = (),
     world: World | None = None,
     display: bool = True,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
     In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
-    instead of resuming. Raises BadInput before anything is written, and Stopped after a signal once the state is saved.
+    instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. Raises BadInput before
+    anything is written, and Stopped after a signal once the state is saved.
     """
     world = world or process.read_environment()
+    check_allowed(allow_changes)
     run = check_run(run, world.size)
     process.start(world)
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
-    job = _open(run, name, out, origins or {}, fresh, world, display)
+    job = _open(run, name, out, origins or {}, fresh, allow_changes, world, display)
     with asked_to_stop() as asked:
         try:
             with planned_clocks(run, job.executor, job.mesh, world, note=job.progress.note):
@@ -85,45 +90,54 @@ def train(
             job.records.close()
 
 
-def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, world: World, display: bool) -> Job:
+def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, allowed: Sequence[str], world: World, display: bool) -> Job:
     first = world.rank == 0
     make_writable(out, world)
     say: Callable[[str], None] = print if first and display else _silent
-    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=say)
     mesh = process.connect(run.mesh_degrees(), world)
+    found = None if fresh else state.find(out / "checkpoints", mesh, log=say)
+    earlier = Earlier.of(found, run, allowed)
+    data = open_data(
+        run.data,
+        max_length=run.model.max_length,
+        vocab_size=run.vocab_size,
+        seed=run.train.seed,
+        tokenizer=earlier.tokenizer,
+        log=say,
+    )
     prepare(run, say)
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device)
     with during(STATES):
         executor = start_executor(run, model, layouts, mesh)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
-    found = False
     if fresh:
         set_aside(out / "checkpoints", world)
-    else:
-        with during(RESUMING):
-            found = state.resume(
-                out / "checkpoints",
-                executor.engine,
-                mesh,
-                counters=counters,
-                scale=scale,
-                data=data.index["key"],
-                recipe=run.model_dump(mode="json"),
-                log=say,
-                whole=whole_layouts(run) if run.degrees.pp > 1 else None,
-            )
+    with during(RESUMING):
+        state.resume(
+            found,
+            executor.engine,
+            mesh,
+            counters=counters,
+            scale=scale,
+            data=data.key,
+            recipe=run.model_dump(mode="json"),
+            log=say,
+            whole=whole_layouts(run) if run.degrees.pp > 1 else None,
+        )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
-    records = Records(out if first else None, resume_step=counters.step if found else None, say=say)
+    records = Records(out if first else None, resume_step=None if found is None else counters.step, say=say)
     progress = open_progress(
         run.train.steps, recipe=name, world=world.size, lines=title(run, world), out=out, kind="auto" if first and display else "none"
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
-    if found:
+    for line in earlier.unused(allowed):
+        progress.note(line)
+    if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
-        records.write({"kind": "event", "event": "resumed", "step": counters.step})
+        records.write({"kind": "event", "event": "resumed", "step": counters.step, **earlier.recorded()})
     shard = TokenShard.of(mesh, num_sequences=run.train.global_batch, length=run.model.max_length)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)
@@ -249,7 +263,7 @@ def _save(job: Job) -> None:
         scale=job.scale,
         recipe=job.run.model_dump(mode="json"),
         tokenizer=job.data.tokenizer.describe(),
-        data=job.data.index["key"],
+        data=job.data.key,
         keep=job.run.train.keep,
     )
     job.records.write({"kind": "event", "event": "saved", "step": job.counters.step, "path": str(path)})

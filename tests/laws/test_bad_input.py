@@ -76,6 +76,8 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 0", "--nproc: got 0, needed at least 1", "--nproc 1"),
     (T + "--nproc 2 --nproc 4", "--nproc: got it twice", "remove one"),
     (T + "--fresh=yes", "--fresh: got --fresh=yes", "write --fresh"),
+    (T + "--allow-change model.num_head", "--allow-change model.num_head: got a key that does not exist", "model.num_heads?"),
+    (T + "--allow-change", "--allow_change: got no value", "--allow_change=TEXT"),
     (T + "--launcher mpirun", "--launcher: got mpirun, needed deepspeed or torchrun", "--launcher deepspeed"),
     (T + "--out=", "--out: got nothing", "--out PATH"),
     (T + "--nproc 2 --out text.txt", "--out: got text.txt", "choose another --out"),

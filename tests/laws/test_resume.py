@@ -19,6 +19,7 @@ from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train import state, trainer
 from parallel.process import World
+from parallel.stored import Reader
 from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
@@ -286,7 +287,7 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
         ({"train": {"global_batch": 4}}, "train.global_batch: 8 -> 4"),
         ({"train": {"seed": 3}}, "train.seed: 0 -> 3"),
         ({"model": {"max_length": 16}}, "model.max_length: 12 -> 16"),
-        ({"train": {"seed": 3}, "model": {"max_length": 16}}, "train.seed: 0 -> 3, model.max_length: 12 -> 16"),
+        ({"train": {"seed": 3}, "model": {"max_length": 16}}, "model.max_length: 12 -> 16, train.seed: 0 -> 3"),
         ({"data": {"validation_share": 0.3}}, "the training text is not the one this run was started with"),
         ({}, ""),
     ],
@@ -303,6 +304,73 @@ def test_what_moves_the_order_of_samples_is_said_in_one_line(
     trainer.train(recipe(home, changed=changed), out=out, world=World(), display=True)
     told = [line for line in capsys.readouterr().out.splitlines() if "order of samples" in line or "training text" in line]
     assert len(told) == bool(said) and all(said in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": {"num_heads": 4}}, "model.num_heads: got 4, needed 2, with which step-4 was trained"),
+        (
+            {"model": {"ffn": "relu"}, "router": {"num_choices": 2}},
+            "model.ffn, router.num_choices: got relu, 2, needed gelu, 1, with which",
+        ),
+        ({"router": {"eval_capacity_factor": 1.0}}, "router.eval_capacity_factor: got 1.0, needed null"),
+    ],
+)
+def test_another_function_of_the_same_weights_is_refused_by_its_keys_and_allowed_by_name(
+    changed: dict[str, dict[str, Any]], said: str, home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Shapes agree, so the weights would load: only the table of keys (moe/recipe/changes.py) can tell."""
+    _, part = left("dp 1")
+    out, run = copied(part, tmp_path / "run"), recipe(home, changed=changed)
+    keys = [f"{section}.{key}" for section, fields in changed.items() for key in fields]
+    for allowed in ([], keys[1:]):  # each key needs its own permission
+        (refused,) = go(run, out, allow_changes=allowed)
+        assert isinstance(refused, str) and "\n" not in refused and f"--allow-change {keys[0]}" in refused, refused
+        assert refused.startswith(said) == (allowed == []), refused
+    assert trained.files(out) == trained.files(part)
+    (summary,) = go(run, out, allow_changes=keys)
+    assert summary["steps"] == STEPS
+    (event,) = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
+    assert event["allowed"] == ", ".join(keys) and all(f"{key}: " in event["changed"] for key in keys)
+    (summary,) = go(run, out)  # the new function is the run's own from now on
+    assert summary["steps"] == STEPS
+
+
+def test_every_other_changed_value_is_said_and_recorded(
+    home: Path, left: Callable[[str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = copied(left("dp 1")[1], tmp_path / "run")
+    changed = {"optimizer": {"lr": 2e-3}, "router": {"jitter": 0.0}, "train": {"save_every": 4}}
+    trainer.train(recipe(home, changed=changed), out=out, world=World(), allow_changes=["router.gates"])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("changed", "--allow"))]
+    assert told == [
+        "changed since the checkpoint: router.jitter: 0.05 -> 0.0, optimizer.lr: 0.01 -> 0.002",
+        "changed since the checkpoint, for speed, memory or records only: train.save_every: 3 -> 4",
+        "--allow-change router.gates has no effect: it has not changed, or nothing reads it",
+    ]
+    (event,) = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
+    assert event["changed"] == "router.jitter: 0.05 -> 0.0, optimizer.lr: 0.01 -> 0.002, train.save_every: 3 -> 4"
+
+
+def test_other_text_keeps_the_checkpoints_tokenizer(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer learned anew from other text gives the model's tokens other meanings; its losses would still look like numbers."""
+    text = tmp_path / "text.txt"
+    text.write_text(trained.words(3000, seed=0))
+    run = recipe(home, changed={"data": {"path": str(text), "tokenizer": "bpe", "vocab_size": 300, "validation_share": 0.2}})
+    out = tmp_path / "run"
+    assert go(run, out, before=trained.stop_at(AT - 1)) == [trained.STOPPED]
+    before = Reader(out / f"checkpoints/step-{AT}").state
+    text.write_text(trained.words(3000, seed=1) + "one sentence more")
+    for told in ([["the training text is not the one this run was started with"]], []):  # the second time it is the run's own
+        trainer.train(run.model_copy(update={"train": run.train.model_copy(update={"steps": STEPS + (not told)})}), out=out, world=World())
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "training text" in line] == [line for line in lines if told and line.startswith(told[0][0])]
+        assert any("with the checkpoint's tokenizer" in line for line in lines) == bool(told)
+    after = Reader(out / f"checkpoints/step-{STEPS}").state
+    assert after["tokenizer"] == before["tokenizer"] and after["data"] != before["data"]
+    fresh = trained.open_data(run.data, max_length=12, vocab_size=300, seed=0).tokenizer
+    assert fresh.describe() != before["tokenizer"], "this text would have given another tokenizer, or the test shows nothing"
 
 
 # --- damage -------------------------------------------------------------------------------------------------------------

@@ -176,7 +176,8 @@ def commit(tiny: Tiny, folder: Path, counters: Counters, scale: LossScale) -> No
 def reopen(tiny: Tiny, folder: Path) -> tuple[Counters, LossScale]:
     counters, scale = Counters(), LossScale(2.0, growth_interval=5)
     told: list[str] = []
-    assert state.resume(folder, tiny.engine, tiny.mesh, counters=counters, scale=scale, data="text", recipe=RECIPE, log=told.append)
+    found = state.find(folder, tiny.mesh, log=told.append)
+    assert state.resume(found, tiny.engine, tiny.mesh, counters=counters, scale=scale, data="text", recipe=RECIPE, log=told.append)
     assert told == []
     return counters, scale
 
@@ -638,7 +639,8 @@ def test_resuming_another_model_changes_nothing(tmp_path: Path) -> None:
         other = start(case, rank, experts={"num_experts": 2}, train={"seed": 5})
         before, counters = other.state(), Counters()
         try:
-            state.resume(tmp_path, other.engine, other.mesh, counters=counters, scale=other.scale, data="text", recipe={}, log=silent)
+            found = state.find(tmp_path, other.mesh, log=silent)
+            state.resume(found, other.engine, other.mesh, counters=counters, scale=other.scale, data="text", recipe={}, log=silent)
         except BadInput as refused:
             unchanged = all(torch.equal(t, before[n][k]) for n, parts in other.state().items() for k, t in parts.items())
             return [str(refused), unchanged, vars(counters) == vars(Counters())]
@@ -656,9 +658,10 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
         opened = []
         recipe = RECIPE | {"train": RECIPE["train"] | {"seed": 8, "global_batch": 24, "steps": 5}}
         for _ in range(2):
+            found = state.find(tmp_path, tiny.mesh, log=told.append)
             opened.append(
                 state.resume(
-                    tmp_path, tiny.engine, tiny.mesh, counters=Counters(), scale=LossScale(), data="b", recipe=recipe, log=told.append
+                    found, tiny.engine, tiny.mesh, counters=Counters(), scale=LossScale(), data="b", recipe=recipe, log=told.append
                 )
             )
             commit(tiny, tmp_path, Counters(1), LossScale())
@@ -668,9 +671,10 @@ def test_resuming_says_what_moves_the_order_of_samples(tmp_path: Path) -> None:
     assert opened == [False, True]
     assert [line.split(":", 1)[0] for line in told] == [
         "the training text is not the one this run was started with",
-        "changed since the checkpoint, which moves the order of samples",
+        "changed since the checkpoint",
+        "changed since the checkpoint, and the order of samples with it",
     ]
-    assert told[1].endswith("train.global_batch: 12 -> 24, train.seed: 7 -> 8")
+    assert told[1].endswith(": train.steps: 300 -> 5") and told[2].endswith(": train.global_batch: 12 -> 24, train.seed: 7 -> 8")
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------------------------

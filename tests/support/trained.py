@@ -13,7 +13,7 @@ import hashlib
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,14 @@ def recipe(home: Path, **sections: dict[str, Any]) -> Run:
 
 
 def train(
-    run: Run, out: Path, *, ranks: int = 1, fresh: bool = False, before: Callable[[int], None] | None = None, forked: bool = False
+    run: Run,
+    out: Path,
+    *,
+    ranks: int = 1,
+    fresh: bool = False,
+    allow_changes: Sequence[str] = (),
+    before: Callable[[int], None] | None = None,
+    forked: bool = False,
 ) -> list[Any]:
     """Each rank's summary, "stopped", or the text of its BadInput. One rank trains in this process unless `forked` or `before`."""
 
@@ -100,7 +107,8 @@ def train(
         if before is not None:
             before(rank)
         try:
-            return trainer.train(run, out=out, fresh=fresh, world=World(rank, ranks, rank, ranks), display=False)
+            world = World(rank, ranks, rank, ranks)
+            return trainer.train(run, out=out, fresh=fresh, allow_changes=allow_changes, world=world, display=False)
         except trainer.Stopped:
             return STOPPED
         except BadInput as bad:

@@ -100,7 +100,7 @@ def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
 @given(st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5))
 def test_what_the_parent_sends_is_what_a_rank_reads(overrides: dict[str, str]) -> None:
     words = ["recipe.yaml", *(f"--{key}={value}" for key, value in overrides.items()), "--out", "a folder", "--fresh"]
-    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True)
+    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True, ())
 
 
 def test_checked_words_mean_the_same_to_tyro() -> None:
@@ -171,7 +171,15 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     assert cli.main(["train", "switch_tiny", "--nproc", "2", "--degrees.ep=2"]) == 1
     assert cli.main(["train", "switch_tiny", "--launcher", "torchrun"]) == 1
     assert cli.main(["train", "switch_tiny", "--nproc", "2", "--debug-collectives"]) == 1
+    allowed = ["model.num_heads", "router.gates"]
+    words = ["--allow-change", allowed[0], "--allow-change=router.gates"]  # the one flag that may come several times
+    assert cli.main(["train", "switch_tiny", *words]) == 75
+    assert here.pop() == ["switch_tiny", *(f"--allow-change={key}" for key in allowed)]
+    assert list(launch.parse(["switch_tiny", *words]).allow_changes) == allowed
+    assert cli.main(["train", "switch_tiny", "--nproc", "2", *words]) == 1
+    assert launched.pop()[2]["allow_changes"] == allowed
     flags = {"nproc": 2, "launcher": "deepspeed", "out": None, "fresh": False, "hostfile": None, "debug_collectives": False}
+    flags |= {"allow_changes": []}
     assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})
     assert launched == [
         ("switch_tiny", {"degrees.ep": "2"}, flags),

@@ -219,7 +219,9 @@ def test_dense_to_copies_to_merged_is_the_dense_model_to_the_bit(
         assert torch.equal(new.region(name, "weight", region), old.region(name, "weight", region)), name
 
 
-def test_merging_copies_to_fewer_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:
+def test_merging_copies_to_fewer_keeps_the_output(
+    home: Path, source: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = converted(recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": [8, 6]}), source(), tmp_path / "8")
     fewer = recipe(home, model=SPARSE | {"ffn": "swiglu"}, experts={"num_experts": [4, 6]})
     new = converted(fewer, there, tmp_path / "4", method="merge")
@@ -227,6 +229,9 @@ def test_merging_copies_to_fewer_keeps_the_output(home: Path, source: Callable[.
     rows = Reader(there).region("layers.1.router.weight", "weight", (slice(0, 8), slice(0, 16)))
     got = Reader(new).region("layers.1.router.weight", "weight", (slice(0, 4), slice(0, 16)))
     torch.testing.assert_close(got, rows.view(4, 2, 16).mean(1))
+    assert "otherwise" not in capsys.readouterr().out
+    converted(fewer.model_copy(update={"router": fewer.router.model_copy(update={"gate_scale": 2.0})}), there, tmp_path / "scaled")
+    assert "  the weights now compute what the new recipe says: router.gate_scale: 1.0 -> 2.0" in capsys.readouterr().out
 
 
 def test_pruning_experts_that_no_token_chose_keeps_the_output(home: Path, source: Callable[..., Path], tmp_path: Path) -> None:

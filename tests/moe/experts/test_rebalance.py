@@ -236,7 +236,16 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
         state.save(tmp_path, one.engine, one.mesh, counters=counters, recipe=recipe, tokenizer={}, data="text", keep=1, **options)
         other, again = start(case, rank, train={"seed": 8}, **settings("ep2")), state.Counters()
         other.run = one.run
-        assert state.resume(tmp_path, other.engine, other.mesh, counters=again, data="text", recipe=recipe, log=lambda _: None, **options)
+        assert state.resume(
+            state.find(tmp_path, other.mesh, log=print),
+            other.engine,
+            other.mesh,
+            counters=again,
+            data="text",
+            recipe=recipe,
+            log=lambda _: None,
+            **options,
+        )
         unbroken = start(case, rank, **settings("ep2"))
         whole, _ = train(unbroken, every=0, steps=7)
         rest, _ = train(other, every=1, first=4, steps=3)

@@ -160,7 +160,16 @@ def commit(tiny: Tiny, folder: Path, steps: int) -> Path:
 
 def reopen(tiny: Tiny, folder: Path) -> list[str]:
     told: list[str] = []
-    assert state.resume(folder, tiny.engine, tiny.mesh, counters=Counters(), scale=LossScale(), data="", recipe=RECIPE, log=told.append)
+    assert state.resume(
+        state.find(folder, tiny.mesh, log=print),
+        tiny.engine,
+        tiny.mesh,
+        counters=Counters(),
+        scale=LossScale(),
+        data="",
+        recipe=RECIPE,
+        log=told.append,
+    )
     return told
 
 

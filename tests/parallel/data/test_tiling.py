@@ -278,7 +278,9 @@ def stepped(rank: int, kind: str, tiling: dict[str, int], folder: Path | None, t
         state.save(folder, tiny.engine, tiny.mesh, counters=Counters(2, 2), scale=tiny.scale, tokenizer={}, keep=1, **about)
         if then is not None:
             tiny = start(replace(case, tiles=then.get("ffn", 1), head_tiles=then.get("head", 1)), rank, train={"seed": 8})
-            assert state.resume(folder, tiny.engine, tiny.mesh, counters=Counters(), scale=tiny.scale, log=print, **about)
+            assert state.resume(
+                state.find(folder, tiny.mesh, log=print), tiny.engine, tiny.mesh, counters=Counters(), scale=tiny.scale, log=print, **about
+            )
             tiny.run = tiny.run.model_copy(update={"train": tiny.run.train.model_copy(update={"seed": 7})})
         numbers += [value for step in (2, 3) for value in (tiny.accumulate(step).loss, tiny.finish().total)]
     return numbers

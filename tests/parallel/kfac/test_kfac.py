@@ -413,7 +413,7 @@ def test_checkpoints_hold_the_factors_and_one_of_adamws_run_is_taken_up(tmp_path
         counters, recipe = state.Counters(4, 4), small.run.model_dump(mode="json")
         same: dict[str, Any] = {"counters": counters, "scale": small.scale, "recipe": recipe, "data": "drawn"}
         state.save(folder, small.engine, small.mesh, tokenizer={}, keep=1, **same)
-        state.resume(folder, other.engine, other.mesh, log=said.append, **same)
+        state.resume(state.find(folder, other.mesh, log=said.append), other.engine, other.mesh, log=said.append, **same)
         assert other.kfac.updates == 4 and len(said) == (small is plain)
         if small is first:
             assert [other.step(step) for step in (4, 5)] == losses[4:]

@@ -121,7 +121,16 @@ def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str,
         other = start(case_of("switch", "ddp", 4), rank, train={"seed": 8}, **WAYS[after])
         other.run = one.run
         again = state.Counters()
-        found = state.resume(tmp_path, other.engine, other.mesh, counters=again, data="text", recipe=recipe, log=lambda _: None, **options)
+        found = state.resume(
+            state.find(tmp_path, other.mesh, log=print),
+            other.engine,
+            other.mesh,
+            counters=again,
+            data="text",
+            recipe=recipe,
+            log=lambda _: None,
+            **options,
+        )
         assert found and again == counters
         return list(trained(other, first=STEPS))
 

@@ -1,0 +1,162 @@
+"""What it means to change a key of a recipe between two lives of a run: one table for every key.
+
+    shape      the names and shapes of parameters say so themselves: a checkpoint that does not fit is refused by the parameter
+    function   the same shapes, but another function: a trained model would compute something else than what it was trained for
+    training   how the model is trained from here on: its text, batches, optimizer, losses, drops, noise, dtypes
+    cost       speed, memory, layout, what is kept and recorded: the same losses, to rounding
+    name       stands for other keys, and they are what is compared
+
+"Function" is what the model makes of a text in evaluation. So a training capacity is training, and an evaluation capacity function.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from moe.recipe.load import flat, known_keys
+from moe.recipe.router_spec import RouterSpec
+from moe.recipe.sections import Run
+from parallel.errors import BadInput, did_you_mean
+
+Kind = Literal["shape", "function", "training", "cost", "name"]
+
+# every key of a recipe, once: kind -> section -> keys
+KINDS: dict[Kind, dict[str, str]] = {
+    "shape": {
+        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings",
+        "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
+    },
+    "function": {
+        "model": "num_heads ffn norm positions",
+        "experts": "ffn",
+        "router": "num_choices score softmax_over select expert_groups top_groups bias_rate gates gate_scale group eval_capacity_factor "
+        "min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
+        "data": "tokenizer vocab_size",
+    },
+    "training": {
+        "model": "max_length dropout init_scale",
+        "experts": "dropout",
+        "router": "jitter noise second capacity_factor balance_weight balance_counts balance_scope importance_weight z_weight "
+        "allow_noncausal",
+        "pipeline": "schedule drain_every vertical_sync",  # some schedules step with older weights
+        "precision": "compute master loss_scale",
+        "data": "source path text_key validation_share",
+        "optimizer": "kind lr beta1 beta2 eps weight_decay warmup_steps schedule decay_share min_lr_share clip_norm",
+        "optimizer.kfac": "damping ema refresh_every delay experts",
+        "train": "steps global_batch seed on_nan max_skips",
+    },
+    "cost": {
+        "experts": "rebalance_every kernels",
+        "dispatch": "kind overlap_chunks node_size",
+        "degrees": "dp ep etp tp sp pp",
+        "sharding": "kind replicas stage engine reshard prefetch allow_slow",
+        "sharding.offload": "optimizer parameters path",
+        "tensor": "kind",
+        "sequence": "kind",
+        "pipeline": "microbatches chunks layers pipelines energy_plan",
+        "tiling": "ffn head",
+        "recompute": "kind every loss_chunks",
+        "train": "eval_every eval_sequences save_every keep",
+    },
+    "name": {"router": "preset"},
+}
+# what the order of samples depends on
+ORDER = ("train.global_batch", "train.seed", "model.max_length")
+# what only a capacity reads; in evaluation there is one only with router.eval_capacity_factor
+_OF_CAPACITY = ("group", "min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue")
+
+
+def keys_of(kind: Kind) -> list[str]:
+    return [f"{section}.{key}" for section, keys in KINDS[kind].items() for key in keys.split()]
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def changes(before: Run, after: Run) -> list[Change]:
+    """Every key whose value differs, the router's values as its preset gives them."""
+    old, new = _values(before), _values(after)
+    return [Change(key, old[key], new[key]) for key in known_keys() if old[key] != new[key]]
+
+
+def function_changes(before: Run, after: Run) -> list[Change]:
+    """Every key by whose change parameters compute something else; what decides their shapes is left to their shapes."""
+    old, new = _function(before), _function(after)
+    found = [Change(key, old[key], new[key]) for key in keys_of("function") if key in old.keys() & new.keys() and old[key] != new[key]]
+    follows = before.experts.ffn is None and after.experts.ffn is None  # then model.ffn says it
+    return [c for c in found if not (c.key == "experts.ffn" and follows) and not (c.key == "router.bias_rate" and c.before is None)]
+
+
+def _values(run: Run) -> dict[str, Any]:
+    spec = run.router.spec
+    return flat(run) | {f"router.{field.name}": getattr(spec, field.name) for field in fields(RouterSpec)}
+
+
+def _function(run: Run) -> dict[str, Any]:
+    """The values that decide what the parameters compute; keys that nothing reads are left out."""
+    values = _values(run)
+    values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
+    values["experts.ffn"] = run.experts.ffn or run.model.ffn
+    unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
+    unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
+    if not run.model.layers_with_experts():
+        unread += [key for key in values if key.startswith(("router.", "experts."))]
+    return {key: values[key] for key in keys_of("function") if key not in unread}
+
+
+def check_allowed(allowed: Sequence[str]) -> None:
+    """Refuse `--allow-change KEY` where it could not mean anything. Raises BadInput."""
+    for key in allowed:
+        kind = next((kind for kind in KINDS if key in keys_of(kind)), None)
+        if kind is None:
+            near = did_you_mean(key, keys_of("function"))
+            fix = f"did you mean --allow-change {near}?" if near else "see: docs/use/checkpoints.md"
+            raise BadInput(f"--allow-change {key}", got="a key that does not exist", needed="a key of a recipe", fix=fix)
+        if kind == "shape":
+            fix = "start over with --fresh or another --out; moe convert turns one model into another"
+            raise BadInput(f"--allow-change {key}", got="a key that decides the parameters' shapes", needed="the checkpoint's", fix=fix)
+        if kind != "function":
+            what = "a key that needs no permission: its change is printed, and made" if kind != "name" else "a name for other keys"
+            fix = "remove it" if kind != "name" else "name the keys themselves: the refusal lists them"
+            raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
+
+
+def check_function(before: Run, after: Run, *, allowed: Sequence[str], where: str) -> None:
+    """Refuse to go on with another function, unless every key of it is `allowed`. `where` names the checkpoint. Raises BadInput."""
+    refused = [change for change in function_changes(before, after) if change.key not in allowed]
+    if not refused:
+        return
+    flags = " ".join(f"--allow-change {change.key}" for change in refused)
+    back = " ".join(f"--{change.key} {_shown(change.before)}" for change in refused)
+    raise BadInput(
+        ", ".join(change.key for change in refused),
+        got=", ".join(_shown(change.after) for change in refused),
+        needed=f"{', '.join(_shown(change.before) for change in refused)}, with which {where} was trained",
+        fix=f"{back}, start over with --fresh or another --out, or {flags} if it is meant",
+    )
+
+
+def told(before: Run, after: Run, *, begun: bool) -> list[str]:
+    """Every change, in a line for each thing that it means; nothing for none. `begun`: whether the run has seen samples."""
+    function = {change.key for change in function_changes(before, after)}
+    lines: dict[str, list[Change]] = {}
+    for change in changes(before, after):
+        order, cost = begun and change.key in ORDER, change.key in keys_of("cost")
+        means = ", and the order of samples with it" if order else ", for speed, memory or records only" if cost else ""
+        means = ", and with it what the model computes, as allowed" if change.key in function else means
+        lines.setdefault(means, []).append(change)
+    return [f"changed since the checkpoint{means}: {', '.join(map(str, some))}" for means, some in lines.items()]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,151 @@
+"""The table of keys says what changing each means: held against a model that is built with and without the change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Transformer, extra_state
+from moe.parallelize.build import build
+from moe.recipe.changes import KINDS, changes, check_allowed, check_function, function_changes, keys_of
+from moe.recipe.load import build_run, known_keys
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 12, "moe_every": 2, "ffn": "gelu"},
+    "experts": {"num_experts": 4},
+    "router": {"preset": "switch", "num_choices": 2, "capacity_factor": 1.0, "eval_capacity_factor": 0.7, "min_capacity": 0},
+    "degrees": {"dp": 1, "ep": 1},
+}
+GROUPED = {"num_choices": 1, "select": "group_limited", "expert_groups": 2, "top_groups": 1}
+# key of the class function -> another value, and what else both recipes have
+OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
+    "model.num_heads": (4, {}),
+    "model.ffn": ("relu", {}),
+    "model.norm": ("layernorm", {}),
+    "model.positions": ("t5", {}),
+    "experts.ffn": ("relu", {}),
+    "router.num_choices": (1, {}),
+    "router.score": ("sigmoid", {}),
+    "router.softmax_over": ("chosen", {}),
+    "router.select": ("hash", {"balance_weight": 0.0}),
+    "router.expert_groups": (4, GROUPED),
+    "router.top_groups": (2, GROUPED),
+    "router.bias_rate": (None, {"bias_rate": 0.001}),
+    "router.gates": ("before_drop", {}),
+    "router.gate_scale": (2.0, {}),
+    "router.group": (2, {}),
+    "router.eval_capacity_factor": (2.0, {}),
+    "router.min_capacity": (9, {}),
+    "router.capacity_counts": ("tokens", {}),
+    "router.capacity_rounding": ("floor", {"eval_capacity_factor": 0.75}),
+    "router.capacity_multiple": (8, {}),
+    "router.drop": ("lowest_gate", {}),
+    "router.queue": ("tokens_first", {}),
+}
+# the same for keys of the model, the experts and the router that are of the class training
+TRAINING: dict[str, Any] = {
+    "model.max_length": 24,
+    "model.dropout": 0.5,
+    "model.init_scale": 0.1,
+    "experts.dropout": 0.5,
+    "router.jitter": 0.1,
+    "router.noise": "gumbel",
+    "router.second": "random",
+    "router.capacity_factor": 0.5,
+    "router.balance_weight": 0.5,
+    "router.balance_counts": "first",
+    "router.balance_scope": "global_batch",
+    "router.importance_weight": 0.5,
+    "router.z_weight": 0.5,
+    "router.allow_noncausal": True,
+}
+
+
+def changed(values: dict[str, dict[str, Any]], key: str, value: Any) -> dict[str, dict[str, Any]]:
+    section, name = key.split(".")
+    return values | {section: values.get(section, {}) | {name: value}}
+
+
+def logits(run: Run, like: Transformer | None = None) -> tuple[Tensor | None, Transformer]:
+    """What a recipe makes of some tokens with the weights and biases of another model; None where they do not fit."""
+    model, _ = build(run, Mesh.of(Degrees()), device=torch.device("cpu"))
+    if like is None:
+        for bias_E in extra_state(model).values():
+            bias_E.copy_(torch.linspace(0, 0.5, len(bias_E)))
+    else:
+        if {n: p.shape for n, p in model.named_parameters()} != {n: p.shape for n, p in like.named_parameters()}:
+            return None, model
+        model.load_state_dict(like.state_dict(), strict=False)
+        for name, bias_E in extra_state(model).items():
+            bias_E.copy_(extra_state(like)[name])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return model.eval()(torch.randint(1, 256, (4, 12), generator=generator)).logits_BLV, model
+
+
+def test_every_key_of_a_recipe_is_in_exactly_one_class() -> None:
+    assert Counter(key for kind in KINDS for key in keys_of(kind)) == Counter(known_keys())
+
+
+def test_the_tables_here_are_whole() -> None:
+    ours = ("model.", "experts.", "router.")
+    assert [key for key in keys_of("function") if not key.startswith("data.")] == list(OTHER)
+    assert [key for key in keys_of("training") if key.startswith(ours)] == list(TRAINING)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None:
+    other, both = OTHER[key]
+    values = BASE | {"router": BASE["router"] | both}
+    before, after = build_run(values), build_run(changed(values, key, other))
+    base, like = logits(before)
+    found, _ = logits(after, like)
+    assert found is None or not torch.equal(found, base)
+    assert [change.key for change in function_changes(before, after)] == [key]
+    with pytest.raises(BadInput, match=f"^{key}: got .* with which step-7 was trained; fix: .* or --allow-change {key} if it is meant$"):
+        check_function(before, after, allowed=["model.nothing"], where="step-7")
+    check_function(before, after, allowed=[key], where="step-7")
+
+
+@pytest.mark.parametrize("key", TRAINING)
+def test_a_change_of_training_leaves_what_the_weights_compute(key: str) -> None:
+    before, after = build_run(BASE), build_run(changed(BASE, key, TRAINING[key]))
+    base, like = logits(before)
+    found, _ = logits(after, like)
+    assert found is not None and torch.equal(found, base)
+    assert [change.key for change in changes(before, after)] == [key] and not function_changes(before, after)
+
+
+def test_the_same_function_in_other_words_is_no_change_of_it() -> None:
+    dropless = changed(BASE, "router.eval_capacity_factor", None)
+    same = [
+        (BASE, {"experts": {"num_experts": 4, "ffn": "gelu"}}),
+        (BASE, {"router": BASE["router"] | {"preset": "glam", "gates": "as_is"}}),  # every value that GLaM sets otherwise is training's
+        (BASE, {"router": BASE["router"] | {"bias_rate": 0.01}}),  # a bias that is new starts at zero
+        (dropless, {"router": dropless["router"] | {"drop": "lowest_gate"}}),  # nothing is dropped in evaluation
+        (changed(BASE, "model.moe_every", 0), {"router": {"num_choices": 1}}),
+    ]
+    for values, other in same:
+        assert not function_changes(build_run(values), build_run(values | other)), other
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("model.num_head", "did you mean --allow-change model.num_heads?"),
+        ("model.d_ff", "parameters' shapes"),
+        ("optimizer.lr", "needs no permission"),
+        ("router.preset", "name the keys themselves"),
+    ],
+)
+def test_a_permission_that_could_not_mean_anything_is_refused(key: str, said: str) -> None:
+    with pytest.raises(BadInput, match="^--allow-change") as refused:
+        check_allowed([key])
+    assert said in str(refused.value)
