@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from moe.data.kinds import LINK, Kinds, check_kinds
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, did_you_mean
 
@@ -37,13 +38,22 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet."""
+    """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet.
 
-    source: Literal["python_stdlib", "text", "jsonl"]
+    `source` mixed: *.jsonl by lines, every other file as text. `left_out`: what is in the folder, but not among `names`; `chosen`: the
+    recipe names the source itself.
+    """
+
+    source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
     names: tuple[str, ...]
     text_key: str
     label: str
+    left_out: tuple[str, ...] = ()
+    chosen: bool = False
+
+    def by_lines(self, name: str) -> bool:
+        return self.source == "jsonl" or (self.source == "mixed" and name.endswith(".jsonl"))
 
 
 class Document(NamedTuple):
@@ -54,11 +64,12 @@ class Document(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Counts over a whole corpus. `split` says what is divided between the sides: files, lines, or each document by position."""
+    """Counts over a whole corpus. `split` says what is divided between the sides: files, lines, both, or each document by position."""
 
-    split: Literal["file", "line", "position"]
+    split: Literal["file", "line", "document", "position"]
     documents: int
     skipped: int
+    kinds: Kinds
 
 
 # --- finding files ---------------------------------------------------------------------------------------------------
@@ -75,23 +86,27 @@ def find_corpus(data: Data) -> Corpus:
         raise BadInput(
             "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"
         )
-    root, names = (path.parent, [path.name]) if path.is_file() else (path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != "."))
-    source = data.source
-    if source == "python_stdlib":  # the default value, so a path overrides it
-        source = "jsonl" if names and all(name.endswith(".jsonl") for name in names) else "text"
+    root, names = path.parent, [path.name]
+    left_out: list[str] = []
+    if path.is_dir():
+        root, (names, left_out) = path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != ".")
+    lines = [name for name in names if name.endswith(".jsonl")]
+    found: Literal["text", "jsonl", "mixed"] = "text" if not lines else "jsonl" if len(lines) == len(names) else "mixed"
+    source = found if data.source == "python_stdlib" else data.source  # the default value, so a path overrides it
     if source == "jsonl" and path.is_dir():
-        names = [name for name in names if name.endswith(".jsonl")]
+        left_out += [name for name in names if not name.endswith(".jsonl")]
+        names = lines
     if not names:
         kind = "*.jsonl" if source == "jsonl" else "text"
         raise BadInput(
             "data.path", got=f"{data.path}, a folder without {kind} files", needed=f"{kind} files", fix="name a folder that holds some"
         )
-    return Corpus(source, root, tuple(names), data.text_key, str(path))
+    return Corpus(source, root, tuple(names), data.text_key, str(path), tuple(left_out), data.source != "python_stdlib")
 
 
 def _python_stdlib(text_key: str) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
-    names = _walk(
+    names, _ = _walk(
         root,
         lambda name: name not in STDLIB_FOLDERS_LEFT_OUT and not name.startswith("config-"),
         lambda name: name.endswith(".py") and not name.startswith(STDLIB_FILES_LEFT_OUT),
@@ -101,18 +116,19 @@ def _python_stdlib(text_key: str) -> Corpus:
     return Corpus("python_stdlib", root, tuple(names), text_key, f"the standard library of Python {platform.python_version()}")
 
 
-def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> list[str]:
-    """Regular files under a folder, as sorted relative POSIX paths. Does not follow links to folders, since they may form circles."""
+def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """(regular files, links to folders) under a folder, as sorted relative POSIX paths. Links may form circles: they are not followed."""
 
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error) from None
 
-    names = []
+    names, links = [], []
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = filter(keep_folder, folders)
+        links += [f"{Path(folder, name).relative_to(root).as_posix()}{LINK}" for name in folders if Path(folder, name).is_symlink()]
         found = [Path(folder, name) for name in filter(keep_file, files)]
         names += [path.relative_to(root).as_posix() for path in found if path.is_file()]
-    return sorted(names)
+    return sorted(names), sorted(links)
 
 
 # --- reading documents -----------------------------------------------------------------------------------------------
@@ -121,14 +137,18 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
 def read_documents(corpus: Corpus) -> Iterator[Document]:
     """Every document in order, with one in memory at a time. Raises BadInput for an unreadable file and for a bad JSONL line."""
     for name in corpus.names:
-        path = corpus.root / name
-        try:
-            if corpus.source == "jsonl":
-                yield from _read_lines(path, corpus.text_key)
-            else:
-                yield Document(name, _decode(path.read_bytes()))
-        except OSError as error:
-            raise _unreadable(path, error) from None
+        yield from read_file(corpus, name)
+
+
+def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
+    path = corpus.root / name
+    try:
+        if corpus.by_lines(name):
+            yield from _read_lines(path, corpus.text_key)
+        else:
+            yield Document(name, _decode(path.read_bytes()))
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _decode(content: bytes) -> str | None:
@@ -192,19 +212,34 @@ def side_of(key: str, validation_share: float) -> Side:
 
 
 def survey(corpus: Corpus, validation_share: float) -> Survey:
-    """Read all documents once, count them and choose the split. Raises BadInput if none of them is text."""
+    """Read all documents once, count them and choose the split. Raises BadInput if none of them is text, or too few."""
     sides: Counter[Side] = Counter()
-    skipped = 0
-    for key, text in read_documents(corpus):
-        if text is None:
-            skipped += 1
-        else:
-            sides[side_of(key, validation_share)] += 1
+    skipped, kinds = 0, Kinds()
+    for name in corpus.names:
+        before = sides.total()
+        for key, text in read_file(corpus, name):
+            if text is None:
+                skipped += 1
+            else:
+                sides[side_of(key, validation_share)] += 1
+        kinds.add(name, _size(corpus.root / name), read=sides.total() > before)
+    for name in corpus.left_out:
+        kinds.add(name, 0 if name.endswith(LINK) else _size(corpus.root / name), read=False)
     if not sides:
         got = f"{corpus.label}: {skipped} {'lines, all empty' if corpus.source == 'jsonl' else 'files, none of them UTF-8 text'}"
-        raise BadInput("data.path", got=got, needed="text in UTF-8", fix="name a file or folder that holds text")
-    whole: Literal["file", "line"] = "line" if corpus.source == "jsonl" else "file"
-    return Survey(whole if len(sides) == 2 else "position", sum(sides.values()), skipped)
+        fix = kinds.advice.format(corpus.label) if kinds.advice else "name a file or folder that holds text"
+        raise BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
+    if corpus.source != "python_stdlib":
+        check_kinds(kinds, corpus.names, path=corpus.label, text_alone=corpus.chosen)
+    whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
+    return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:

@@ -141,7 +141,7 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
         "format": FORMAT,
         "corpus": corpus_hash,
         "source": corpus.source,
-        "text_key": corpus.text_key if corpus.source == "jsonl" else None,
+        "text_key": corpus.text_key if corpus.source in ("jsonl", "mixed") else None,
         "validation_share": data.validation_share,
         "tokenizer": data.tokenizer if given is None else hashlib.sha256(json.dumps(given).encode()).hexdigest(),
         "vocab_size": data.vocab_size if data.tokenizer == "bpe" and given is None else None,
@@ -190,6 +190,9 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
     """Tokenise a corpus into a temporary folder beside `folder`, then rename it to `folder`."""
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
+    if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
+        by_lines = f"; *.jsonl line by line, key {corpus.text_key}" if corpus.source == "mixed" else ""
+        log(f"data: {corpus.label}: {found.kinds}{by_lines}")
     described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
     log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({described}), once")
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))

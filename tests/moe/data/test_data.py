@@ -353,6 +353,71 @@ def test_default_corpus_is_the_standard_library_alone() -> None:
     assert 0.02 < list(sides.values()).count("validation") / len(sides) < 0.1
 
 
+def test_lines_beside_text_are_documents_and_a_folder_is_listed_by_kind_and_size(tmp_path: Path) -> None:
+    """As text, a JSONL file would teach the model JSON's syntax; as documents, its texts are what a file of them alone gives."""
+    folder = write_folder(tmp_path / "text", **{f"f{n}": f"text {n}\n" * 9 for n in range(9)})
+    lines = [f"line {n}" for n in range(30)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    (folder / "small.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    told: list[str] = []
+    held = documents_of(data := user_data(folder, tmp_path / "cache", told.append))
+    assert sorted(held["train"] + held["validation"]) == sorted([*(f"text {n}\n" * 9 for n in range(9)), *lines])
+    assert all((line in held[corpus.side_of(line, 0.3)]) for line in lines) and data.index["split"] == "document"
+    jsonl = (folder / "a.jsonl").stat().st_size
+    assert told[0] == (
+        f"data: {folder}: read 1 .jsonl ({jsonl} B), 9 .txt (567 B); skipped 1 .png (6 B), 1 linked folder (0 B); "
+        "*.jsonl line by line, key text"
+    )
+    raw = documents_of(user_data(folder, tmp_path / "cache", source="text"))
+    assert any(text.startswith('{"text"') for text in raw["train"] + raw["validation"]), "asked for by name, it is text as it stands"
+
+
+def _parquet(folder: Path) -> str:
+    (folder / "README.md").write_text("# A dataset\n" * 9)
+    (folder / "train.parquet").write_bytes(b"PAR1\0" * 99)
+    return "of which more is skipped than read (read 1 .md (108 B); skipped 1 .parquet (495 B))"
+
+
+def _saved_to_disk(folder: Path) -> str:
+    for name in ("dataset_info.json", "state.json"):
+        (folder / name).write_text(json.dumps({"features": {"text": {"dtype": "string"}}, "more": "x" * 900}))
+    (folder / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\0\0" * 9)
+    return "a dataset saved to disk (read 2 .json ("
+
+
+def _pictures(folder: Path) -> str:
+    (folder / "notes.txt").write_text("some words\n" * 30)
+    (folder / "big.png").write_bytes(b"\x89PNG\0\0" * 99)
+    return (
+        "skipped 1 .png (594 B)), needed UTF-8 text, or *.jsonl; fix: name a file, or a folder with text alone, or add --data.source text"
+    )
+
+
+def _leftover(folder: Path) -> str:
+    (folder / "a.jsonl").write_text('{"text": "some words and some more"}\n' * 9)
+    (folder / "train.jsonl.gz").write_bytes(b"\x1f\x8b\0" * 999)
+    return "skipped 1 .gz (3.0 kB)), needed UTF-8 text, or *.jsonl; fix: unpack it first"
+
+
+@pytest.mark.parametrize(("make", "source"), [(m, s) for m in (_parquet, _saved_to_disk, _pictures, _leftover) for s in (None, "text")])
+def test_a_folder_whose_text_is_in_another_form_is_refused(make: Callable[[Path], str], source: str | None, tmp_path: Path) -> None:
+    """Training would go on, on a README: only pictures and the like can be left out, where the recipe says so."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    said = make(folder)
+    settings = {} if source is None else {"source": source}
+    if make is _pictures and source:
+        assert user_data(folder, tmp_path / "cache", **settings).index["skipped"] == 1
+        return
+    with pytest.raises(BadInput, match="^data.path: got ") as refused:
+        user_data(folder, tmp_path / "cache", **settings)
+    assert said in str(refused.value) or source, refused.value
+    assert "fix: " in str(refused.value) and "\n" not in str(refused.value)
+    assert not list((tmp_path / "cache").glob("*/index.json"))
+
+
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "missing path": ({"path": "nowhere"}, "data.path.*exists"),
     "source without path": ({"source": "text", "path": None}, "data.path.*null"),
