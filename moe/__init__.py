@@ -16,7 +16,11 @@ Each is imported when it is first used, so that `import moe` takes no time and l
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +35,21 @@ __all__ = ["MoELayer", "Transformer", "__version__", "load", "train", "verify"]
 
 _HOME = {"MoELayer": "moe.experts.layer", "Transformer": "moe.model.transformer", "load": "moe.recipe.load"}
 _CALLED = ("train", "verify")  # packages of this name: each can be called, and then does what its name says
+
+
+def _own_parallel() -> None:
+    """Make `parallel` the folder beside this one: a `parallel.py` where the user works would stand for it otherwise."""
+    beside = Path(__file__).resolve().parents[1]
+    if "parallel" not in sys.modules:
+        spec = PathFinder.find_spec("parallel", [str(beside)])
+        if spec is not None and spec.loader is not None:
+            sys.modules["parallel"] = module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+    elif Path(getattr(sys.modules["parallel"], "__file__", None) or ".").resolve().parent != beside / "parallel":
+        raise ImportError(f"moe needs its own package `parallel`, but {sys.modules['parallel']} was imported before it: rename that one")
+
+
+_own_parallel()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -233,6 +234,8 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into a pipe or a file, too, rows come as they are made
     try:
         return _run(words)
     except BadInput as bad:
@@ -248,6 +251,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         verbs.print_verbs(benches=bench_names())
+        return exit_codes.DONE
+    if words[0] in ("-V", "--version"):
+        from moe import __version__
+
+        print(f"moe-parallel {__version__}")
         return exit_codes.DONE
     if words[0] in ("--tyro-print-completion", "--tyro-write-completion"):
         verbs.print_completion(words, benches=bench_names())

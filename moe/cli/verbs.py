@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 from parallel.errors import BadInput
 
 RECIPE_VERBS = ("train", "show", "convert", "simulate", "energy")
-SHELLS = ("bash", "zsh", "tcsh", "fish")
+SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
     "Any value of the recipe can be given as --section.key VALUE, anywhere after it: --degrees.ep 2 --model.d_ff=512 "
@@ -241,8 +241,18 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
     if len(words) < least or words[1] not in SHELLS:
         got = " ".join(words[1:]) or "no shell"
         raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
-    with contextlib.suppress(SystemExit):
-        _tyro(words, benches=benches, complete=True)
+    from moe.cli.completion import mended
+    from moe.recipe.load import recipe_names
+
+    script = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
+        _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
+    names = recipe_names()
+    text = mended(script.getvalue(), shell=words[1], words={"train": names, "show": names, "bench": benches})
+    if least == 2:
+        print(text, end="")
+    else:
+        Path(words[2]).write_text(text)
 
 
 def _about(kind: type, benches: list[str]) -> str:

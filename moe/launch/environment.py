@@ -43,8 +43,23 @@ def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, s
         env.setdefault("DS_ACCELERATOR", "cpu")
         env.pop("CUDA_VISIBLE_DEVICES", None)  # else DeepSpeed's launcher would print that it ignores it
     env[PARENT] = str(os.getpid())
+    env |= import_path(environment)
     remove_stale_locks(Path(env["TORCH_EXTENSIONS_DIR"]))
     return env
+
+
+def import_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where ranks look for modules: not in the working folder first, whose `parallel.py` or `moe.py` would stand for this project's.
+
+    A checkout that is not installed is named instead. An installed one is not: its folder holds other packages, and would come before
+    the standard library.
+    """
+    safe = {"PYTHONSAFEPATH": "1"}
+    here = Path(__file__).resolve().parents[2]
+    if here.name in ("site-packages", "dist-packages"):
+        return safe
+    others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(here)]
+    return safe | {"PYTHONPATH": os.pathsep.join([str(here), *others])}
 
 
 def usable_cores() -> int:

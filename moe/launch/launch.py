@@ -9,7 +9,6 @@ Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.checks.together import check_run
+from moe.launch import status
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from moe.launch.processes import die_with_parent
+from moe.launch.processes import PARENT, die_with_parent
 from moe.recipe.load import load, run_name
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
-    code = FAILED
+    code, made = FAILED, list[Path]()
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         if DEBUG_FLAG in words:
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run, origins = load(given.recipe, given.overrides)
         name = run_name(given.recipe)
         out = given.out or Path("runs") / name
+        made = status.missing(out)
         code = _train(run, origins, name, out, given)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
@@ -109,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         else:
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    _leave_status(out, rank, code, error)
+    if out is not None:
+        status.leave(out, rank, code, error)
+        if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
+            status.tidy(out, made)  # nobody started this process, so nobody waits to read it
     return code
 
 
@@ -141,18 +145,6 @@ def _did_not_fit(failure: BaseException, run: Run) -> str | None:
 
     world = process.read_environment()
     return did_not_fit(failure, run, world=world.size, cpu=world.device.type == "cpu")
-
-
-def _leave_status(out: Path | None, rank: int, code: int, error: str | None) -> None:
-    """Write one file per rank for the process that started the ranks, because launchers lose exit codes."""
-    if out is None:
-        return
-    try:
-        folder = out / ".status"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{rank}.json").write_text(json.dumps({"exit": code, "pid": os.getpid(), "error": error}))
-    except OSError:
-        pass
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ by the ranks; FAILED, all else.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -24,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from moe.launch import status
 from moe.launch.environment import child_environment, devices, port_from
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
@@ -57,7 +57,8 @@ def start(
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
-    status = _empty_status(out)
+    made = status.missing(out)
+    folder = status.empty(out)
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
     words += [f"--allow-change={key}" for key in allow_changes]
     words += ["--debug-collectives"] if debug_collectives else []
@@ -67,22 +68,24 @@ def start(
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
     port = port_from(os.environ, local=hostfile is None)
-    command = _command(launcher, nproc, hostfile, visible, port=port, module=module, status=status) + words
+    command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
     with _caught_signals() as caught:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             ranks, killed = _watch(process, world, caught, grace_s=grace_s, local=hostfile is None)
             if hostfile is not None and caught:
-                _wait_for_status(status, world, grace_s)
+                status.wait_for(folder, world, grace_s)
         finally:
             stuck = kill_all(process.pid, token)
             process.wait()
     for rank in ranks:
         rank.look()
-    code, lines = verdict(_read_status(status), ranks, world, process.returncode, asked=caught[0][0] if caught else None, killed=killed)
+    code, lines = verdict(status.read(folder), ranks, world, process.returncode, asked=caught[0][0] if caught else None, killed=killed)
     lines += [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
+    if code not in (DONE, STOPPED):
+        status.tidy(out, made)
     return code
 
 
@@ -104,11 +107,11 @@ def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile:
 
 
 def _command(
-    launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, status: Path
+    launcher: Launcher, nproc: int | None, hostfile: Path | None, visible: str | None, *, port: int, module: str, words_of_ranks: Path
 ) -> list[str]:
     """The launcher's command line, up to the arguments for the ranks."""
     if launcher == "torchrun":
-        codes = str(status / "launcher.json")
+        codes = str(words_of_ranks / "launcher.json")
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
     # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
@@ -164,7 +167,7 @@ def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, nu
 
 
 def verdict(
-    status: Mapping[int, Mapping[str, Any]],
+    left: Mapping[int, Mapping[str, Any]],
     ranks: list[Rank],
     world: int,
     launcher_code: int,
@@ -176,14 +179,14 @@ def verdict(
 
     `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed.
     """
-    exits = [status.get(rank, {}).get("exit") for rank in range(world)]
+    exits = [left.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
         return STOPPED, [f"exit code {STOPPED}: every rank saved and stopped for a signal"]
     if all(code == DONE for code in exits) and launcher_code == DONE:
         return DONE, []
     if all(code in (DONE, STOPPED) for code in exits):
         return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
-    if not status and not ranks:
+    if not left and not ranks:
         return FAILED, [
             "no rank had started"
             if killed
@@ -192,7 +195,7 @@ def verdict(
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
     bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
     if bad:  # rank 0 prints its own
-        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {status[bad[0]].get('error')}"]
+        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
     lines = []
@@ -200,10 +203,10 @@ def verdict(
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
         code = next((c for c in codes if c not in (None, DONE)), None)
         how = f"ended with {_said(code)}"
-        wordless = "pid" not in status.get(rank, {})
+        wordless = "pid" not in left.get(rank, {})
         if wordless and asked is not None and (killed or code == -asked):
             how = "was killed: it had not stopped" if killed else f"ended with {_said(code)}: it had not come as far as to save"
-        error = status.get(rank, {}).get("error")
+        error = left.get(rank, {}).get("error")
         lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
     return FAILED, lines
 
@@ -254,37 +257,3 @@ def _caught_signals() -> Iterator[list[tuple[int, float]]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _empty_status(out: Path) -> Path:
-    """An empty folder for the ranks' status files; those of an earlier run are removed. Raises BadInput."""
-    folder = out / ".status"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.json"):
-            path.unlink()
-        (folder / "started").write_text(f"{os.getpid()}\n")
-    except OSError as error:
-        raise BadInput(
-            "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
-        ) from None
-    return folder
-
-
-def _read_status(folder: Path) -> dict[int, dict[str, Any]]:
-    """The status of each rank; for ranks without one, the exit codes that torchrun gave."""
-    status: dict[int, dict[str, Any]] = {}
-    with contextlib.suppress(OSError, ValueError):
-        status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
-    for path in folder.glob("*.json"):
-        if path.stem.isdecimal():
-            with contextlib.suppress(OSError, ValueError):
-                status[int(path.stem)] = json.loads(path.read_text())
-    return status
-
-
-def _wait_for_status(folder: Path, world: int, wait_s: float) -> None:
-    """Wait until every rank has a status: ranks on other hosts may still be saving when the launcher here has ended."""
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
-        time.sleep(_POLL_S)

@@ -8,9 +8,11 @@ Every mistake in them is one line with its fix; for an unknown key, that is the 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
+from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section
 from parallel.errors import BadInput, did_you_mean
 
@@ -75,6 +78,8 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 raise BadInput(
                     f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
                 )
+            if section == "router" and "preset" in fields:
+                _drop_router(merged, origins)
             _merge(fields, merged.setdefault(section, {}), origins, prefix=section, source=source.name)
     return merged, origins
 
@@ -90,6 +95,20 @@ def _merge(fields: dict[str, Any], into: dict[str, Any], origins: dict[str, str]
         else:
             into[key] = value
             origins[dotted] = source
+
+
+_PRESET = "router.preset"
+_OF_PRESET = ("preset", *(field.name for field in dataclasses.fields(RouterSpec)))
+_DROPPED = "; not "  # begins the origin of a value that went with the preset it was for
+
+
+def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """A preset that is chosen anew is whole: what a parent changed in its own preset does not reach into this one."""
+    held = values.get("router") or {}
+    for key in [key for key in held if key in _OF_PRESET]:
+        origin, value = origins.pop(f"router.{key}"), held.pop(key)
+        if key != "preset" and value != "preset":
+            origins[f"router.{key}"] = f"{_DROPPED}{json.dumps(value)}, which {origin} has for its own preset"
 
 
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
@@ -125,10 +144,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dict[str, str]]:
-    """A recipe by name or path, with dotted overrides (text, read as YAML): the Run and each value's origin. Raises BadInput."""
-    values, origins = read_recipe(recipe_path(recipe))
-    for dotted, text in (overrides or {}).items():
+def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tuple[Run, dict[str, str]]:
+    """A recipe by name or path, with dotted overrides: the Run and each value's origin. Raises BadInput.
+
+    Text among the overrides is read as YAML, as on a command line; any other value is taken as it is.
+    """
+    values, origins = read_recipe(recipe_path(str(recipe)))
+    given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # a preset before what replaces its values
+    for dotted, text in given:
         if dotted not in known_keys():
             _refuse_key(tuple(dotted.split(".")))
         *sections, key = dotted.split(".")
@@ -138,6 +161,8 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
             held = held[section]
         field = _field(dotted.split("."))
         assert field is not None
+        if dotted == _PRESET:
+            _drop_router(values, origins)
         held[key] = _read_value(text, field.annotation)
         origins[dotted] = "command line"
     run = build_run(values)
@@ -145,12 +170,16 @@ def load(recipe: str, overrides: dict[str, str] | None = None) -> tuple[Run, dic
         origins.setdefault(dotted, "default")
     for key, value in run.router:
         if value == "preset":
-            origins[f"router.{key}"] = f"{run.router.preset}: {json.dumps(getattr(run.router.spec, key))}"
+            shown, before = json.dumps(getattr(run.router.spec, key)), origins[f"router.{key}"]
+            note = before if before.startswith(_DROPPED) and not before.startswith(f"{_DROPPED}{shown},") else ""
+            origins[f"router.{key}"] = f"{run.router.preset}: {shown}{note}"
     return run, origins
 
 
-def _read_value(text: str, annotation: Any) -> Any:
+def _read_value(text: Any, annotation: Any) -> Any:
     """A command-line value, read as YAML. Where text is wanted it stays as typed (a folder may be called 2024 or no)."""
+    if not isinstance(text, str):
+        return os.fspath(text) if isinstance(text, os.PathLike) else text
     try:
         value = yaml.safe_load(text)
     except _NOT_YAML:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from moe.checks.together import check_run
 from moe.plan.flops import Size, size
 from moe.recipe.load import load, recipe_names, resolved_yaml, run_name
+from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
+from parallel.errors import BadInput
 
 
 def size_of(run: Run) -> Size:
@@ -38,6 +42,38 @@ def test_a_resolved_recipe_reads_back_as_itself(name: str, tmp_path: object) -> 
     path = tmp_path / "resolved.yaml"  # type: ignore[operator]
     path.write_text(resolved_yaml(run, origins))
     assert load(str(path))[0] == run
+
+
+def test_values_of_python_are_taken_as_they_are_and_text_as_yaml() -> None:
+    values = {
+        "optimizer.lr": 1e-3,
+        "train.steps": 7,
+        "model.tied_embeddings": False,
+        "router.capacity_factor": None,
+        "experts.num_experts": [4, 8],
+        "data.path": Path("2024"),
+    }
+    run, origins = load("switch_tiny", values)
+    assert (run.optimizer.lr, run.train.steps, run.model.tied_embeddings, run.data.path) == (1e-3, 7, False, "2024")
+    assert run.router.spec.capacity_factor is None and run.experts.num_experts == (4, 8)
+    assert {origins[key] for key in values} == {"command line"}
+    text = {"optimizer.lr": "1e-3", "train.steps": "7", "model.tied_embeddings": "false", "router.capacity_factor": "null"}
+    assert load("switch_tiny", text | {"experts.num_experts": "[4, 8]", "data.path": "2024"})[0] == run
+    with pytest.raises(BadInput, match="^train.steps: got true, needed a number"):
+        load("switch_tiny", {"train.steps": True})
+    with pytest.raises(BadInput, match="^optimizer.lr: got "):
+        load("switch_tiny", {"optimizer.lr": object()})
+
+
+def test_a_preset_that_is_chosen_anew_drops_what_the_parent_set_in_its_own(tmp_path: Path) -> None:
+    """Mixtral is dropless: with switch_tiny's capacity of 2.0 it would drop tokens under its own name."""
+    (tmp_path / "mine.yaml").write_text("extends: switch_tiny\nrouter: {preset: mixtral, jitter: 0.5}\n")
+    for run, origins in (load(str(tmp_path / "mine.yaml")), load("switch_tiny", {"router.jitter": "0.5", "router.preset": "mixtral"})):
+        assert run.router.own == {"jitter": 0.5} and run.router.spec == replace(PRESETS["mixtral"], jitter=0.5)
+        assert origins["router.capacity_factor"] == "mixtral: null; not 2.0, which switch_tiny.yaml has for its own preset"
+        assert origins["router.group"] == 'mixtral: "sequence"'  # the parent's is the same
+    (tmp_path / "child.yaml").write_text("extends: mine\nrouter: {capacity_factor: 3.0}\n")  # the same preset goes on
+    assert load(str(tmp_path / "child.yaml"))[0].router.own == {"jitter": 0.5, "capacity_factor": 3.0}
 
 
 def test_the_tiny_recipes_have_equal_flops_and_the_sparse_ones_equal_parameters() -> None:

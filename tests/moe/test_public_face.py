@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import moe
 
@@ -26,6 +28,19 @@ assert any(isinstance(module, MoELayer) for module in model.modules())
 
 def test_names_load_torch_only_when_they_are_used() -> None:
     subprocess.run([sys.executable, "-c", LOADED], check=True, timeout=120)
+
+
+def test_a_file_of_the_users_does_not_stand_for_a_package_of_ours(tmp_path: Path) -> None:
+    """A script or notebook has its own folder first on its path; `parallel` is a name that anybody may take."""
+    (tmp_path / "parallel.py").write_text("mine = True")
+    environment = os.environ | {"PYTHONPATH": str(Path(moe.__file__).parents[1])}
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert run("import moe, parallel.errors; moe.load('switch_tiny')").returncode == 0
+    refused = run("import parallel; assert parallel.mine; import moe").stderr.splitlines()[-1]
+    assert refused.startswith("ImportError: moe needs its own package `parallel`, but <module 'parallel' from") and "rename" in refused
 
 
 def test_a_package_that_is_called_does_what_its_name_says() -> None:

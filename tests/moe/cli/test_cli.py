@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe import __version__
 from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import check_words
@@ -82,8 +86,65 @@ def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
         return set(subprocess.run([bash, "-c", ask, "bash", *words], capture_output=True, text=True, cwd=tmp_path, env=env).stdout.split())
 
     assert complete("moe", "rec") == {"recipes"}
+    assert complete("moe", "train", "switch_") == {name for name in recipe_names() if name.startswith("switch_")}
+    assert complete("moe", "train", "switch_tiny", "--model.tied_embeddings", "") == {"true", "false"}
     assert complete("moe", "train", "switch_tiny", "--degrees.e") == {"--degrees.ep", "--degrees.etp"}
     assert complete("moe", "train", "switch_tiny", "--router.preset", "g") == {"gshard", "glam"}
+
+
+def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every flag and choice of bash's script, given to the command line's own reading; the other shells have the same table."""
+    tables = []
+    for shell in verbs.SHELLS:
+        assert cli.main(["--tyro-print-completion", shell]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "COMPLETION_SPEC = {" in line]
+        text = line[line.index("{") :]
+        if shell == "fish":
+            text = text.replace("\\$", "$").replace('\\"', '"').replace("\\\\", "\\")
+        tables.append(ast.literal_eval(text)["subcommands"])
+    offered = tables[0]
+    assert all(known(table) == known(offered) for table in tables) and set(offered) == set(verbs.VERBS)
+    for verb, spec in offered.items():
+        words = [option["flags"][-1] for option in spec["options"] if not option["flags"][-1].startswith("-")]
+        assert words == (recipe_names() if verb in ("train", "show") else cli.bench_names() if verb == "bench" else [])
+        needed = ["dense_tiny", "to"][: sum(f.default is dataclasses.MISSING for f in dataclasses.fields(verbs.VERBS[verb]))]
+        for option in spec["options"]:
+            flag = option["flags"][-1]
+            if not flag.startswith("--") or flag == "--help":
+                continue
+            for value in option.get("choices") or ([None] if option["type"] == "flag" else ["1"]):
+                given = flag if value is None else f"{flag}={value}"
+                if "." not in flag:
+                    assert check_words(verb, verbs.VERBS[verb], [*needed, given])
+                elif option.get("choices") and verb == "train":
+                    load("dense_tiny", take_overrides([given])[1])
+                else:
+                    assert flag[2:] in known_keys()
+
+
+def known(table: dict[str, Any]) -> dict[str, Any]:
+    """What is offered, by verb; the order of choices is tyro's."""
+    return {verb: [(o["flags"], o["type"], sorted(o.get("choices") or [])) for o in spec["options"]] for verb, spec in table.items()}
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 0
+    assert capsys.readouterr().out == f"moe-parallel {__version__}\n"
+
+
+def test_rows_come_into_a_pipe_as_they_are_made() -> None:
+    """`moe verify | tee log` takes minutes: a verb here prints a row and then waits for the reader."""
+    program = (
+        "import sys; from moe.cli import main; main.FUNCTIONS['recipes'] = lambda *_: print('row') or len(input()); main.main(['recipes'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert select.select([process.stdout], [], [], 20)[0], "nothing came while the verb still ran"
+            assert process.stdout.readline() == "row\n"
+        finally:
+            process.stdin.close()
 
 
 # --- reading the line ------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ MARK = "MOE_TEST_MARK"
 RANK_PROGRAM = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+import parallel.errors
 from moe.launch.processes import die_with_parent
 
 die_with_parent()
@@ -100,7 +101,7 @@ sys.exit(start.start(mode, {"train.seed": "-1"}, nproc=2, launcher=launcher, out
 class Launch:
     """`start` in a process of its own, with everything it starts recognisable by a mark in the environment."""
 
-    def __init__(self, out: Path, mode: str, launcher: str) -> None:
+    def __init__(self, out: Path, mode: str, launcher: str, cwd: Path | None = None) -> None:
         out.mkdir(exist_ok=True)
         (out / "rank_program.py").write_text(RANK_PROGRAM)
         (out / "faulty.py").write_text(FAULTY_LAUNCHER)
@@ -108,7 +109,12 @@ class Launch:
         env = os.environ | {MARK: self.mark, "PYTHONPATH": f"{out}{os.pathsep}{ROOT}"}
         env.pop("OMP_NUM_THREADS", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, mode, launcher, str(out)], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-c", DRIVER, mode, launcher, str(out)],
+            env=env,
+            cwd=cwd,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
@@ -138,8 +144,8 @@ class Launch:
 def launch(tmp_path: Path) -> Iterator[type]:
     started: list[Launch] = []
 
-    def make(mode: str, launcher: str = "faulty") -> Launch:
-        started.append(Launch(tmp_path / "run", mode, launcher))
+    def make(mode: str, launcher: str = "faulty", cwd: Path | None = None) -> Launch:
+        started.append(Launch(tmp_path / "run", mode, launcher, cwd))
         return started[-1]
 
     yield make
@@ -225,8 +231,13 @@ def test_ranks_die_with_the_parent_that_was_killed(launch) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str) -> None:
-    run = launch("waits", launcher)
+def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str, tmp_path: Path) -> None:
+    """In a folder whose files have the names of this project's packages, and of the launcher's own."""
+    users = tmp_path / "mine"
+    users.mkdir()
+    for name in ("moe", "parallel", "recipes", "deepspeed", "torch"):
+        (users / f"{name}.py").write_text("raise SystemExit('the working folder stands for a package')")
+    run = launch("waits", launcher, users)
     run.ready(80)
     run.process.send_signal(signal.SIGTERM)
     code, error = run.end(80)
@@ -322,6 +333,28 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     with held.open("w"):
         assert extensions.remove_stale_locks(tmp_path) == [stale]
     assert held.exists() and not stale.exists()
+
+
+def test_a_start_that_came_to_nothing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither status files nor the folders that were made for the run; an earlier run's folder stays as it is."""
+    rank = "import json, sys; open(sys.argv[1] + '/0.json', 'w').write(json.dumps({'exit': int(sys.argv[2]), 'error': 'said'}))"
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "metrics.jsonl").touch()
+    for out, code, left in ((tmp_path / "runs" / "new", 2, False), (tmp_path / "done", 0, True), (earlier, 2, True)):
+
+        def command(*_: object, words_of_ranks: Path, code: int = code, **__: object) -> list[str]:
+            return [sys.executable, "-S", "-c", rank, str(words_of_ranks), str(code)]
+
+        monkeypatch.setattr(start, "_command", command)
+        assert start.start("recipe", {}, nproc=1, out=out) == code
+        assert (out / ".status").exists() == left
+    assert not (tmp_path / "runs").exists() and (earlier / "metrics.jsonl").exists()
+
+
+def test_children_do_not_look_for_modules_where_the_user_works() -> None:
+    env = environment.import_path({"PYTHONPATH": f"{ROOT}{os.pathsep}{os.pathsep}elsewhere"})
+    assert env == {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}elsewhere"}
 
 
 def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -113,4 +112,4 @@ def test_a_run_that_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
         lines[0].startswith("error on rank 0: memory: got none left for the model's weights")
         and "fix: add --sharding.kind zero" in lines[0]
     )
-    assert json.loads((out / ".status" / "0.json").read_text())["error"] in lines[0]
+    assert not out.exists()  # nothing was begun

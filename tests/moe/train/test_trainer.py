@@ -504,6 +504,9 @@ def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str
         return launch.main([*words, "--degrees.dp", "2", "--train.global_batch", "7"] if happens == "bad input" else words)
 
     assert in_a_fork(work) == code
+    if happens == "bad input":  # before there was a run
+        assert not (tmp_path / "run").exists()
+        return
     status = json.loads((tmp_path / "run/.status/0.json").read_text())
     assert status["exit"] == code and (status["error"] or "").startswith(said or "") and bool(status["error"]) == bool(said)
     assert (tmp_path / "run/summary.json").exists() == (code == 0)

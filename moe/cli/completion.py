@@ -1,0 +1,61 @@
+"""Shell completion: tyro's script, with its table of words mended, so that nothing is offered that the command line refuses.
+
+    tyro's script -> COMPLETION_SPEC = {...} -> recipe names; true and false; null -> the same script with the new table
+
+tyro knows nothing of words after a verb, gives a switch to each boolean (`--model.no_tied_embeddings`), and calls null None.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from moe.recipe.load import known_keys, recipe_names
+
+_TABLE = "COMPLETION_SPEC = "
+_FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # inside double quotes
+_OF_RECIPES = ("--recipe", "--to")
+
+
+def mended(script: str, *, shell: str, words: dict[str, list[str]]) -> str:
+    """A script of tyro's with a right table. `words`: by verb, what may stand after it beside flags."""
+    lines = script.split("\n")
+    for at, line in enumerate(lines):
+        start = line.find(_TABLE)
+        if start < 0 or "{" not in line:
+            continue
+        table = ast.literal_eval(_unquoted(line[start + len(_TABLE) :], shell))
+        for verb, spec in table["subcommands"].items():
+            spec["options"] = [_mended(option) for option in spec["options"]] + [_word(word) for word in words.get(verb, [])]
+        lines[at] = line[:start] + _TABLE + _quoted(repr(table), shell)
+    return "\n".join(lines)
+
+
+def _mended(option: dict[str, Any]) -> dict[str, Any]:
+    flag = option["flags"][-1]
+    if flag in _OF_RECIPES:
+        return option | {"type": "choice", "choices": recipe_names()}
+    choices = option.get("choices")
+    if "." not in flag:
+        return option | ({"choices": [c for c in choices if c != "None"]} if choices else {})
+    if option["type"] == "flag":
+        section, _, key = flag[2:].rpartition(".")
+        key = key if f"{section}.{key}" in known_keys() else key.removeprefix("no_")
+        return option | {"flags": [f"--{section}.{key}"], "type": "choice", "nargs": 1, "choices": ["true", "false"]}
+    return option | ({"choices": ["null" if c == "None" else c for c in choices]} if choices else {})
+
+
+def _word(word: str) -> dict[str, Any]:
+    return {"flags": [word], "description": word, "type": "flag", "cascade": False, "nargs": None}
+
+
+def _unquoted(text: str, shell: str) -> str:
+    for plain, quoted in reversed(_FISH) if shell == "fish" else ():
+        text = text.replace(quoted, plain)
+    return text
+
+
+def _quoted(text: str, shell: str) -> str:
+    for plain, quoted in _FISH if shell == "fish" else ():
+        text = text.replace(plain, quoted)
+    return text

@@ -1,0 +1,78 @@
+"""The folder in which ranks leave word of how they ended, for the parent that started them: launchers lose exit codes.
+
+    <run folder>/.status/<rank>.json   {"exit", "pid", "error"}
+
+A start that came to nothing leaves no trace: neither this folder, nor a run's folder that was made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import BadInput
+
+NAME = ".status"
+_POLL_S = 0.1
+
+
+def leave(out: Path, rank: int, code: int, error: str | None) -> None:
+    """Called in a rank, last of all."""
+    with contextlib.suppress(OSError):
+        folder = out / NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{rank}.json").write_text(json.dumps({"exit": code, "pid": os.getpid(), "error": error}))
+
+
+def empty(out: Path) -> Path:
+    """An empty folder for the ranks' files; those of an earlier run are removed. Raises BadInput."""
+    folder = out / NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.json"):
+            path.unlink()
+        (folder / "started").write_text(f"{os.getpid()}\n")
+    except OSError as error:
+        raise BadInput(
+            "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
+        ) from None
+    return folder
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    """What each rank left; for ranks that left nothing, the exit codes that torchrun gave."""
+    status: dict[int, dict[str, Any]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        status = {int(rank): {"exit": code} for rank, code in json.loads((folder / "launcher.json").read_text()).items()}
+    for path in folder.glob("*.json"):
+        if path.stem.isdecimal():
+            with contextlib.suppress(OSError, ValueError):
+                status[int(path.stem)] = json.loads(path.read_text())
+    return status
+
+
+def wait_for(folder: Path, world: int, wait_s: float) -> None:
+    """Wait until every rank has left word: ranks on other hosts may still be saving when the launcher here has ended."""
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
+        time.sleep(_POLL_S)
+
+
+def missing(out: Path) -> list[Path]:
+    """The folders that have to be made for a run, the deepest first."""
+    return [folder for folder in (out, *out.parents) if not folder.exists()]
+
+
+def tidy(out: Path, made: list[Path]) -> None:
+    """After a start that failed: if the run's folder holds nothing else, remove the status, and the folders that were `made` for it."""
+    with contextlib.suppress(OSError):
+        if any(path.name != NAME for path in out.iterdir()):
+            return
+        shutil.rmtree(out / NAME, ignore_errors=True)
+        for folder in made:
+            folder.rmdir()
