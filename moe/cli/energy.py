@@ -191,7 +191,7 @@ def _write(plan: EnergyPlan, out: Path) -> None:
         from parallel.pipeline.simulator.draw import draw_clocks
 
         said = f"{plan.schedule.name}: {plan.saved:.1%} of the energy saved at {plan.slowdown:+.2%} time"
-        draw_clocks(plan.timeline, [[clock.mhz for clock in row] for row in plan.clocks], out, title=said)
+        draw_clocks(plan.timeline, [[clock.mhz for clock in row] for row in plan.clocks], out, title=said, unit="s")
     else:
         write_plan(plan, out)
     print(f"{KINDS[out.suffix]}: {out}")

@@ -137,11 +137,14 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
     return _finish(rows, refused, json)
 
 
+UNIT = "1: a forward pass of one micro-batch through a rank's layers, unless times were given"
+
+
 def _write(timeline: Timeline, out: Path, *, seconds: bool) -> None:
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
 
-        draw(timeline, out)
+        draw(timeline, out, unit="s" if seconds else UNIT)
     elif out.suffix == ".csv":
         write_order(timeline.schedule, out)
     elif out.suffix == ".json":

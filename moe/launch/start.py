@@ -70,6 +70,7 @@ def start(
     port = port_from(os.environ, local=hostfile is None)
     command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
     with _caught_signals() as caught:
+        print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             ranks, killed = _watch(process, world, caught, grace_s=grace_s, local=hostfile is None)
@@ -130,11 +131,14 @@ def _watch(
     """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns (ranks, whether to kill the rest)."""
     ranks: list[Rank] = []
     looked = passed_at = -1.0
+    began = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
         if local and len(ranks) < world and now - looked > _FIND_S:
             _add(ranks, find_ranks(process.pid))
             looked = now
+            if len(ranks) == world:
+                print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if caught and passed_at < 0:
             passed_at = now
             if not _pass_on(process, ranks, world, caught[0][0], local=local):
@@ -144,6 +148,10 @@ def _watch(
             return ranks, True
         wait(ranks, _POLL_S)
     return ranks, False
+
+
+def _processes(world: int) -> str:
+    return f"{world} process{'es' if world > 1 else ''}"
 
 
 def _add(ranks: list[Rank], found: list[Rank]) -> None:

@@ -287,6 +287,9 @@ class Train(Section):
     seed: int = Field(0, ge=0)
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")
+    sample_tokens: int = Field(160, ge=0, description="of a text that the model writes after the last step; 0: none")
+    measure_speed: bool = Field(True, description="after the last step: plain matrix products, for the share of their speed")
+    report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
 
 
 class Run(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 MISSING = "–"
@@ -19,7 +19,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("bits per byte", _number(summary.get("bits_per_byte"), ".4f")),
         ("tokens per second", _number(summary.get("tokens_per_second"), ",.0f")),
         (share[0], percent(summary.get(share[1]))),
-        ("dropped tokens", percent(summary.get("dropped_share"))),
+        ("dropped tokens", _dropped(summary)),
         ("peak memory, one process", size(summary.get("peak_memory_bytes"))),
         ("parameters", _parameters(summary)),
         ("FLOPs per token", count(summary.get("flops_per_token"))),
@@ -30,6 +30,27 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("commit", _text(summary.get("commit"))),
     ]
     return [(label, value) for label, value in rows if value != MISSING]
+
+
+LAST = 0.1  # of a run's steps: what it drops once it has learned to route, which its beginning says little about
+
+
+def dropped_shares(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """`dropped_share` of all training lines' choices, and `dropped_share_last` of those in the last part of the steps."""
+    training = [line for line in lines if line.get("kind", "train") == "train"]
+    counts = [[sum(layer.get(what) or 0 for layer in line.get("moe") or ()) for what in ("kept", "dropped")] for line in training]
+    last = counts[-max(1, round(LAST * len(counts))) :]
+    return {"dropped_share": _share(counts), "dropped_share_last": _share(last)}
+
+
+def _share(counts: Sequence[Sequence[float]]) -> float:
+    kept, dropped = (sum(count[i] for count in counts) for i in (0, 1))
+    return dropped / max(1.0, kept + dropped)
+
+
+def _dropped(summary: Mapping[str, Any]) -> str:
+    whole, last = percent(summary.get("dropped_share")), percent(summary.get("dropped_share_last"))
+    return whole if last == MISSING else f"{last}, in the last tenth of the steps ({whole} in all)"
 
 
 def _parameters(summary: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ S steps, E experts. Where a step was written twice (a file joined by hand), its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,20 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """Training lines in the order of steps, evaluation lines likewise, event lines as they came."""
+    """Training lines in the order of steps, evaluation lines likewise, event lines as they came; the weights of router losses, if known."""
 
     train: tuple[Mapping[str, Any], ...]
     evals: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def of(lines: Sequence[Mapping[str, Any]]) -> History:
+    def of(lines: Sequence[Mapping[str, Any]], weights: Mapping[str, float] | None = None) -> History:
         def by_step(kind: str) -> tuple[Mapping[str, Any], ...]:
             last = {line["step"]: line for line in lines if line.get("kind", "train") == kind}
             return tuple(last[step] for step in sorted(last))
 
-        return History(by_step("train"), by_step("eval"), tuple(line for line in lines if line.get("kind") == "event"))
+        return History(by_step("train"), by_step("eval"), tuple(line for line in lines if line.get("kind") == "event"), weights or {})
 
     @property
     def steps_S(self) -> Array:

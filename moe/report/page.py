@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
-from moe.records.summary import MISSING, duration, fixed, printable, summary_rows
+from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows
 from parallel.errors import BadInput
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
@@ -72,7 +73,7 @@ def write_report(run_dir: Path | str) -> Path:
             lines=lines,
             summary=summary,
             recipe=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None,
-            pictures=draw(lines, folder / PLOT_FOLDER),
+            pictures=draw(lines, folder / PLOT_FOLDER, weights=_weights(recipe)),
         )
         replace_file(folder / REPORT, text.encode())
     except OSError as error:
@@ -89,14 +90,25 @@ def _of_this_run(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str,
     return None if stale else summary
 
 
-def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> list[Picture]:
+def _weights(recipe: Path) -> dict[str, float]:
+    """With what weight each of the router's losses was trained; empty where the recipe cannot tell."""
+    if not recipe.is_file():
+        return {}
+    try:
+        spec = load(str(recipe))[0].router.spec
+    except BadInput:
+        return {}
+    return {"balance_loss": spec.balance_weight, "z_loss": spec.z_weight}
+
+
+def draw(lines: Sequence[Mapping[str, Any]], folder: Path, *, weights: Mapping[str, float] | None = None) -> list[Picture]:
     """Draw every plot that these lines have data for. Removes the PNG of an earlier report's plot that no longer applies."""
     from moe.report.history import History
     from moe.report.plots import PLOTS
     from moe.report.style import DARK, LIGHT, drawn_in, png
 
     folder.mkdir(parents=True, exist_ok=True)
-    history, pictures = History.of(lines), []
+    history, pictures = History.of(lines, weights), []
     for plot in PLOTS:
         images = []
         for theme in (LIGHT, DARK):
@@ -157,11 +169,11 @@ def _cards(summary: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]
 def _latest(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for line in lines:
-        for key in ("validation_loss", "bits_per_byte", "tokens_per_second", "dropped_share"):
+        for key in ("validation_loss", "bits_per_byte", "tokens_per_second"):
             if line.get(key) is not None:
                 found[key] = line[key]
     seconds = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind", "train") == "train"]
-    return {**found, "train_seconds": sum(seconds)} if seconds else found
+    return {**found, **dropped_shares(lines), "train_seconds": sum(seconds)} if seconds else found
 
 
 def _evaluation(line: Mapping[str, Any]) -> tuple[str, ...]:
@@ -232,7 +244,10 @@ pre { background: var(--page); border-radius: 8px; padding: 12px; overflow-x: au
 td, th { padding: 4px 24px 4px 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--muted); font-weight: 600; }
 footer { color: var(--muted); font-size: 13px; }
-@media (max-width: 760px) { .plots { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 760px) {
+  .plots { grid-template-columns: minmax(0, 1fr); }
+  figure.wide picture { display: block; overflow-x: auto; } figure.wide img { min-width: 960px; }
+}
 @media print { body { background: none; } figure, details { break-inside: avoid; } }
 """
 

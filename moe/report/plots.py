@@ -89,7 +89,10 @@ def router_losses(history: History, theme: Theme) -> Figure | None:
     for ax, (key, name), colour in zip(axes, shown, theme.lines, strict=False):
         _raw_and_smooth(ax, steps_S, history.series_S(key), colour=colour, label=name)
         _events(ax, history, theme)
-        ax.set_ylabel(name)
+        if key == "balance_loss":  # an even load gives 1 in each layer, for any number of choices
+            ax.axhline(len(history.layers), color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), label="even load")
+            ax.legend(loc="upper right")
+        ax.set_ylabel(name if history.weights.get(key) != 0 else f"{name}\n(weight 0: only measured)")
         step_axis(ax, steps_S, label=ax is axes[-1])
     axes[0].set_title("Router losses, summed over layers")
     return fig
@@ -174,7 +177,7 @@ CAPTIONS = {
     "gradient_norm": "Each family of parameters on its own: a router's or expert's norm that runs away shows here first.",
     "expert_load": "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; the arrow's colour: not one token.",
     "dropped": "Tokens that found their expert full and took the residual path, by layer.",
-    "router_losses": "The balance loss falls as load evens out; the z loss keeps the router's logits small.",
+    "router_losses": "Balance loss: 1 a layer where load is even (dashed). z loss: the size of the router's logits; only a weight holds it.",
     "speed_and_memory": "All processes together; memory is the largest peak of any process.",
     "learning_rate": "The schedule, and the loss scale where the precision needs one.",
 }

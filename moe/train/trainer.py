@@ -29,6 +29,7 @@ from moe.recipe.sections import Run
 from moe.records.metrics import Records, read, read_summary, write_summary
 from moe.records.progress import open_progress
 from moe.records.speed import hardware, matmul_flops, source_commit
+from moe.records.summary import dropped_shares
 from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
@@ -280,11 +281,17 @@ def _finish(job: Job) -> dict[str, Any]:
         _evaluate(job, record=False)
     job.engine.module.eval()
     model, length = logits_of(job.executor), run.model.max_length
-    text = sample(model, job.data.tokenizer, prompt="def ", num_tokens=160, max_length=length, device=job.world.device)
+    text = ""
+    if run.train.sample_tokens:
+        job.progress.note(f"writing a sample of {run.train.sample_tokens} tokens (train.sample_tokens)")
+        much = run.train.sample_tokens
+        text = sample(model, job.data.tokenizer, prompt="def ", num_tokens=much, max_length=length, device=job.world.device)
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
-    flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
-    speed = sum_over(torch.tensor(flops, dtype=torch.float64, device=job.world.device), world).item()
-    tokens, seconds, kept, dropped = _totals(job)
+    speed = None
+    if run.train.measure_speed:
+        flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
+        speed = sum_over(torch.tensor(flops, dtype=torch.float64, device=job.world.device), world).item()
+    tokens, seconds, dropped, dropped_last = _totals(job)
     tokens_per_second = tokens / seconds if seconds else 0.0
     summary = {
         "recipe": job.name,
@@ -292,12 +299,13 @@ def _finish(job: Job) -> dict[str, Any]:
         **job.evaluated,
         "tokens_per_second": tokens_per_second,
         "train_seconds": seconds,
-        "dropped_share": dropped / max(1.0, kept + dropped),
+        "dropped_share": dropped,
+        "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
         "parameters_total": counted.total,
         "parameters_active": counted.active,
         "flops_per_token": counted.training,
-        "matmul_share": counted.training * tokens_per_second / speed,
+        "matmul_share": None if speed is None else counted.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
         "sample": text,
         "world": job.world.size,
@@ -308,19 +316,19 @@ def _finish(job: Job) -> dict[str, Any]:
     if job.world.rank == 0:
         write_summary(job.out, summary)
         job.records.close()
-        _report(job)
+        if run.train.report:
+            _report(job)
     job.progress.close(summary)
     return summary
 
 
 def _totals(job: Job) -> list[float]:
-    """Tokens, seconds, choices kept and dropped of the whole run, earlier lives included: from the records, which rank 0 holds."""
-    totals = torch.zeros(4, dtype=torch.float64, device=job.world.device)
-    for line in read(job.out) if job.world.rank == 0 else ():
-        if line["kind"] == "train":
-            choices = [sum(layer[what] for layer in line["moe"]) for what in ("kept", "dropped")]
-            totals += torch.tensor([line["tokens"], line["step_seconds"], *choices], dtype=torch.float64, device=totals.device)
-    return sum_over(totals, job.mesh.axis("world")).tolist()
+    """Tokens, seconds, dropped shares of all and of the last steps, earlier lives included: from the records, which rank 0 holds."""
+    totals = [0.0] * 4
+    if job.world.rank == 0:
+        lines = [line for line in read(job.out) if line["kind"] == "train"]
+        totals = [*(float(sum(line[what] for line in lines)) for what in ("tokens", "step_seconds")), *dropped_shares(lines).values()]
+    return sum_over(torch.tensor(totals, dtype=torch.float64, device=job.world.device), job.mesh.axis("world")).tolist()
 
 
 def _report(job: Job) -> None:

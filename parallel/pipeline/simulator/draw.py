@@ -25,19 +25,19 @@ _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weig
 _INK, _SOFT = "#1f2933", "#52606d"
 
 
-def draw(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
-    """Write the picture as a PNG. Raises BadInput if it cannot be written."""
+def draw(timeline: Timeline, path: str | Path, *, unit: str, title: str | None = None) -> None:
+    """Write the picture as a PNG; `unit` is what a time of 1 means. Raises BadInput if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ranks = timeline.schedule.num_ranks
     figure = Figure(figsize=(12, 1.3 + 0.42 * ranks), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    draw_on(figure.add_subplot(), timeline, title=title)
+    draw_on(figure.add_subplot(), timeline, title=title, unit=unit)
     _save(figure, path)
 
 
-def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
+def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path: str | Path, *, title: str, unit: str) -> None:
     """Write the rows of a timeline with each action in the colour of its clock; 0 means no clock. Raises BadInput if it cannot write."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.cm import ScalarMappable
@@ -54,13 +54,13 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
         for span, mhz in zip(spans, clocks_mhz[rank], strict=True):
             if mhz and span.end > span.start:
                 _bar(axes, timeline, rank, span, color=colors((mhz - low) / (high - low)))
-    _frame(axes, timeline, title)
+    _frame(axes, timeline, title, unit)
     figure.colorbar(ScalarMappable(Normalize(low, high), colors), ax=axes, label="MHz", pad=0.01)
     _save(figure, path)
 
 
-def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True) -> None:
-    """Draw the rows of a timeline on given axes, with its bubble in the title."""
+def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None) -> None:
+    """Draw the rows of a timeline on given axes, with its bubble in the title; without a `unit` the axis of time has no words."""
     schedule = timeline.schedule
     for rank, spans in enumerate(timeline.spans):
         stages = schedule.stages_of(rank)
@@ -69,12 +69,12 @@ def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend:
                 dark = stages.index(span.action.stage) / max(1, len(stages) - 1) > 0.5
                 _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark])
     said = f"{schedule.name}, {schedule.microbatches} micro-batches: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
-    _frame(axes, timeline, title or said)
+    _frame(axes, timeline, title or said, unit)
     if legend:
         _legend(axes, timeline)
 
 
-def _frame(axes: Axes, timeline: Timeline, title: str) -> None:
+def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None) -> None:
     schedule = timeline.schedule
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.num_ranks - 0.45, -0.55)
@@ -84,6 +84,8 @@ def _frame(axes: Axes, timeline: Timeline, title: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.set_title(title, fontsize=10, loc="left", color=_INK)
+    if unit is not None:
+        axes.set_xlabel(f"time ({unit})", fontsize=9, color=_SOFT)
 
 
 def _save(figure: Figure, path: str | Path) -> None:
@@ -110,4 +112,11 @@ def _legend(axes: Axes, timeline: Timeline) -> None:
 
     present = {span.action.op for spans in timeline.spans for span in spans if span.end > span.start}
     handles = [Patch(facecolor=_COLORS[op][0], edgecolor=_INK, linewidth=0.5, label=_NAMES[op]) for op in _COLORS if op in present]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles), fontsize=8, frameon=False)
+    axes.legend(
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12 if not axes.get_xlabel() else -0.24),
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+    )

@@ -13,10 +13,21 @@ from moe.plan.activations import block_bytes, head_bytes
 from moe.plan.flops import size
 from moe.recipe.load import load
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.simulator import draw
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"]  # type: ignore[no-any-return]
+
+
+def test_pictures_say_what_their_times_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units: list[str] = []
+    monkeypatch.setattr(draw, "draw", lambda *_, unit, **__: units.append(unit))
+    monkeypatch.setattr(draw, "draw_clocks", lambda *_, unit, **__: units.append(unit))
+    out = ["--stages", "2", "--microbatches", "4", "--out", str(tmp_path / "x.png")]
+    for words in (["simulate", "1f1b"], ["simulate", "1f1b", "--recipe", "dense_tiny"], ["energy", "1f1b"]):
+        assert cli.main([*words, *out]) == 0
+    assert units[0].startswith("1: a forward pass") and units[1:] == ["s", "s"]
 
 
 def test_a_recipes_model_decides_times_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ class Launch:
 
     def end(self, timeout_s: float = 40.0) -> tuple[int, str]:
         """The exit code and stderr, once it has ended and nothing else of it is alive."""
-        _, error = self.process.communicate(timeout=timeout_s)
+        self.said, error = self.process.communicate(timeout=timeout_s)
         assert self.family() == []
         return self.process.returncode, error
 
@@ -243,6 +243,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
     code, error = run.end(80)
     assert code == 75, error
     lines = error.splitlines()
+    assert re.search(r"^2 processes started after \d+ s: waiting for the first to speak$", run.said, flags=re.M), run.said
     assert len(lines) == 2 and lines[0].startswith("stopping: SIGTERM passed to 2 ranks"), error
     for rank in range(2):
         words, env = json.loads((run.out / f"args-{rank}.json").read_text())
@@ -335,7 +336,9 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
     assert held.exists() and not stale.exists()
 
 
-def test_a_start_that_came_to_nothing_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_came_to_nothing_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither status files nor the folders that were made for the run; an earlier run's folder stays as it is."""
     rank = "import json, sys; open(sys.argv[1] + '/0.json', 'w').write(json.dumps({'exit': int(sys.argv[2]), 'error': 'said'}))"
     earlier = tmp_path / "earlier"
@@ -349,6 +352,8 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(tmp_path: Path, monkeypatc
         monkeypatch.setattr(start, "_command", command)
         assert start.start("recipe", {}, nproc=1, out=out) == code
         assert (out / ".status").exists() == left
+    said = "waiting for deepspeed to start 1 process: it loads torch first, and so does each of them"
+    assert capsys.readouterr().out.splitlines() == [said] * 3
     assert not (tmp_path / "runs").exists() and (earlier / "metrics.jsonl").exists()
 
 

@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.report import compare, main, write_report
+from moe.records.summary import dropped_shares, summary_rows
+from moe.report import compare, main, page, write_report
 from moe.report.compare import evaluations
 from moe.report.history import History, smoothed, windows
 from moe.report.plots import PLOTS
-from moe.report.style import DARK, LIGHT, drawn_in
+from moe.report.style import DARK, LIGHT, WIDE, drawn_in
 from parallel.errors import BadInput
 from tests.support.fabricate import RECIPE, eval_line, run_folder, run_lines, step_line, summary
 
@@ -202,6 +203,41 @@ def test_every_plot_has_a_title_and_labelled_axes(name: str) -> None:
     assert any(ax.get_title(loc="left") for ax in axes) and axes[-1].get_ylabel()
     assert all(ax.get_ylabel() for ax in axes if ax.lines)
     assert any(ax.get_xlabel() == "step" for ax in axes)
+
+
+def test_router_losses_have_their_ideal_and_say_what_is_only_measured(tmp_path: Path) -> None:
+    """An even load gives 1 in each layer; a z loss of weight 0 may rise, and nothing holds it."""
+    lines = run_lines(40, layers=(1, 3, 5))
+    balance, z = axes_of("router_losses", lines)
+    assert [line.get_ydata()[0] for line in balance.lines if line.get_label() == "even load"] == [3]
+    assert (balance.get_ylabel(), z.get_ylabel()) == ("balance loss", "z loss")
+    with drawn_in(LIGHT):
+        fig = PLOT["router_losses"].draw(History.of(lines, {"balance_loss": 0.01, "z_loss": 0.0}), LIGHT)
+    assert [ax.get_ylabel() for ax in fig.axes] == ["balance loss", "z loss\n(weight 0: only measured)"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {moe_every: 2}\nrouter: {preset: mixtral}\n")
+    assert page._weights(recipe) == {"balance_loss": 0.001, "z_loss": 0.0}
+    recipe.write_text("router: {preset: of another version}\n")
+    assert page._weights(recipe) == page._weights(tmp_path / "none") == {}
+
+
+def test_drops_are_those_of_the_last_tenth_of_the_steps() -> None:
+    """A router drops much while it learns; over the whole run that hides what it drops at the end."""
+    lines = [line for line in run_lines(50) if line["kind"] == "train"]
+    for line in lines:
+        for layer in line["moe"]:
+            layer["kept"], layer["dropped"] = (50, 50) if line["step"] <= 45 else (99, 1)
+    assert dropped_shares(lines) == {"dropped_share": pytest.approx(0.451), "dropped_share_last": 0.01}
+    assert dict(summary_rows(dropped_shares(lines)))["dropped tokens"] == "1.0 %, in the last tenth of the steps (45.1 % in all)"
+    assert dropped_shares([line | {"moe": []} for line in lines]) == {"dropped_share": 0.0, "dropped_share_last": 0.0}
+
+
+def test_wide_pictures_can_be_read_on_a_phone(finished: tuple[Path, Page]) -> None:
+    """Shrunk to a phone's width their 10 points would be 4 pixels high: they keep a width and scroll."""
+    (narrow,) = re.findall(r"@media \(max-width: 760px\) \{(.*?)\n\}", (finished[0] / "report.html").read_text(), flags=re.S)
+    assert "overflow-x: auto" in narrow
+    (pixels,) = re.findall(r"figure\.wide img \{ min-width: (\d+)px", narrow)
+    assert 10 / 72 * int(pixels) / WIDE >= 10
 
 
 def test_the_loss_plot_draws_the_losses() -> None:

@@ -32,6 +32,7 @@ from moe.parallelize.engines import optimizer_of, start_engine
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, speed
+from moe.records.summary import summary_rows
 from moe.records.title import title
 from moe.train import advance, generate, trainer
 from moe.train.learning_rate import learning_rate
@@ -544,6 +545,17 @@ def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has
     assert lines(preset="mixtral", capacity_factor=None, jitter=0.0, min_capacity=0) == ["router mixtral"]
     assert lines(capacity_factor=None, jitter=0.0, min_capacity=4) == ["router switch, but capacity_factor null"]
     assert title(trained.recipe(home, model={"moe_every": 0}).resolve(1), World())[2:] == []
+
+
+def test_what_follows_the_last_step_can_be_left_out(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample is a forward pass a token, under ZeRO-3 with all its gathers; products and pictures take seconds as well."""
+    off = {"train": {"steps": 1, "sample_tokens": 0, "measure_speed": False, "report": False}}
+    for owner, name, _ in REAL:
+        if name in ("matmul_flops", "sample", "write_report"):
+            monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    summary = trainer.train(trained.recipe(home, **off), out=tmp_path / "run", world=World(), display=False)
+    assert summary["sample"] == "" and summary["matmul_share"] is None and not (tmp_path / "run/report.html").exists()
+    assert not [row for row in summary_rows(summary) if "matrix product" in row[0]]
 
 
 def test_one_whole_run_with_nothing_left_out(home: Path, tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ def test_a_picture_has_a_bar_for_each_action(name: str, tmp_path: Path) -> None:
     shown = [span for spans in timeline.spans for span in spans if span.end > span.start]
     bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches)
     assert bars == sorted((span.start, span.end - span.start) for span in shown)
-    draw(timeline, tmp_path / "x.png")
+    assert axes.get_xlabel() == ""
+    draw_on(axes, timeline, unit="s")
+    assert axes.get_xlabel() == "time (s)"
+    draw(timeline, tmp_path / "x.png", unit="s")
     assert read_size(tmp_path / "x.png")[0] > 1000
     assert any(span.action.op is Op.S for span in shown) == (name == "chimera")
 
