@@ -177,7 +177,7 @@ CAPTIONS = {
     "gradient_norm": "Each family of parameters on its own: a router's or expert's norm that runs away shows here first.",
     "expert_load": "Each row is one expert. Neutral: a fair share; orange: too much; blue: too little; the arrow's colour: not one token.",
     "dropped": "Tokens that found their expert full and took the residual path, by layer.",
-    "router_losses": "Balance loss: 1 a layer where load is even (dashed). z loss: the size of the router's logits; only a weight holds it.",
+    "router_losses": "Balance loss: 1 a layer where load is even (dashed). z loss: size of the router's logits, held by its weight alone.",
     "speed_and_memory": "All processes together; memory is the largest peak of any process.",
     "learning_rate": "The schedule, and the loss scale where the precision needs one.",
 }

@@ -28,6 +28,7 @@ CHANGED = {
     "parallel/data/deepspeed.py: groups._EXPERT_PARALLEL_GROUP": "likewise",
     "parallel/data/deepspeed.py: groups._EXPERT_DATA_PARALLEL_GROUP": "likewise",
     "moe/cli/main.py: os.environ": "ranks that a launcher starts inherit debug mode by it",
+    "moe/__init__.py: sys.modules": "Python's table of modules: `parallel` is bound to our own, whatever the user's folder holds",
     "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
     "moe/bench/resume.py: os.environ": "torch's profiler takes how much it prints from there",
     "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",

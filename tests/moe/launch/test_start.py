@@ -32,7 +32,6 @@ MARK = "MOE_TEST_MARK"
 RANK_PROGRAM = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-import parallel.errors
 from moe.launch.processes import die_with_parent
 
 die_with_parent()
