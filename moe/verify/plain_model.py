@@ -5,7 +5,7 @@ attention, feed-forward networks, what stands beside the experts, loss. No modul
 
 What is shared with the model is the recipe and the hash of keyed random numbers (moe/verify/plain_layer.py). `Rounding` says what is
 done with every number that a 16-bit run would round: nothing in fp32; round it; or, to learn what rounding can do, disturb it by as
-much (moe/verify/bounds.py).
+much (moe/verify/expected.py).
 Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
 (2201.05596).
 """
