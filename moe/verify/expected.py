@@ -8,7 +8,8 @@
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
 round (moe/verify/plain_model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
 itself, in the forward and in the backward pass. What comes out differs as much as rounding may make it differ: errors that grow,
-tokens at a near tie that go to another expert. The bound is twice the largest of several such runs.
+tokens at a near tie that go to another expert. The bound is twice the largest of MOST_DRAWS such runs. A near tie shows in some of
+them only; whoever is within the bound of the first few is within that of all, so the rest run for those who are not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from parallel.precision import DTYPES
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
-DRAWS = 5  # of random roundings
+DRAWS, MOST_DRAWS = 5, 32  # of random roundings: at first, and before a row is said to fail
 
 
 def twin_of(case: Case) -> Case:
@@ -76,6 +77,8 @@ class Bound:
     """How far a run in a 16-bit dtype may be from the twin in fp32."""
 
     twin: Case
+    drawn: int = 0
+    largest: dict[str, float] = field(default_factory=dict)  # of each number, and of each parameter's gradient by name, so far
 
     @property
     def unit(self) -> float:
@@ -85,20 +88,24 @@ class Bound:
     def exact(self) -> Result:
         return reference(replace(self.twin, precision="fp32"))
 
-    @cached_property
-    def largest(self) -> dict[str, float]:
-        """Of each number, and of each parameter's gradient by name."""
-        wide = replace(self.twin, precision="fp32")
-        found = [_deviations(reference(wide, rounding=Rounding(unit=self.unit, seed=seed)), self.exact) for seed in range(DRAWS)]
-        return {name: max(self.unit, 2 * max(f[name] for f in found)) for name in found[0]}
+    def draw(self) -> None:
+        """One more random rounding."""
+        rounding = Rounding(unit=self.unit, seed=self.drawn)
+        found = _deviations(reference(replace(self.twin, precision="fp32"), rounding=rounding), self.exact)
+        self.largest = {name: max(self.unit, 2 * value, self.largest.get(name, 0.0)) for name, value in found.items()}
+        self.drawn += 1
 
     def share(self, got: Result) -> tuple[float, str]:
         """The largest share of its bound that any deviation reaches, and whose it is."""
         if got.gradients.keys() != self.exact.gradients.keys():
             return float("inf"), "gradient"
         found = _deviations(got, self.exact)
-        name = max(found, key=lambda name: found[name] / self.largest[name])
-        return found[name] / self.largest[name], name
+        while True:
+            if self.drawn >= DRAWS:
+                share, name = max((found[name] / self.largest[name], name) for name in found)
+                if share <= 1 or self.drawn >= MOST_DRAWS:
+                    return share, name
+            self.draw()
 
 
 def _deviations(got: Result, exact: Result) -> dict[str, float]:
