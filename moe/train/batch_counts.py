@@ -61,6 +61,6 @@ def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -
 
     counting = [replace(p, context=p.context.with_whole_step(note)) for p in passes]
     executor.forward(counting, lambda number, output: None)
-    flat = sum_over_all(torch.cat(list(totals.values())), (*axes, executor.stages))
+    flat = sum_over_all(torch.cat(list(totals.values())), (*axes, executor.pp_axis))
     known = dict(zip(totals, flat.split([len(t) for t in totals.values()]), strict=True))
     return lambda layer, _: known[layer]

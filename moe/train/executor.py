@@ -41,11 +41,11 @@ Crossing = Callable[[Sequence[int]], tuple[int, ...]]  # of a pass's tokens [B, 
 
 
 class Executor(Protocol):
-    """`stages`: the axis over whose ranks the model is cut, each of which sees a part of the layers; of one rank where it is whole."""
+    """`pp_axis`: the axis over whose ranks the model is cut, each of which sees a part of the layers; of one rank where it is whole."""
 
     engine: Engine
     model: Transformer
-    stages: Axis
+    pp_axis: Axis
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
         """Forward and backward of one batch; afterwards the engine holds summed gradients. Collective."""
@@ -84,7 +84,7 @@ class Single:
 
     def __init__(self, engine: Engine) -> None:
         assert isinstance(engine.module, Transformer)
-        self.engine, self.model, self.stages = engine, engine.module, Axis("pp")
+        self.engine, self.model, self.pp_axis = engine, engine.module, Axis("pp")
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
         for number, p in enumerate(passes):
@@ -104,7 +104,7 @@ class Pipelined:
 
     def __init__(self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = ()) -> None:
         assert isinstance(engine.module, Transformer)
-        self.engine, self.model, self.stages = engine, engine.module, runtime.axis
+        self.engine, self.model, self.pp_axis = engine, engine.module, runtime.axis
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
@@ -190,6 +190,6 @@ def logits_of(executor: Executor) -> Callable[[Tensor], Output]:
                 found.copy_(output.logits_BLV)
 
         executor.forward([Pass(tokens_BL, None, Context.of(tokens_BL), 1.0)], each)
-        return Output(sum_over(found, executor.stages), torch.empty(0), ())  # the other stages' are zeros
+        return Output(sum_over(found, executor.pp_axis), torch.empty(0), ())  # the other stages' are zeros
 
     return run

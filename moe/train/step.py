@@ -59,7 +59,7 @@ def accumulate(
         return None if loss is None else loss * loss_scale
 
     executor.run(passes, each)
-    return found.total((*shard.axes, executor.stages), flag)
+    return found.total((*shard.axes, executor.pp_axis), flag)
 
 
 def finish(
@@ -109,4 +109,4 @@ def validation_loss(executor: Executor, sequences_NL: Tensor, *, shard: TokenSha
     executor.model.eval()
     executor.forward(passes_of(sequences_NL.split(at_once), tokens, shard), each)
     executor.model.train()
-    return sum_over_all(total, (*shard.axes, executor.stages)).item() / tokens.targets
+    return sum_over_all(total, (*shard.axes, executor.pp_axis)).item() / tokens.targets

@@ -58,7 +58,7 @@ def stream(
         targets.append(tokens.targets)
     found = [Sums(model.expert_counts, device) for _ in batches]
     norms = torch.zeros(len(batches), len(FAMILIES), dtype=torch.float64, device=device)
-    order = schedule.orders[executor.stages.index]
+    order = schedule.orders[executor.pp_axis.index]
     biases = [layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None]
     versions = {stage: Versions([*model.parameters(), *biases], order, stage) for stage in model.parts}
 
@@ -81,7 +81,7 @@ def stream(
         versions[stage].update(version, change)
 
     executor.stream(passes, each, schedule=schedule, versions=versions, update=update)
-    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.stages))
+    packed = sum_over_all(torch.stack([sums.packed(flag) for sums in found]), (*shard.axes, executor.pp_axis))
     together = norm_of(norms.flatten(), families=tuple(str(i) for i in range(norms.numel())), world=world).families
     by_batch = torch.tensor(list(together.values()), dtype=torch.float64).view(norms.shape)
     return [(numbers_of(p, model.expert_counts), _norm(roots)) for p, roots in zip(packed, by_batch, strict=True)]

@@ -384,5 +384,5 @@ def test_hostfile_counts_the_world(tmp_path: Path) -> None:
     path.write_text("# two machines\nworker-0 slots=4\n\nworker-1 slots=2  # smaller\n")
     assert start.read_hostfile(path) == {"worker-0": 4, "worker-1": 2}
     assert start.world_size(None, hostfile=path) == 6 and start.world_size(2, hostfile=path) == 4
-    command = start._command("deepspeed", None, path, None, port=5, module="m", status=tmp_path)
+    command = start._command("deepspeed", None, path, None, port=5, module="m", words_of_ranks=tmp_path)
     assert command[command.index("--hostfile") + 1] == str(path) and "--num_accelerators" not in command
