@@ -33,7 +33,6 @@ from moe.records.summary import dropped_shares
 from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
-from moe.train.earlier import Earlier
 from moe.train.energy_clocks import planned_clocks
 from moe.train.executor import logits_of, start_executor
 from moe.train.generate import sample
@@ -42,6 +41,7 @@ from moe.train.numbers import LayerNumbers
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.rebalance import Rebalancer, nothing_to_move
+from moe.train.resume import Resumed
 from moe.train.state import Counters
 from moe.train.step import validation_loss
 from parallel import process
@@ -97,13 +97,13 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     say: Callable[[str], None] = print if first and display else _silent
     mesh = process.connect(run.mesh_degrees(), world)
     found = None if fresh else state.find(out / "checkpoints", mesh, log=say)
-    earlier = Earlier.of(found, run, allowed)
+    resumed = Resumed.of(found, run, allowed)
     data = open_data(
         run.data,
         max_length=run.model.max_length,
         vocab_size=run.vocab_size,
         seed=run.train.seed,
-        tokenizer=earlier.tokenizer,
+        tokenizer=resumed.tokenizer,
         log=say,
     )
     prepare(run, say)
@@ -134,11 +134,11 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
-    for line in earlier.unused(allowed):
+    for line in resumed.unused(allowed):
         progress.note(line)
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
-        records.write({"kind": "event", "event": "resumed", "step": counters.step, **earlier.recorded()})
+        records.write({"kind": "event", "event": "resumed", "step": counters.step, **resumed.recorded()})
     shard = TokenShard.of(mesh, num_sequences=run.train.global_batch, length=run.model.max_length)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)

@@ -17,7 +17,7 @@ from parallel.stored import Reader
 
 
 @dataclass(frozen=True)
-class Earlier:
+class Resumed:
     """`tokenizer`: the description to use, None where the text decides; `changed`: every key that differs; `function`: some of them."""
 
     tokenizer: dict[str, Any] | None = None
@@ -25,15 +25,15 @@ class Earlier:
     function: tuple[Change, ...] = ()
 
     @staticmethod
-    def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Earlier:
+    def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
         """Of a checkpoint, or of none. Raises BadInput for a recipe that makes another function of its weights, unless `allowed`."""
         if found is None:
-            return Earlier()
+            return Resumed()
         before = build_run(found.state["recipe"])
         check_function(before, run, allowed=allowed, where=found.path.name)
         function = tuple(function_changes(before, run))
         retrained = any(change.key.startswith("data.") for change in function)
-        return Earlier(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function)
+        return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function)
 
     def recorded(self) -> dict[str, Any]:
         """For the event of going on: what changed, and which of it was allowed by name."""
