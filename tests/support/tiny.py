@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.recipe.sections import Run
+from moe.train import state
 from moe.train.executor import Executor, start_executor
 from moe.train.numbers import Numbers
 from moe.train.step import accumulate, finish
@@ -114,6 +116,16 @@ def start(case: Case, rank: int, *, scale: LossScale | None = None, **sections: 
     mesh = process.connect(run.mesh_degrees(), World(rank, case.world))
     model, layouts = build(run, mesh, device=CPU)
     return Tiny(run, mesh, model, start_executor(run, model, layouts, mesh), scale or LossScale.of(run.precision.loss_scale))
+
+
+def hand_over(folder: Path, one: Tiny, other: Tiny, *, step: int) -> None:
+    """`other` goes on from a checkpoint that `one` saves after so many steps, and with its recipe. Collective."""
+    counters, again, scale = state.Counters(step=step, updates=step), state.Counters(), LossScale.of("none")
+    recipe = one.run.model_dump(mode="json")
+    state.save(folder, one.engine, one.mesh, counters=counters, scale=scale, recipe=recipe, tokenizer={}, data="text", keep=1)
+    other.run, found = one.run, state.find(folder, other.mesh, log=print)
+    more: dict[str, Any] = {"counters": again, "scale": scale, "data": "text", "recipe": recipe, "log": lambda _: None}
+    assert state.resume(found, other.engine, other.mesh, **more) and again == counters
 
 
 def same(a: State, b: State) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe.experts.dispatch.placement import balanced_placement, rank_loads
 from moe.kernels.grouped import blocks, grouped_ffn
-from moe.train import state
 from moe.train.rebalance import Rebalancer, exchange_experts, nothing_to_move
 from moe.verify.cases import Case
 from parallel import process
@@ -24,7 +23,7 @@ from parallel.mesh import Degrees, divisors
 from parallel.process import World
 from tests.moe.experts.dispatch.test_dispatch_training import held
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny import Tiny, start
+from tests.support.tiny import Tiny, hand_over, start
 
 # --- the pure part --------------------------------------------------------------------------------------------------------
 
@@ -228,24 +227,10 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
     """Saved with experts in other places; resumed in order, the losses are those of a run that never stopped nor moved."""
 
     def work(rank: int) -> list[Any]:
-        case, counters, options = Case("switch", "ddp", 2, 2, 1, "fp32"), state.Counters(), {"scale": state.LossScale.of("none")}
-        one = start(case, rank, **settings("ep2"))
+        case = Case("switch", "ddp", 2, 2, 1, "fp32")
+        one, other = start(case, rank, **settings("ep2")), start(case, rank, train={"seed": 8}, **settings("ep2"))
         _, events = train(one, every=2, steps=4)
-        counters.step = counters.updates = 4
-        recipe = one.run.model_dump(mode="json")
-        state.save(tmp_path, one.engine, one.mesh, counters=counters, recipe=recipe, tokenizer={}, data="text", keep=1, **options)
-        other, again = start(case, rank, train={"seed": 8}, **settings("ep2")), state.Counters()
-        other.run = one.run
-        assert state.resume(
-            state.find(tmp_path, other.mesh, log=print),
-            other.engine,
-            other.mesh,
-            counters=again,
-            data="text",
-            recipe=recipe,
-            log=lambda _: None,
-            **options,
-        )
+        hand_over(tmp_path, one, other, step=4)
         unbroken = start(case, rank, **settings("ep2"))
         whole, _ = train(unbroken, every=0, steps=7)
         rest, _ = train(other, every=1, first=4, steps=3)

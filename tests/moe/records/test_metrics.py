@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,7 +63,6 @@ def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path, n
 
 
 def test_scalars_of_arrays_and_tensors_become_numbers() -> None:
-    np = pytest.importorskip("numpy")
     line = finite({"a": np.float32(0.5), "b": np.array([1.0, math.nan]), "c": np.int64(3), "d": Path("x") / "y"})
     assert line == {"a": 0.5, "b": [1.0, None], "c": 3, "d": str(Path("x") / "y"), "nonfinite": ["b.1"]}
 
@@ -179,7 +179,6 @@ def test_scalars_say_what_the_line_says() -> None:
 
 
 def test_tensorboard_holds_the_same_numbers_also_after_a_resume(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with Records(tmp_path) as records:

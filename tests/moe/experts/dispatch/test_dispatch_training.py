@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.train import state
 from moe.verify.cases import Case
 from parallel.checkpoint import pieces
 from parallel.data.deepspeed import load_deepspeed
 from parallel.fork import run_on_ranks
 from parallel.process import World
-from tests.support.tiny import CPU, Tiny, start
+from tests.support.tiny import CPU, Tiny, hand_over, start
 
 STEPS = 3
 Trained = tuple[list[float], list[float], dict[str, Tensor]]
@@ -112,26 +111,10 @@ def test_a_checkpoint_of_one_way_goes_on_in_another(tmp_path: Path, before: str,
     """Saved after three steps and resumed: the next three are those of one process that never stopped."""
 
     def work(rank: int) -> Any:
-        counters, options = state.Counters(), {"scale": state.LossScale.of("none")}
         one = start(case_of("switch", "ddp", 4), rank, **WAYS[before])
         trained(one)
-        counters.step = counters.updates = STEPS
-        recipe = one.run.model_dump(mode="json")
-        state.save(tmp_path, one.engine, one.mesh, counters=counters, recipe=recipe, tokenizer={}, data="text", keep=1, **options)
         other = start(case_of("switch", "ddp", 4), rank, train={"seed": 8}, **WAYS[after])
-        other.run = one.run
-        again = state.Counters()
-        found = state.resume(
-            state.find(tmp_path, other.mesh, log=print),
-            other.engine,
-            other.mesh,
-            counters=again,
-            data="text",
-            recipe=recipe,
-            log=lambda _: None,
-            **options,
-        )
-        assert found and again == counters
+        hand_over(tmp_path, one, other, step=STEPS)
         return list(trained(other, first=STEPS))
 
     unbroken = start(case_of("switch", "ddp", 1), 0)
