@@ -134,12 +134,13 @@ def _watch(
     began = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
-        if local and len(ranks) < world and now - looked > _FIND_S:
+        asked_first = bool(caught) and passed_at < 0
+        if local and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             _add(ranks, find_ranks(process.pid))
             looked = now
             if len(ranks) == world:
                 print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
-        if caught and passed_at < 0:
+        if asked_first:
             passed_at = now
             if not _pass_on(process, ranks, world, caught[0][0], local=local):
                 return ranks, True
@@ -165,7 +166,6 @@ def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, nu
     if not local:  # DeepSpeed's launcher for several hosts does pass SIGTERM on
         process.send_signal(signal.SIGTERM)
         return True
-    _add(ranks, find_ranks(process.pid))
     if len(ranks) < world:
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False

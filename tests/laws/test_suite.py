@@ -43,4 +43,4 @@ def test_seconds_are_summed_by_file(tmp_path: Path) -> None:
     while time.process_time() < start.here + 0.05:
         pass
     wall, here, children = Spent.now().since(start)
-    assert wall >= here > 0.02 and children == pytest.approx(0, abs=0.05)
+    assert min(wall, here) > 0.02 and children == pytest.approx(0, abs=0.05)

@@ -9,7 +9,7 @@ use too. A module's import is its file's first line, `import`. The table by file
 from __future__ import annotations
 
 import json
-import os
+import resource
 import sys
 import time
 from collections import defaultdict
@@ -33,8 +33,8 @@ class Spent:
 
     @classmethod
     def now(cls) -> Spent:
-        t = os.times()
-        return cls(time.perf_counter(), t.user + t.system, t.children_user + t.children_system)
+        here, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return cls(time.perf_counter(), here.ru_utime + here.ru_stime, children.ru_utime + children.ru_stime)
 
     def since(self, start: Spent) -> list[float]:
         return [round(self.wall - start.wall, 3), round(self.here - start.here, 3), round(self.children - start.children, 3)]
