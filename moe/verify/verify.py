@@ -106,7 +106,8 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
 def name_of(twin: Case) -> str:
     """In tables."""
     size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
-    more = "".join(f" {word}" for word, there in (("padded", twin.padded), ("overflow", twin.overflow)) if there)
+    words = (("padded", twin.padded), ("overflow", twin.overflow), (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1))
+    more = "".join(f" {word}" for word, there in (*words, (f"{twin.chunks} chunks of the loss", twin.chunks > 1)) if there)
     return f"{twin.model} {twin.precision}{size}{more}" + (f", {twin.schedule} pp{twin.pp}" if twin.delayed else "")
 
 

@@ -11,7 +11,7 @@ What rounding does is measured:
 
     fp32        the twin again, with every number disturbed at random by up to the unit roundoff of fp32 (as for the bound of 16-bit
                 rows, moe/verify/expected.py); at most the 1e-5 of a row, for what fails a row is never put down to rounding
-    bf16, fp16  one process again in that precision, with other micro-batches and the plain kernels
+    bf16, fp16  one process again in that precision, in the other orders of its sums that give a row its tolerance
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from moe.verify.cases import BATCH, LENGTH, Case
 from moe.verify.compare import deviation
-from moe.verify.expected import CUTS, DRAWS, FP32_TOLERANCE, Expected, alone
+from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings
 from moe.verify.layouts import compute
 from moe.verify.plain_model import Rounding
 from moe.verify.tape import AGAIN, TAPED, Step, Tape
@@ -165,8 +165,7 @@ class Standard:
         """The same steps, rounded now one way, now another."""
         if self.twin.precision != "fp32":
             one = alone(self.twin)
-            yield from (_taped(replace(one, microbatches=m), "cpu") for m in (1, *CUTS))
-            yield _taped(one, "reference")
+            yield from (_taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
             return
         yield self.tape
         for seed in range(DRAWS):

@@ -27,7 +27,7 @@ from moe.router.router import Router
 from moe.verify import layouts, verify
 from moe.verify.cases import MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, twin_of
+from moe.verify.expected import Expected, alone, reorderings, twin_of
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
 from parallel.clip import GradientNorm
@@ -92,6 +92,20 @@ def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> 
         assert any(c.chunks > 1 for c in here) and {c.head_tiles for c in here} == {3}
     assert any(c.recompute == "selective" and c.microbatches == 3 for c in found)
     assert nproc < 2 or {(c.ep, c.etp) for c in found if c.world == 2 and c.tiles > 1} == {(1, 1), (2, 1), (1, 2)}
+
+
+def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> None:
+    """Of the batch into replicas and micro-batches, of the head and of the loss: on one process, each row's own cut is among them. And
+    what one row has is no excuse for another: without a cut head, nothing with one is measured."""
+    rows = [case for case in cases(4) if case.precision != "fp32"]
+    assert {(c.head_tiles, c.chunks) for c in rows} == {(1, 1), (3, 7)} and {c.tiles for c in rows} == {1}
+    for row in rows:
+        twin = twin_of(row)
+        measured = [alone(twin), *(case for case, _ in reorderings(twin))]
+        parts = row.dp * row.microbatches * (row.replicas if row.kind == "dp" else 1)
+        assert replace(alone(twin), microbatches=parts, head_tiles=row.head_tiles, chunks=row.chunks) in measured, row
+        assert {(c.head_tiles, c.chunks) for c in measured} == {(1, 1), (row.head_tiles, row.chunks)}
+    assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")  # the same tolerance
 
 
 def test_kinds_there_are_not_are_refused() -> None:
