@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,13 +30,14 @@ from parallel import process
 from parallel.checkpoint import pieces
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
-from parallel.fork import run_on_ranks
+from parallel.fork import each_on_ranks
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
 
 Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case
+LIMIT_S = 120.0  # of one case: ten tiny steps take a second or two, and a busy machine many times that
 
 
 def compute(
@@ -185,33 +185,53 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 # --- on forked ranks --------------------------------------------------------------------------------------------------------
 
 
-def run_world(chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext) -> list[tuple[Case, Ran]]:
-    """Every case of one world on one set of forked ranks; a failure of the set is the result of each of its cases."""
-    if any(c.kind.startswith("zero") for c in chosen):
+def run_world(chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext) -> Iterator[tuple[Case, Ran]]:
+    """Every case of one world in its order, each as soon as it is done, on one set of forked ranks.
+
+    Where the ranks fail, their errors are the result of the case that they were at, and what is left runs on new ones.
+    """
+    left, imported = list(chosen), {""}
+    while left:
+        imported.add(_import_engine(left[0]))
+        ready, done = list(takewhile(lambda case: _extra(case) in imported, left)), 0
+        try:
+            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=LIMIT_S):
+                yield left[done], _gather(parts)
+                done += 1
+        except RuntimeError as error:
+            if done == len(ready):
+                raise
+            yield left[done], str(error)
+            done += 1
+        left = left[done:]
+
+
+def _extra(case: Case) -> str:
+    """What the case's engine needs imported beside what the others need."""
+    return "deepspeed" if case.kind.startswith("zero") else "fsdp" if case.kind == "fsdp" else ""
+
+
+def _import_engine(case: Case) -> str:
+    """What `_extra` says, now: once, before ranks are forked. DeepSpeed takes seconds, and rows before it need not wait for that."""
+    if _extra(case) == "deepspeed":
         from parallel.data.deepspeed import load_deepspeed
 
-        load_deepspeed()  # once, before forking: it takes seconds to import
-    if any(c.kind == "fsdp" for c in chosen):
-        import parallel.data.fsdp  # noqa: F401  (likewise)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run_on_ranks(_ranks, world, chosen, folder, taped, inside, timeout_s=60 + 20 * len(chosen))
-        except RuntimeError as error:
-            return [(case, str(error)) for case in chosen]
-        return [(case, _gather(Path(folder), number, world)) for number, case in enumerate(chosen)]
+        load_deepspeed()
+    elif _extra(case) == "fsdp":
+        import parallel.data.fsdp  # noqa: F401
+    return _extra(case)
 
 
-def _ranks(rank: int, chosen: list[Case], folder: str, taped: bool, inside: Inside) -> None:
+def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
-    for number, case in enumerate(chosen):
+    for case in chosen:
         tape = Tape() if taped else None
         with inside():
             found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
-        torch.save({"result": found, "tape": None if tape is None else plain(tape)}, Path(folder) / f"{number}.{rank}.pt")
+        yield {"result": found, "tape": None if tape is None else plain(tape)}
 
 
-def _gather(folder: Path, number: int, world: int) -> tuple[Result, Tape | None]:
-    parts = [torch.load(folder / f"{number}.{rank}.pt", weights_only=True) for rank in range(world)]
+def _gather(parts: list[dict[str, Any]]) -> tuple[Result, Tape | None]:
     first = parts[0]["result"]
     for part in parts[1:]:
         for what in ("gradients", "weights"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from moe.verify.layouts import Ran, run_world
 from moe.verify.where import Standard
 
 Say = Callable[[str], None]
+say_now: Say = partial(print, flush=True)  # a pipe gets each row when it is done, too
 
 
 def main(
@@ -33,19 +35,22 @@ def main(
     json: str | None = None,
     only: str | None = None,
     kinds: str = "data,expert,pipeline",
-    say: Say = print,
+    say: Say = say_now,
 ) -> int:
-    """`moe verify`: print the table of layouts; 1 if any fails. `only` keeps the rows whose text holds it."""
+    """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it."""
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
     started = time.perf_counter()
     chosen = [c for c in cases(nproc, kinds=tuple(kinds.split(","))) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
-    expected = {twin: Expected.of(twin) for twin in dict.fromkeys(twin_of(c) for c in chosen)}
+    expected: dict[Case, Expected] = {}  # each made while the ranks are at the first row that needs it
     rows: list[dict[str, Any]] = []
     failed: list[tuple[Case, dict[str, Any]]] = []
     say(_line("layout", "kind", "world", "precision", *NUMBERS, "of bound", ""))
     for world in sorted({c.world for c in chosen}):
         for case, ran in run_world([c for c in chosen if c.world == world], world):
-            row = judged(case, ran, expected[twin_of(case)])
+            twin = twin_of(case)
+            if twin not in expected:
+                expected[twin] = Expected.of(twin)
+            row = judged(case, ran, expected[twin])
             rows.append(row)
             failed += [] if row["passed"] else [(case, row)]
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.fork import run_on_ranks
+from parallel.fork import each_on_ranks, run_on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,61 @@ def test_ranks_that_ignore_every_signal_are_gone_all_the_same() -> None:
 
     text, seconds = failure(work, 2)
     assert "KeyError: 'gone'" in text and seconds < 15
+
+
+def test_each_result_is_there_before_the_ranks_make_the_next(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The ranks wait with their second result until the first one has been read."""
+    read = tmp_path_factory.mktemp("read") / "first"
+
+    def work(rank: int, factor: int) -> Iterator[torch.Tensor]:
+        yield torch.full((rank + 1,), factor)
+        while not read.exists():
+            time.sleep(0.01)
+        total = torch.tensor(rank)
+        dist.all_reduce(total)
+        yield total
+
+    results = each_on_ranks(work, 3, 7, timeout_s=30)
+    assert [part.tolist() for part in next(results)] == [[7], [7, 7], [7, 7, 7]]
+    read.touch()
+    assert list(results) == [[torch.tensor(3)] * 3]
+
+
+@pytest.mark.parametrize("end", ["raise", "SIGKILL", "hang"])
+def test_ranks_that_fail_half_way_lose_nothing_of_what_they_handed_over(end: str) -> None:
+    """Though rank 0, which needs nobody, is ahead of the other, and nothing is read until both are done with it."""
+
+    def work(rank: int) -> Iterator[int]:
+        for number in range(5):
+            if rank == 1 and number == 2:
+                time.sleep(0.3)
+                if end == "raise":
+                    raise ZeroDivisionError("expert 17")
+                if end == "hang":
+                    time.sleep(600)
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield 10 * number + rank
+
+    started, results = time.monotonic(), each_on_ranks(work, 2, timeout_s=1.5)
+    got = [next(results)]
+    time.sleep(1)
+    with pytest.raises(RuntimeError) as failed:
+        got += results
+    assert got == [[0, 1], [10, 11]] and time.monotonic() - started < 15
+    assert {"raise": "ZeroDivisionError: expert 17", "SIGKILL": "rank 1 gave no result", "hang": "rank 1 was still running"}[end] in str(
+        failed.value
+    )
+
+
+def test_ranks_end_when_nobody_reads_on() -> None:
+    def work(rank: int) -> Iterator[int]:
+        yield os.getpid()
+        time.sleep(600)
+
+    results = each_on_ranks(work, 2, timeout_s=30)
+    started, processes = time.monotonic(), next(results)
+    del results
+    assert time.monotonic() - started < 5 and not any(psutil.pid_exists(process) for process in processes)
 
 
 def test_the_parent_is_untouched() -> None:

@@ -11,6 +11,7 @@ that is not there is an error before anything runs.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,11 @@ from moe.verify.expected import Expected, twin_of
 from moe.verify.layouts import Ran, run_world
 from moe.verify.mutations.every import MUTATIONS
 from moe.verify.mutations.mutation import Mutation, applied
-from moe.verify.verify import Say, judged
+from moe.verify.verify import Say, judged, say_now
 from moe.verify.where import Standard, Where
 
 
-def main(*, json: str | None = None, only: str | None = None, say: Say = print) -> int:
+def main(*, json: str | None = None, only: str | None = None, say: Say = say_now) -> int:
     """Print the table; 1 if a fault was not found, or found without a place. `only` keeps the mutations whose name holds it.
 
     Raises AttributeError or ModuleNotFoundError where a mutation's target is gone.
@@ -37,9 +38,10 @@ def main(*, json: str | None = None, only: str | None = None, say: Say = print) 
     chosen = [m for m in MUTATIONS if only is None or only in m.name]
     for edit in (edit for m in chosen for edit in m.edits):
         edit.found()
-    standards = {twin: Standard(Expected.of(twin)) for twin in dict.fromkeys(twin_of(m.case) for m in chosen)}
-    rows = controls(chosen, standards)
-    for row in rows:
+    standards = Standards()
+    rows = []
+    for row in controls(chosen, standards):
+        rows.append(row)
         say(_line(row, "pass" if row["passed"] else "FAIL"))
         if "error" in row:
             say(row["error"])
@@ -60,10 +62,17 @@ def main(*, json: str | None = None, only: str | None = None, say: Say = print) 
     return 1 if failed or not chosen else 0
 
 
-def controls(chosen: list[Mutation], standards: dict[Case, Standard]) -> list[dict[str, Any]]:
-    """A row for each case that a mutation uses, without any fault."""
+class Standards(dict[Case, Standard]):
+    """Of twins, each made when it is first asked for."""
+
+    def __missing__(self, twin: Case) -> Standard:
+        self[twin] = Standard(Expected.of(twin))
+        return self[twin]
+
+
+def controls(chosen: list[Mutation], standards: Standards) -> Iterator[dict[str, Any]]:
+    """A row for each case that a mutation uses, without any fault, when it is done."""
     kinds = {m.case: m.kind for m in chosen}
-    rows = []
     for world in sorted({case.world for case in kinds}):
         for case, ran in run_world([case for case in kinds if case.world == world], world, taped=True):
             standard = standards[twin_of(case)]
@@ -71,12 +80,8 @@ def controls(chosen: list[Mutation], standards: dict[Case, Standard]) -> list[di
             where = _where(case, ran, standard)
             about = {"layout": case.layout, "kind": case.kind, "precision": case.precision}
             passed = row["passed"] and where is None
-            rows.append(
-                {"mutation": "none", "found_by": _columns(kinds[case], row, standard), "layer": _said(where), "passed": passed} | about
-            )
-            if isinstance(ran, str):
-                rows[-1]["error"] = ran
-    return rows
+            out = {"mutation": "none", "found_by": _columns(kinds[case], row, standard), "layer": _said(where), "passed": passed} | about
+            yield out | {"error": ran} if isinstance(ran, str) else out
 
 
 def found(mutation: Mutation, ran: Ran, standard: Standard, *, idle: list[str]) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -185,6 +189,56 @@ def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: s
 def test_nothing_chosen_is_not_a_pass(tmp_path: Path) -> None:
     code, rows, _ = judged(tmp_path, "no such layout")
     assert code == 1 and rows == []
+
+
+# --- rows as they come -----------------------------------------------------------------------------------------------------------
+
+THREE = [Case("dense", kind, 2, 1, m, "fp32") for kind, m in (("ddp", 1), ("ddp", 3), ("fsdp", 1))]
+
+
+def on_the_second_layout(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """`happens` on every rank, before it computes that."""
+    real = layouts.compute
+    patch.setattr(layouts, "compute", lambda case, **rest: (happens() if case == THREE[1] else None, real(case, **rest))[1])
+    patch.setattr(verify, "cases", lambda nproc, kinds: THREE)
+
+
+@pytest.mark.usefixtures("fewer_steps")
+def test_a_row_is_in_the_pipe_before_the_ranks_are_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it; and a pipe has what was written when it is flushed."""
+    first = tmp_path / "first"
+
+    class Pipe(io.StringIO):
+        def flush(self) -> None:
+            if "pass" in self.getvalue():
+                first.touch()
+
+    def wait() -> None:
+        while not first.exists():
+            time.sleep(0.01)
+
+    on_the_second_layout(monkeypatch, wait)
+    monkeypatch.setattr(layouts, "LIMIT_S", 30.0)
+    monkeypatch.setattr("sys.stdout", said := Pipe())
+    assert verify.main(nproc=2) == 0
+    assert [line.split()[-1] for line in said.getvalue().splitlines()[1:4]] == ["pass"] * 3
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, None])
+@pytest.mark.usefixtures("fewer_steps")
+def test_ranks_that_die_or_hang_cost_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals | None) -> None:
+    """Rows before it stay, it is named, and what follows runs on new ranks."""
+
+    def one_ends() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(60) if end is None else os.kill(os.getpid(), end)
+
+    on_the_second_layout(monkeypatch, one_ends)
+    monkeypatch.setattr(layouts, "LIMIT_S", 10.0)
+    code, rows, said = judged(tmp_path, "")
+    assert code == 1 and [(r["layout"], r["kind"], r["passed"]) for r in rows] == [(c.layout, c.kind, c is not THREE[1]) for c in THREE]
+    assert ("rank 1 was still running" if end is None else "rank 1 gave no result") in rows[1]["error"]
+    assert rows[1]["error"] in said and "first off in dense dp2 ep1 m3 ddp fp32: its ranks failed" in said
 
 
 # --- comparing ------------------------------------------------------------------------------------------------------------------
