@@ -21,6 +21,7 @@ from moe.cli import verbs
 from moe.cli.flags import check_words
 from moe.cli.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
 from moe.launch import exit_codes
+from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean
 
@@ -269,6 +270,7 @@ def _run(words: list[str]) -> int:
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
         rest, overrides = take_overrides(rest)
+    set_before_torch(os.environ)  # verify's ranks are forked from this process, generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
     return FUNCTIONS[verb](verbs.parse(verb, rest, benches=bench_names()), overrides)
 

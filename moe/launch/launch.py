@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from moe.checks.together import check_run
 from moe.launch import status
+from moe.launch.environment import set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import PARENT, die_with_parent
 from moe.recipe.load import load, run_name
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank from its arguments. Returns its exit code."""
     die_with_parent()
     use_extensions_dir()
+    set_before_torch(os.environ)
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     out: Path | None = None
     run: Run | None = None

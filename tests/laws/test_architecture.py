@@ -27,12 +27,13 @@ READS_THE_ENVIRONMENT = {
     "moe/cli/main.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
     "parallel/extensions.py": "where compiled extensions are kept",
-    "moe/launch/environment.py": "what ranks inherit: cores, devices, port",
+    "moe/launch/environment.py": "what ranks inherit: cores, devices, port, torch's libraries",
     "moe/launch/launch.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
     "moe/data/tokens.py": "the user's cache folder",
     "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
+    "moe/bench/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {
     "parallel/data/deepspeed.py": "its start",
@@ -40,8 +41,8 @@ IMPORTS_DEEPSPEED = {
     "moe/cli/doctor.py": "its version",
     "moe/bench/step.py": "a peer to measure",
 }
-# What runs before a bad recipe is refused, and at `moe --help`.
-QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start")
+# What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.
+QUICK = ("moe", "moe.cli.main", "moe.checks.together", "moe.recipe.sections", "moe.recipe.load", "moe.launch.start", "moe.launch.launch")
 SLOW = {"torch", "deepspeed", "transformers", "tokenizers", "matplotlib", "tensorboard", "triton"}
 
 

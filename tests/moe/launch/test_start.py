@@ -15,13 +15,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
+from moe.cli import main as cli
 from moe.launch import environment, start
+from moe.launch.launch import main as rank_main
 from moe.launch.processes import Rank
 from parallel import extensions
 from parallel.errors import BadInput
@@ -106,7 +108,8 @@ class Launch:
         (out / "faulty.py").write_text(FAULTY_LAUNCHER)
         self.out, self.mark = out, uuid.uuid4().hex
         env = os.environ | {MARK: self.mark, "PYTHONPATH": f"{out}{os.pathsep}{ROOT}"}
-        env.pop("OMP_NUM_THREADS", None)
+        for name in ("OMP_NUM_THREADS", *environment.BEFORE_TORCH):
+            env.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", DRIVER, mode, launcher, str(out)],
             env=env,
@@ -250,6 +253,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert env["OMP_NUM_THREADS"] == str(max(1, environment.usable_cores() // 2))
         assert Path(env["TORCH_EXTENSIONS_DIR"]) == extensions.extensions_dir()
+        assert environment.BEFORE_TORCH.items() <= env.items()
 
 
 @pytest.mark.timeout(120)
@@ -367,6 +371,31 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == "p"
     assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & env.keys()
     assert environment.child_environment({"OMP_NUM_THREADS": "7"}, nproc=2)["OMP_NUM_THREADS"] == "7"
+
+
+def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of our launch, ranks that somebody else's launcher started, and a command that computes in its own process."""
+    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "OMP_WAIT_POLICY": "passive"}
+    users = {"LRU_CACHE_CAPACITY": "7", "OMP_WAIT_POLICY": "active"}
+
+    def rank(given: dict[str, str]) -> Mapping[str, str]:
+        return environment.child_environment(given, nproc=2)
+
+    def here(run: Callable[[list[str]], int]) -> Callable[[dict[str, str]], Mapping[str, str]]:
+        def env(given: dict[str, str]) -> Mapping[str, str]:
+            for name in ours:
+                monkeypatch.setenv(name, "")  # remembered, and put back after the test
+                monkeypatch.delenv(name)
+            for name, value in given.items():
+                monkeypatch.setenv(name, value)
+            assert run(["no_such_recipe"]) == 2
+            return os.environ
+
+        return env
+
+    for made in (rank, here(rank_main), here(lambda words: cli.main(["train", *words]))):
+        assert ours.items() <= made({}).items()
+        assert (ours | users).items() <= made(users).items()
 
 
 def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:

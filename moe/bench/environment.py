@@ -1,0 +1,135 @@
+"""What the environment of a process costs: bounded caches of compiled products, and how OpenMP's threads wait (moe/launch/environment.py).
+
+    caches     two ranks train with each cache at torch's own 1,024 entries and at 32: peak memory, processor seconds, the same losses
+    threads    one process with a thread a core trains, then generates, while waiting threads spin or sleep: alone, and beside two busy
+               processes of lower priority in a session of their own, as another user's
+
+Each is a process of its own that runs in turn with the others, round by round; ratios are taken within a round. Seconds are those of
+the whole command, processors' with those of its ranks. "unset" is what GNU's OpenMP library takes if nothing is set: `moe` would set it.
+`moe bench environment --rounds 3 --only threads --json FILE`. Linux.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe.bench.timing import ratio
+from moe.launch import exit_codes
+from moe.launch.environment import BEFORE_TORCH, usable_cores
+from moe.records.metrics import read
+from moe.records.results import write_json
+
+RECIPE, TOKENS = "switch_tiny", 100
+CAPACITY = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+CACHES = {"1024": dict.fromkeys(CAPACITY, "1024"), "32": dict.fromkeys(CAPACITY, "32")}
+WAITING = {
+    "unset": {"GOMP_SPINCOUNT": "300000"},
+    "active": {"OMP_WAIT_POLICY": "active"},
+    "spin 10000": {"GOMP_SPINCOUNT": "10000"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+SHORT = ("--train.report=false", "--train.measure_speed=false", "--train.sample_tokens=0", "--train.eval_every=0")
+ALLOWED = 0.10  # more processor seconds than what torch does by itself, as a share of it
+
+
+def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None = None, json: str | None = None) -> int:
+    """Print each row. Returns 1 if losses or texts differ, bounded caches do not save memory, or what `moe` sets costs processor time."""
+    rows: list[dict[str, Any]] = []
+    print(
+        f"{'kind':<9}{'work':<12}{'load':<6}{'setting':<12}{'processors':>12}{'over first':>11}{'clock':>9}{'over first':>11}{'peak':>10}"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if only is None or only in "caches":
+            rows += compare("caches", "training", CACHES, train(folder / "caches", steps=steps, nproc=nproc), rounds=rounds)
+        if only is None or only in "threads":
+            words = train(folder / "threads", steps=steps, nproc=1)
+            command(words, WAITING["passive"])  # a run to generate with
+            generating = ["generate", words[words.index("--out") + 1], "--tokens", str(TOKENS), "--temperature", "0"]
+            for work, what in (("training", words), ("generating", generating)):
+                for busy in (0, 2):
+                    rows += compare("threads", work, WAITING, what, rounds=rounds, busy=busy)
+    if json:
+        write_json(
+            json, verb="bench environment", rows=rows, recipe=RECIPE, steps=steps, rounds=rounds, tokens=TOKENS, threads=usable_cores()
+        )
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def train(out: Path, *, steps: int, nproc: int) -> list[str]:
+    """The words of a run that does nothing but train."""
+    return ["train", RECIPE, "--out", str(out), "--fresh", "--nproc", str(nproc), f"--train.steps={steps}", *SHORT]
+
+
+def compare(
+    kind: str, work: str, settings: dict[str, dict[str, str]], words: list[str], *, rounds: int, busy: int = 0
+) -> list[dict[str, Any]]:
+    """A row of each setting: medians over the rounds, ratios to the first setting within a round."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+    with busy_processes(busy):
+        for number in range(rounds):
+            for name in list(settings)[:: 1 if number % 2 == 0 else -1]:
+                found[name].append(command(words, settings[name]))
+    first = found[next(iter(settings))]
+    rows = []
+    for name, runs in found.items():
+        row: dict[str, Any] = {"kind": kind, "work": work, "load": busy, "setting": name, "environment": settings[name]}
+        for what in ("processor_seconds", "seconds"):
+            row[what] = statistics.median(run[what] for run in runs)
+            row[f"{what}_over_first"] = ratio([run[what] for run in runs], [run[what] for run in first])
+            row[f"{what}_of_rounds"] = [run[what] for run in runs]
+        row["peak_bytes"] = max(run["peak_bytes"] for run in runs)
+        row["same_result"] = all(run["result"] == first[0]["result"] for run in runs)
+        chosen = settings[name].items() <= BEFORE_TORCH.items()
+        row["passed"] = row["same_result"] and not (chosen and row["processor_seconds_over_first"] > 1 + ALLOWED)
+        if kind == "caches" and chosen:
+            row["passed"] &= row["peak_bytes"] < max(run["peak_bytes"] for run in first)
+        rows.append(row)
+        used, took, more = row["processor_seconds"], row["seconds"], row["processor_seconds_over_first"]
+        print(
+            f"{kind:<9}{work:<12}{busy:<6}{name:<12}{used:>10.1f} s{more:>7.2f}{took:>7.1f} s{row['seconds_over_first']:>7.2f}"
+            f"{row['peak_bytes'] / 2**20:>6.0f} MiB{'' if row['passed'] else '  FAIL'}",
+            flush=True,
+        )
+    return rows
+
+
+def command(words: list[str], settings: dict[str, str]) -> dict[str, Any]:
+    """One `moe` command, in an environment with these settings and without the user's: seconds, peak memory, and what it computed."""
+    names = {name for some in (*CACHES.values(), *WAITING.values()) for name in some} | {"OMP_NUM_THREADS"}
+    environment = {name: value for name, value in os.environ.items() if name not in names} | settings
+    began, before = time.perf_counter(), os.times()
+    done = subprocess.run([sys.executable, "-m", "moe", *words], env=environment, capture_output=True, text=True, timeout=1200)
+    seconds, after = time.perf_counter() - began, os.times()
+    if done.returncode:
+        raise RuntimeError(f"moe {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    row: dict[str, Any] = {"seconds": seconds, "processor_seconds": used, "peak_bytes": 0, "result": done.stdout}
+    if words[0] == "train":
+        out = Path(words[words.index("--out") + 1])
+        row["peak_bytes"] = json_format.loads((out / "summary.json").read_text())["peak_memory_bytes"]
+        row["result"] = [line["loss"] for line in read(out) if line["kind"] == "train"]
+    return row
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that only count, at a lower priority, in sessions of their own: Linux may share the cores among sessions first."""
+    count_on = "import os\nos.nice(10)\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", count_on], start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
