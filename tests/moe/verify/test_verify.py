@@ -136,6 +136,8 @@ def two_processes() -> list[Case]:
     words += [c for c in rows if c.layout == "dense dp2 ep1 m3 selective tiles5/3"]
     words += [c for c in rows if c.layout == "deepseek dp2 ep2 m1 tiles5/3 chunks7" and c.kind == "fsdp"]
     words += [c for c in rows if c.layout in ("deepseek dp2 ep2 m3 padded", "deepseek dp2 ep2 m1 overflow")]
+    copied = [c for c in rows if c.layout == "dense dp1 tp2-copied ep1 m3" and c.precision == "fp32"]
+    words += [c for c in copied if c.kind in ("fsdp", "zero2")]  # a norm counts one of two shards that are equal
     return exact + rounded + words
 
 

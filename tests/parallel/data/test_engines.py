@@ -42,7 +42,11 @@ def gradients(tiny: Tiny) -> dict[str, Tensor]:
 
 @each_kind
 def test_dropped_gradients_leave_no_trace(kind: str) -> None:
-    """Weights and moments stay to the bit, and the next step is that of an engine that never saw them."""
+    """Weights and moments stay to the bit, memory is free, and the next step is that of an engine that never saw them.
+
+    Stages 1 and 2 of DeepSpeed's write over what was left there, so only its memory tells; offload and stage 3 have one buffer for ever.
+    """
+    buffers = "+" in kind or kind == "zero3"
 
     def work(rank: int, case: Case) -> list[bool]:
         found = []
@@ -53,7 +57,7 @@ def test_dropped_gradients_leave_no_trace(kind: str) -> None:
         for dropped in (5, 6):
             tiny.accumulate(dropped)
             tiny.engine.drop_gradients()
-            found.append(same(tiny.state(), before))
+            found.append(same(tiny.state(), before) and (buffers or not any(grad.any() for _, grad in tiny.engine.owned_gradients())))
         found.append(tiny.adam_steps() == {1.0})
         norms = [t.step(1).total for t in (tiny, other)]
         found += [norms[0] == norms[1], same(tiny.state(), other.state()), not same(tiny.state(), before)]
