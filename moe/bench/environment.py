@@ -6,7 +6,7 @@
 
 Each is a process of its own that runs in turn with the others, round by round; ratios are taken within a round. Seconds are those of
 the whole command, processors' with those of its ranks. "unset" is what GNU's OpenMP library takes if nothing is set: `moe` would set it.
-`moe bench environment --rounds 3 --only threads --json FILE`. Linux.
+`moe bench environment --rounds 3 --only "threads training alone" --json FILE`. Linux.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from moe.launch.environment import BEFORE_TORCH, usable_cores
 from moe.records.metrics import read
 from moe.records.results import write_json
 
-RECIPE, TOKENS = "switch_tiny", 50
+RECIPE, TOKENS = "switch_tiny", 20
 CAPACITY = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 CACHES = {"1024": dict.fromkeys(CAPACITY, "1024"), "32": dict.fromkeys(CAPACITY, "32")}
 WAITING = {
     "unset": {"GOMP_SPINCOUNT": "300000"},
-    "active": {"OMP_WAIT_POLICY": "active"},
     "spin 10000": {"GOMP_SPINCOUNT": "10000"},
     "passive": {"OMP_WAIT_POLICY": "passive"},
 }
@@ -50,15 +49,17 @@ def main(*, nproc: int = 2, steps: int = 20, rounds: int = 3, only: str | None =
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if chosen("caches training", only):
+        if chosen("caches", only):
             rows += compare("caches", "training", CACHES, train(folder / "caches", steps=steps, nproc=nproc), rounds=rounds)
-        if any(chosen(f"threads {work}", only) for work in ("training", "generating")):
-            words = train(folder / "threads", steps=steps, nproc=1)
+        loads = {"alone": 0, "beside others": 2}
+        wanted = [(work, load) for work in ("training", "generating") for load in loads if chosen(f"threads {work} {load}", only)]
+        words = train(folder / "threads", steps=steps, nproc=1)
+        generating = ["generate", words[words.index("--out") + 1], "--tokens", str(TOKENS), "--temperature", "0"]
+        if wanted:
             command(words, WAITING["passive"])  # a run to generate with
-            generating = ["generate", words[words.index("--out") + 1], "--tokens", str(TOKENS), "--temperature", "0"]
-            for work, what in (("training", words), ("generating", generating)):
-                for busy in (0, 2) if chosen(f"threads {work}", only) else ():
-                    rows += compare("threads", work, WAITING, what, rounds=rounds, busy=busy)
+        for work, load in wanted:
+            what = words if work == "training" else generating
+            rows += compare("threads", work, WAITING, what, rounds=rounds, busy=loads[load])
     if json:
         write_json(
             json, verb="bench environment", rows=rows, recipe=RECIPE, steps=steps, rounds=rounds, tokens=TOKENS, threads=usable_cores()

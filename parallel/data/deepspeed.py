@@ -62,10 +62,10 @@ def compile_async_io(say: Callable[[str], None]) -> None:
     if not (folder / "async_io" / "async_io.so").exists():
         say(f"compiling DeepSpeed's async_io for offload to a disk: once, a minute or two; it stays in {folder} ...")
     try:
-        with redirect_stdout(StringIO()), _no_debug_information():  # what is printed: each compiler's command
+        with redirect_stdout(StringIO()):  # what is printed: each compiler's command
             _take_built(folder)
             try:
-                with _each_op_as_one_file(folder):
+                with each_op_as_one_file(folder):
                     get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
             except RuntimeError:  # another version's files may not go together
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
@@ -81,41 +81,29 @@ def compile_async_io(say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _no_debug_information() -> Iterator[None]:
-    """DeepSpeed asks for debug information of all of torch's headers, for each of its files: a third of the compiler's time."""
-    from deepspeed.ops.op_builder.builder import OpBuilder
+def each_op_as_one_file(folder: Path) -> Iterator[None]:
+    """Have torch compile an op's files as one that includes them all, and without the debug information that DeepSpeed asks for.
 
-    flags = OpBuilder.cxx_args
-    OpBuilder.cxx_args = lambda self: [flag for flag in flags(self) if flag != "-g"]
-    try:
-        yield
-    finally:
-        OpBuilder.cxx_args = flags
-
-
-@contextmanager
-def _each_op_as_one_file(folder: Path) -> Iterator[None]:
-    """Have torch compile an op's files as one that includes them all: 47 seconds of a processor for the twelve of async_io.
-
-    Nearly all of that is torch's headers, which each of DeepSpeed's files would read for itself.
+    That takes 47 seconds of a processor for the twelve of async_io, nearly all for torch's headers, which each file would read for itself.
     """
     from torch.utils import cpp_extension
 
-    load = cpp_extension.load
+    extension: Any = cpp_extension
+    load = extension.load
 
-    def load_one(*, name: str, sources: Sequence[str], **rest: Any) -> Any:
+    def load_one(*, name: str, sources: Sequence[str], extra_cflags: Sequence[str], **rest: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         one = folder / f"{name}.cpp"
         mine = folder / f".{name}.{os.getpid()}"  # other ranks write the same: each puts a whole file in place
         mine.write_text(as_one_file(sources))
         mine.replace(one)
-        return load(name=name, sources=[str(one)], **rest)
+        return load(name=name, sources=[str(one)], extra_cflags=[flag for flag in extra_cflags if flag != "-g"], **rest)
 
-    cpp_extension.load = load_one
+    extension.load = load_one
     try:
         yield
     finally:
-        cpp_extension.load = load
+        extension.load = load
 
 
 def as_one_file(sources: Sequence[str]) -> str:

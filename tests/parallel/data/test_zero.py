@@ -28,7 +28,7 @@ from moe.verify.batches import batch
 from moe.verify.cases import Case
 from parallel import process
 from parallel.data import zero3
-from parallel.data.deepspeed import compile_async_io, load_deepspeed
+from parallel.data.deepspeed import compile_async_io, each_op_as_one_file, load_deepspeed
 from parallel.data.engine import AdamW
 from parallel.data.offload import Offload
 from parallel.data.zero import DeepSpeed, Zero, settings
@@ -230,8 +230,9 @@ def test_an_op_is_compiled_as_one_file_or_else_as_its_own(tmp_path: Path, monkey
     own = [str(tmp_path / name) for name in ("a.cpp", "b.cpp")]
     compiled: list[list[str]] = []
 
-    def load(*, name: str, sources: list[str], verbose: bool) -> str:
+    def load(*, name: str, sources: list[str], extra_cflags: list[str], verbose: bool) -> str:
         compiled.append(sources)
+        assert extra_cflags == (["-g", "-O0"] if sources == own else ["-O0"])
         subprocess.run(["c++", "-w", "-fsyntax-only", sources[0]], check=True)
         if len(compiled) > 1 and sources != own:
             raise RuntimeError("does not compile")
@@ -239,7 +240,7 @@ def test_an_op_is_compiled_as_one_file_or_else_as_its_own(tmp_path: Path, monkey
 
     class Builder:
         def load(self, verbose: bool) -> None:
-            cpp_extension.load(name="op", sources=own, verbose=verbose)
+            cpp_extension.load(name="op", sources=own, extra_cflags=["-g", "-O0"], verbose=verbose)
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     monkeypatch.setattr(type(get_accelerator()), "create_op_builder", lambda self, name: Builder())
@@ -248,6 +249,23 @@ def test_an_op_is_compiled_as_one_file_or_else_as_its_own(tmp_path: Path, monkey
         compile_async_io(lambda text: None)
         assert [[Path(source).name for source in sources] for sources in compiled] == tried
     assert cpp_extension.load is load and [path.name for path in (tmp_path / "extensions").iterdir()] == ["op.cpp"]
+
+
+def test_deepspeeds_own_builder_compiles_one_file_without_debug_information(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils import cpp_extension
+
+    told: list[dict[str, Any]] = []
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    monkeypatch.setattr(type(builder), "is_compatible", lambda *_: True)
+    monkeypatch.setattr(cpp_extension, "verify_ninja_availability", lambda: None)
+    monkeypatch.setattr(cpp_extension, "load", lambda **given: told.append(given))
+    own = [builder.deepspeed_src_path(path) for path in builder.sources()]
+    with each_op_as_one_file(tmp_path):
+        builder.jit_load(verbose=False)
+    (given,) = told
+    assert given["sources"] == [str(tmp_path / "async_io.cpp")] and "-O0" in given["extra_cflags"] and "-g" not in given["extra_cflags"]
+    assert re.findall(r'^#include "(.*)"$', (tmp_path / "async_io.cpp").read_text(), flags=re.M) == own and len(own) > 1
 
 
 @pytest.fixture(scope="module")
