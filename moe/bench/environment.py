@@ -109,9 +109,10 @@ def compare(
             row["passed"] &= row["peak_bytes"] < max(run["peak_bytes"] for run in first)
         rows.append(row)
         used, took, more = row["processor_seconds"], row["seconds"], row["processor_seconds_over_first"]
+        peak = f"{row['peak_bytes'] / 2**20:.0f} MiB" if row["peak_bytes"] else ""
         print(
             f"{kind:<9}{work:<12}{busy:<6}{name:<12}{used:>10.1f} s{more:>7.2f}{took:>7.1f} s{row['seconds_over_first']:>7.2f}"
-            f"{f'{row["peak_bytes"] / 2**20:.0f} MiB' if row['peak_bytes'] else '':>10}{'' if row['passed'] else '  FAIL'}",
+            f"{peak:>10}{'' if row['passed'] else '  FAIL'}",
             flush=True,
         )
     return rows
