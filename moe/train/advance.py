@@ -20,6 +20,7 @@ from moe.train.out_of_memory import PASSES, STEP, during
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from parallel.clip import GradientNorm
+from parallel.collectives import sum_over
 from parallel.pipeline.schedule import Schedule
 
 
@@ -49,7 +50,7 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             seed=run.train.seed,
             step=counters.step,
             loss_scale=scale,
-            flag=int(asked()),
+            flag=_flag(job, asked),
         )
     with during(STEP):
         norm = finish(
@@ -62,6 +63,12 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             device=job.world.device,
         )
     return Made(numbers, norm, rate, scale)
+
+
+def _flag(job: Job, asked: Callable[[], bool]) -> int:
+    """Whether any rank of tp is asked to stop: they read the same tokens, so numbers, which carry flags, are not summed over them."""
+    tp = job.mesh.axis("tp", label="who is asked to stop")
+    return int(sum_over(torch.tensor(int(asked()), device=job.world.device), tp)) if tp.size > 1 else int(asked())
 
 
 def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
@@ -80,7 +87,7 @@ def _stream(job: Job, asked: Callable[[], bool]) -> list[Made]:
             seed=run.train.seed,
             step=counters.step,
             rate=rates.__getitem__,
-            flag=int(asked()),
+            flag=_flag(job, asked),
         )
     return [Made(numbers, norm, rate, 1.0) for (numbers, norm), rate in zip(made, rates, strict=True)]
 
