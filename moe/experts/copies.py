@@ -7,6 +7,7 @@
 
 Expert parallelism folds over the axis then: its ranks bring other tokens (MoE parallel folding, arXiv 2504.14960). Whole sequences
 are cut, so groups over which capacity and balance are counted stay whole. What the layer says of itself is of all ranks' tokens.
+Sequences that the ranks cannot share out, and no gradient is asked of (the one of a sample), each rank routes for itself.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Copies:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+
+    def cuts(self, x_BLD: Tensor) -> bool:
+        """Whether these tokens are cut, or each rank routes all of them."""
+        return torch.is_grad_enabled() or x_BLD.shape[0] % self.axis.size == 0
 
     def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
         """This rank's sequences, what is known of their tokens, and which share of the pass's valid tokens they are."""

@@ -79,7 +79,7 @@ class MoELayer(nn.Module):
         self.copies: Copies | None = None  # where other ranks hold copies of its tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        if self.copies is None:
+        if self.copies is None or not self.copies.cuts(x_BLD):
             return self._routed(x_BLD, context)
         mine_BLD, context, share = self.copies.cut(x_BLD, context)
         y_BLD, report = self._routed(mine_BLD, context)

@@ -69,3 +69,11 @@ def test_a_layer_over_copies_is_the_layer_in_one_process(ranks: int, padded: boo
 def test_sequences_that_do_not_divide_are_refused() -> None:
     with pytest.raises(BadInput, match="^sequences of a micro-batch: got 6, needed a multiple of tp=4"):
         layer(Axis("tp", (0, 1, 2, 3)))(torch.zeros(B, L, D), Context.of(torch.zeros(B, L, dtype=torch.long)))
+
+
+def test_a_sample_is_routed_by_every_rank_for_itself() -> None:
+    """Where no gradient is asked of sequences that do not divide: nothing is cut, sent or joined."""
+    x_BLD, context = torch.randn(1, L, D, generator=torch.Generator().manual_seed(3)), Context.of(torch.zeros(1, L, dtype=torch.long))
+    with torch.no_grad():
+        (want, _), (got, report) = (layer(axis).eval()(x_BLD, context) for axis in (None, Axis("tp", (0, 1, 2, 3))))
+    assert torch.equal(got, want) and int(report.load_E.sum()) == 2 * L
