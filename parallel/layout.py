@@ -11,6 +11,7 @@ ranks hold this element" is answered in one place. Two questions have two answer
     dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
     norm, tokens cut over tp     DENSE    {}                               dp, sp, tp                 dp, sp, tp
     1D: columns                  DENSE    {1: "tp"}                        dp, sp                     dp, sp
+    1D: few key-value heads      GRID     {0: "tp_row"}                    dp, sp, tp_col             dp, sp, tp_col
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
     3D                           GRID     {0: ("tp_depth", "tp_row"), 1: "tp_col"}  dp, sp            dp, sp
@@ -64,7 +65,7 @@ class Layout:
     `placement`: the global number of each place along dim 0, where they do not stand in order. `tile`: a parameter that is one
     tile of the tensor (parallel/data/tiling.py). `holders`: the places on the pp axis that hold it, where they are several (a tied
     embedding, Chimera's replicas of a stage). `alike`: axes whose ranks see the same tokens here, so copies on them have equal
-    gradients; those of other views, and those that cut it, say nothing.
+    gradients; those of other views, and those that cut it, say nothing. `uneven`: dims whose parts may differ by one.
     """
 
     shape: tuple[int, ...]
@@ -76,6 +77,7 @@ class Layout:
     tile: Tile | None = None
     holders: tuple[int, ...] = ()
     alike: tuple[str, ...] = ("tp",)
+    uneven: tuple[int, ...] = ()
 
     def cut_by(self, dim: int | None = None) -> tuple[str, ...]:
         """The axes that cut a dim, the coarsest first; of all dims where none is named."""
@@ -101,15 +103,14 @@ class Layout:
             place, ways, axes = 0, 1, self.cut_by(dim)
             for axis in map(mesh.axis, axes):
                 place, ways = place * axis.size + axis.index, ways * axis.size
-            if self.shape[dim] % ways:
+            if self.shape[dim] % ways and dim not in self.uneven:
                 raise BadInput(
                     f"dim {dim} of a parameter",
                     got=self.shape[dim],
                     needed=f"a multiple of {' * '.join(axes)}={ways}",
                     fix=f"change degrees.{axes[0].partition('_')[0]}",
                 )
-            each = self.shape[dim] // ways
-            parts[dim] = slice(place * each, (place + 1) * each)
+            parts[dim] = Tile(dim, place, ways).run(self.shape[dim])
         if self.tile is not None:
             whole = parts[self.tile.dim]
             run = self.tile.run(whole.stop - whole.start)

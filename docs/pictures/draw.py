@@ -30,11 +30,12 @@ from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import capacity, kept_choices  # noqa: E402
 from moe.train.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
-from parallel.mesh import Degrees  # noqa: E402
+from parallel.mesh import Degrees, Mesh  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
+from parallel.tensor.linear_1d import Column, Row  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"
@@ -227,6 +228,37 @@ def mesh() -> Axes:
     return axes
 
 
+def tensor_1d() -> Axes:
+    """A feed-forward network of 8 hidden units on two ranks: which units are where, and where the ranks meet."""
+    column, row = Column().layout("w1", (8, 5)), Row().layout("w2", (5, 8))
+    axes = canvas(120, 56)
+    box(axes, 2, 24, 11, 8, "x [b, s, h]\nwhole", fill=GREY, size=11)
+    box(axes, 107, 24, 11, 8, "y [b, s, h]\nwhole", fill=GREY, size=11)
+    for x, label, forward, backward in ((20, "f", "identity", "sum over tp"), (92, "g", "sum over tp", "identity")):
+        box(axes, x, 11, 6, 34, label, fill=WHITE, size=16, bold=True)
+        note(axes, x + 3, 6, f"forward: {forward}\nbackward: {backward}", size=10)
+    arrow(axes, (13.3, 28), (19.7, 28))
+    arrow(axes, (98.3, 28), (106.7, 28))
+    for rank in range(2):
+        mesh, y, fill = Mesh.of(Degrees(tp=2), rank), 34 - 22 * rank, EXPERTS[2 * rank + 1]
+        units, inputs = column.region(mesh)[0], row.region(mesh)[1]
+        assert units == inputs
+        numbers = range(units.start, units.stop)
+        note(axes, 59, y + 15.5, f"rank {rank}: hidden units {', '.join(map(str, numbers))} of 8", color=INK, bold=True)
+        for i in range(4):
+            axes.add_patch(Rectangle((32 + 2.6 * i, y), 2.6, 9, facecolor=fill, edgecolor=WHITE))
+            axes.add_patch(Rectangle((72, y - 0.3 + 2.4 * i), 13, 2.4, facecolor=fill, edgecolor=WHITE))
+        box(axes, 48, y + 1.5, 19, 6, "activation,\nunit by unit", fill=WHITE, size=10.5)
+        note(axes, 37.2, y + 11.2, "columns of W1", size=10.5)
+        note(axes, 78.5, y + 11.2, "the same rows of W2", size=10.5)
+        for start, end in (((26.3, 28), (31.5, y + 4.5)), ((85.5, y + 4.5), (91.7, 28))):
+            arrow(axes, start, end)
+        arrow(axes, (42.8, y + 4.5), (47.7, y + 4.5))
+        arrow(axes, (67.3, y + 4.5), (71.5, y + 4.5))
+    note(axes, 60, 53.5, "1D: one sum forward and one backward for each layer, and nothing in between", bold=True, color=INK, size=13)
+    return axes
+
+
 def exchange() -> Axes:
     """Rows of two ranks on their way to four experts."""
     chosen = ([2, 0, 3, 0, 1], [1, 2, 0, 2, 3])
@@ -400,7 +432,7 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
             axes.text(placed.start + length / 2, rank, found[1] or found[2], ha="center", va="center", fontsize=7, clip_on=True)
 
 
-DRAWN = (layer, groups, mesh, exchange, memory, schedules, pipelines, kfac)
+DRAWN = (layer, groups, mesh, tensor_1d, exchange, memory, schedules, pipelines, kfac)
 PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in DRAWN}
 
 

@@ -1,31 +1,55 @@
-"""What degrees.tp needs, and what it does not go with."""
+"""What degrees.tp needs, and what it does not go with; a size that it does not divide is told with the degrees that work."""
 
 from __future__ import annotations
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.mesh import divisors
 
 
 def check_tensor(run: Run) -> None:
-    """Refuse a tensor kind that is not built, and sequences that its ranks cannot share out. Raises BadInput."""
+    """Refuse sizes that the ranks of tp cannot share out, and what needs whole matrices. Raises BadInput."""
     tp = run.degrees.tp
     if tp < 1:
         raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
     if tp == 1:
         return
-    if run.tensor.kind != "copied":
-        raise BadInput(
-            "degrees.tp",
-            got=f"{tp} with tensor.kind={run.tensor.kind}",
-            needed=f"1: {run.tensor.kind} is not built yet",
-            fix="set degrees.tp to 1 (tensor.kind copied saves nothing: it is there to check engines)",
-        )
+    if run.tensor.kind == "1d":
+        _check_1d(run)
     if run.sharding.kind == "dp":
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
         )
     if run.model.layers_with_experts():
         _check_sequences(run)
+
+
+def _check_1d(run: Run) -> None:
+    """Heads, hidden units and vocabulary lie over tp; fewer key-value heads than ranks are held in equally many copies."""
+    tp, m = run.degrees.tp, run.model
+    heads = m.num_kv_heads or m.num_heads
+    units = m.d_ff if len(m.layers_with_experts()) < m.num_layers else 0
+    work = [n for n in divisors(m.num_heads) if (heads % n == 0 or n % heads == 0) and units % n == 0 and n <= run.vocab_size]
+    fix = f"set degrees.tp to one of {work}"
+    for what, size in (("model.num_heads", m.num_heads), ("model.d_ff", units)):
+        if size % tp:
+            raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
+    if heads % tp and tp % heads:
+        raise BadInput(
+            "degrees.tp",
+            got=tp,
+            needed=f"a divisor or a multiple of model.num_kv_heads={heads}: ranks hold equally many, or equally many hold one",
+            fix=fix,
+        )
+    if run.vocab_size < tp:
+        raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary's {run.vocab_size}", fix=fix)
+    if run.optimizer.kind == "kfac":
+        raise BadInput(
+            "optimizer.kind",
+            got=f"kfac with degrees.tp={tp}",
+            needed="adamw: a direction is made of a whole matrix, and ranks of tp hold parts",
+            fix="set optimizer.kind to adamw, or degrees.tp to 1",
+        )
 
 
 def _check_sequences(run: Run) -> None:

@@ -20,9 +20,10 @@ def check_tiling(run: Run) -> None:
             needed=f"a divisor of {what}={size}: each tile has an equal part of the hidden units",
             fix=f"set it to one of {divisors(math.gcd(*widths.values()))}",
         )
-    if run.tiling.head > run.vocab_size:
+    rows, split = run.vocab_size // _cut(run), f" / degrees.tp={_cut(run)}" if _cut(run) > 1 else ""
+    if run.tiling.head > rows:
         raise BadInput(
-            "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}", fix="set it to 1, or to a few"
+            "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}{split}", fix="set it to 1, or to a few"
         )
     tokens = run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
@@ -34,11 +35,17 @@ def check_tiling(run: Run) -> None:
         )
 
 
+def _cut(run: Run) -> int:
+    """Into how many parts tp cuts what is dense."""
+    return run.degrees.tp if run.tensor.kind == "1d" else 1
+
+
 def _widths(run: Run) -> dict[str, int]:
     """The number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
-    widths = {"model.d_ff": m.d_ff} if len(sparse) < m.num_layers else {}
+    cut = f" / degrees.tp={_cut(run)}" if _cut(run) > 1 else ""
+    widths = {f"model.d_ff{cut}": m.d_ff // _cut(run)} if len(sparse) < m.num_layers else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
         widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a width below 1 is refused with the other degrees

@@ -172,12 +172,29 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.recipe.load import load, resolved_yaml
 
     run, origins = load(flags.recipe, overrides)
+    if flags.plan:
+        return _show_plan(flags, run)
+    for flag, value in (("--nproc", flags.nproc), ("--rank", flags.rank)):
+        if value is not None:
+            raise BadInput(flag, got=f"{value} without --plan", needed="--plan: the values are the same on all ranks", fix="add --plan")
     print(resolved_yaml(run, origins), end="")
     if flags.json is not None:
         from moe.records.results import write_json
 
         write_json(flags.json, verb="show", rows=_rows(run, origins), recipe=flags.recipe)
     return exit_codes.DONE
+
+
+def _show_plan(flags: Show, run: Run) -> int:
+    from moe.checks.together import check_run
+
+    world, rank = 1 if flags.nproc is None else flags.nproc, flags.rank or 0
+    if world < 1:
+        raise BadInput("--nproc", got=world, needed="at least 1", fix="--nproc 1")
+    run = check_run(run, world)
+    if not 0 <= rank < world:
+        raise BadInput("--rank", got=rank, needed=f"0 to {world - 1}", fix="--rank 0, or another --nproc")
+    return _call("moe.parallelize.shown", run, world=world, rank=rank, json=_text(flags.json), recipe=flags.recipe)
 
 
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:

@@ -63,7 +63,9 @@ class Verify:
 
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
-    kinds: str = _flag("data,expert,pipeline", "data: engines and precisions; expert: routers, ways that rows travel; pipeline: schedules")
+    kinds: str = _flag(
+        "data,expert,tensor,pipeline", "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; pipeline: schedules"
+    )
     only: str | None = _flag(None, "only layouts, or mutations, whose name holds this text")
     mutations: bool = _flag(False, "put faults that training systems had into the running code: each must be found, and its layer named")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
@@ -176,10 +178,13 @@ class Convert:
 
 @dataclasses.dataclass(frozen=True)
 class Show:
-    """Print a recipe merged with its parents, each value with its origin."""
+    """Print a recipe merged with its parents, each value with its origin; or its plan, which part of each parameter a rank holds."""
 
     recipe: str = _word("a name (see: moe recipes) or a YAML file")
-    json: Path | None = _flag(None, "also write keys, values and origins as JSON")
+    plan: bool = _flag(False, "instead: parameters by path, their style, whole shape and the part held here, and its bytes")
+    nproc: int | None = _flag(None, "with --plan: of so many processes, 1 by default")
+    rank: int | None = _flag(None, "with --plan: as this rank holds it, 0 by default")
+    json: Path | None = _flag(None, "also write keys, values and origins, or the plan's rows, as JSON")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
-from moe.nn.vocabulary import Rows, look_up, project, summed_loss
+from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
 from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
@@ -118,13 +118,13 @@ class Transformer(nn.Module):
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.loss_chunks, self.recast = 1, False  # recast: the head as a Linear may be
-        self.embedding: nn.Parameter | Rows | Tiled | None = nn.Parameter(torch.empty(vocab_size, width))
+        self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm)
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.router_spec = router.spec
         self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
-        self.head: Rows | Tiled | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
+        self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
 
     def _look_up(self, tokens_BL: Tensor) -> Tensor:
         assert self.embedding is not None
-        return look_up(tokens_BL, self.embedding).to(self.compute)
+        return look_up(tokens_BL, self.embedding, dtype=self.compute)
 
     def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor) -> Output:
         matrix = self.embedding if self.head is None else self.head

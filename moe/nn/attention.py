@@ -1,10 +1,11 @@
 """Causal self-attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
-    x -> q, k, v, cut into heads by their size -> rotate by place -> core(q, k, v) -> out
+    x -> enter -> q, k, v, cut into heads by their size -> rotate by place -> core(q, k, v) -> out -> leave
 
 `core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
 key-value heads as they are, fewer than the queries' (so few are sent), the tokens' places in their sequences, and T5's bias as a
 function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
+Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once.
 Rotary angles and the softmax are fp32.
 """
 
@@ -23,6 +24,7 @@ from moe.nn.context import Context
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
+from parallel.data.tiling import Slot, as_it_is
 
 # B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
 
@@ -110,11 +112,14 @@ class Attention(nn.Module):
         self.out = Linear(heads * self.head_size, model.d_model)
         self.bias = RelativeBias(heads) if model.positions == "t5" else None
         self.core: Core = softmax_core
+        self.enter: Slot = as_it_is
+        self.leave: Slot = as_it_is
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
+        x_BLD = self.enter(x_BLD)
         q_BHLC, k_BKLC, v_BKLC = (rearrange(linear(x_BLD), "b l (h c) -> b h l c", c=self.head_size) for linear in (self.q, self.k, self.v))
         place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
         if self.bias is None:
             q_BHLC, k_BKLC = rotate(q_BHLC, place_L), rotate(k_BKLC, place_L)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, place_L=place_L, bias=self.bias)
-        return self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)"))  # type: ignore[no-any-return]
+        return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))

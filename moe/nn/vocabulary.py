@@ -5,12 +5,14 @@
 The sum over the vocabulary is taken tile by tile, and over tokens run by run: a pair of numbers a token (log-sum-exp, the
 target's logit) is all that a tile leaves behind. Its logits [tokens / chunks, V / tiles] are computed again in the backward
 pass, so the logits of all tokens and the whole vocabulary never exist. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+
+Where other ranks hold the other rows, the same pairs are merged with theirs: `Others`, a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +28,39 @@ from parallel.weight_gradient import linear
 PADDING = -100  # in place of a token: torch's own number for a target that does not count
 
 
+class Others(Protocol):
+    """The ranks that hold the other rows, asked once whatever the tiles here: from each one's share to what all of them have then."""
+
+    def rows(self, found: Tensor) -> Tensor:
+        """Of looked-up rows, zeros for tokens of others."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What is multiplied with the rows of all."""
+        ...
+
+    def scores(self, scores_2N: Tensor) -> Tensor:
+        """Of [2, N], log-sum-exps and target's logits."""
+        ...
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[..., V] of [..., rows here]."""
+        ...
+
+
 class Rows(nn.Module):
     """Rows first, first + 1, ... of a matrix [V, D]. They are used in `forward` alone, where an engine that gathers them has its hooks."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()
         self.first = rows.start
+        self.others: Others | None = None
         self.weight = nn.Parameter(torch.empty(rows.stop - rows.start, d_model))
 
     def forward(self, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> Tensor:
         return use(x, self.first, self.weight)
 
-    def in_tiles(self, count: int) -> Tiled:
+    def in_tiles(self, count: int) -> TiledRows:
         """Runs of about as many rows each."""
 
         def tile(i: int) -> nn.Module:
@@ -46,10 +69,22 @@ class Rows(nn.Module):
                 made = Rows(slice(self.first + run.start, self.first + run.stop), self.weight.shape[1])
             return take(made, self, lambda name: Tile(0, i, count))
 
-        return Tiled(tile(i) for i in range(count))
+        return TiledRows(tile(i) for i in range(count))
 
 
-Matrix = Tensor | Rows | Tiled  # as a parameter of whoever asks, a module, or tiles
+class TiledRows(Tiled):
+    """Rows in tiles; those have no others of their own."""
+
+    def __init__(self, tiles: Iterable[nn.Module]) -> None:
+        super().__init__(tiles)
+        self.others: Others | None = None
+
+
+Matrix = Tensor | Rows | TiledRows  # as a parameter of whoever asks, a module, or tiles
+
+
+def _others(matrix: Matrix) -> Others | None:
+    return None if isinstance(matrix, Tensor) else matrix.others
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
@@ -62,8 +97,16 @@ def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor
     return [tile(x, use) for tile, x in shared]
 
 
-def look_up(tokens: Tensor, matrix: Matrix) -> Tensor:
-    """The tokens' rows, in the matrix's dtype."""
+def look_up(tokens: Tensor, matrix: Matrix, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The tokens' rows in `dtype`; None: the matrix's."""
+    others = _others(matrix)
+    found = _look_up_here(tokens, matrix, whole=others is None)
+    found = found if dtype is None else found.to(dtype)
+    return found if others is None else others.rows(found)
+
+
+def _look_up_here(tokens: Tensor, matrix: Matrix, *, whole: bool) -> Tensor:
+    """In the matrix's dtype; where it is not the whole one, zeros for tokens of other ranks."""
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
         row, here = _local(tokens, first, weight)
@@ -71,7 +114,7 @@ def look_up(tokens: Tensor, matrix: Matrix) -> Tensor:
 
     if isinstance(matrix, Tensor):
         return _taken(tokens, matrix)
-    if isinstance(matrix, Rows):
+    if isinstance(matrix, Rows) and whole:
         rows: Tensor = matrix(tokens, lambda tokens, _, weight: _taken(tokens, weight))
         return rows
     found = _each(matrix, tokens, use)
@@ -103,29 +146,48 @@ class _Taken(torch.autograd.Function):
 
 def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
     """Logits [..., V] in x's dtype; `recast` as in Linear."""
-    parts = _each(matrix, x, lambda x, _, weight: linear(x, weight) if recast else F.linear(x, weight.to(x.dtype)))
-    return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    others = _others(matrix)
+    x = x if others is None else others.enter(x)
+    parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, recast=recast))
+    logits = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+    return logits if others is None else others.logits(logits)
+
+
+def _product(x: Tensor, weight_VD: Tensor, *, recast: bool) -> Tensor:
+    return linear(x, weight_VD) if recast else F.linear(x, weight_VD.to(x.dtype))
 
 
 def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: int, recast: bool = False) -> Tensor:
     """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
 
-    In one chunk and without tiles it is torch's cross_entropy on all logits, and `recast` as in Linear. Otherwise the matrix's
-    gradient is never put off: it would take the logits, which are not there, or their product once more.
+    In one chunk and without tiles it is torch's cross_entropy on all logits, or of the ranks' pairs, and `recast` as in Linear.
+    Otherwise the matrix's gradient is never put off: it would take the logits, which are not there, or their product once more.
     """
-    if chunks == 1 and not isinstance(matrix, Tiled):
+    others, at_once = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
+    if at_once and others is None:
         logits = project(x_BLD, matrix, recast=recast).float()
         return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
-    x_ND, targets_N = x_BLD.flatten(0, 1), targets_BL.flatten()
+    targets_N = targets_BL.flatten()
+    x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 
     def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
+        if at_once:
+            return _kept_scores(_product(x_ND, weight_VD, recast=recast), *_local(targets_N, first, weight_VD))
         scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks)
         return scores
 
     scores = _each(matrix, x_ND, use)
     total_N = scores[0][0] if len(scores) == 1 else torch.stack([s[0] for s in scores]).logsumexp(0)
-    loss_N = total_N - torch.stack([s[1] for s in scores]).sum(0)
-    return loss_N.masked_fill(targets_N == PADDING, 0.0).sum()
+    target_N = torch.stack([s[1] for s in scores]).sum(0)
+    if others is not None:
+        total_N, target_N = others.scores(torch.stack((total_N, target_N)))
+    return (total_N - target_N).masked_fill(targets_N == PADDING, 0.0).sum()
+
+
+def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor) -> Tensor:
+    """[2, N] as _Scores gives it, of logits that stay until the backward pass."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 
 
 def _local(tokens: Tensor, first: int, weight_VD: Tensor) -> tuple[Tensor, Tensor]:

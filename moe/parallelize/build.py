@@ -13,14 +13,34 @@ from moe.model.transformer import Transformer, embedding_as_module
 from moe.parallelize import stages
 from moe.parallelize.engines import by_fsdp, offload_of
 from moe.parallelize.memory import save_memory
-from moe.parallelize.plan import lay_out, plan_of
+from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.units import units_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES
-from parallel.tensor.style import apply
+from parallel.tensor.style import Plan, apply
+
+
+def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]]:
+    """This rank's parts of the model on the meta device, its layers' slots filled; the plan, and each held parameter's layout by name."""
+    with torch.device("meta"):
+        compute = DTYPES.get(run.precision.compute, torch.float32)
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
+        save_memory(model, recompute=run.recompute, tiling=run.tiling)
+        model.to(DTYPES[run.precision.master])
+    if by_fsdp(run) or run.degrees.tp > 1:
+        embedding_as_module(model)
+    plan = plan_for(run)
+    layouts = lay_out(model, plan)
+    for layout in layouts.values():
+        data_axis(layout, mesh)  # groups are made by all ranks alike, whatever their stages hold
+    if mesh.axis("pp").size > 1:
+        layouts = stages.hold(run, model, layouts, mesh)
+    apply(model, plan, layouts, mesh)
+    return model, plan, layouts
 
 
 def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, dict[str, Layout]]:
@@ -29,25 +49,15 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
         raise BadInput(
             "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
         )
-    with torch.device("meta"):
-        compute = DTYPES[run.precision.compute]
-        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
-        save_memory(model, recompute=run.recompute, tiling=run.tiling)
-        model.to(DTYPES[run.precision.master])
-    if by_fsdp(run):
-        embedding_as_module(model)
-    plan = plan_of(run.dispatch, kernels=run.experts.kernels)
-    layouts = lay_out(model, plan)
-    if mesh.axis("pp").size > 1:
-        layouts = stages.hold(run, model, layouts, mesh)
-    apply(model, plan, layouts, mesh)
+    model, _, layouts = laid_out(run, mesh)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     if by_fsdp(run):
         from parallel.data.fsdp import shard  # here, because it takes a second to import
 
         s = run.sharding
         reshard = s.reshard and run.degrees.pp == 1
-        shard(model, units_of(model), layouts=layouts, mesh=mesh, device=device, reshard=reshard, prefetch=s.prefetch, fill=first.fill)
+        units = units_of(model, lambda name: data_axis(layouts[name], mesh).ranks)
+        shard(model, units, layouts=layouts, mesh=mesh, device=device, reshard=reshard, prefetch=s.prefetch, fill=first.fill)
         zero_buffers(model, device=device)
     elif run.sharding.kind == "zero" and run.sharding.stage == 3:
         from parallel.data.zero3 import Birth  # here, because deepspeed takes seconds to import

@@ -1,6 +1,6 @@
 """The project's plan: which of its parameters lies how on the mesh, and how rows reach the experts.
 
-print(plan_of(run.dispatch, kernels="auto"))      the whole of it, as a table
+print(plan_of(run.dispatch, kernels="auto", tensor="1d"))      the whole of it, as a table
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from moe.recipe import sections
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.tensor import style
-from parallel.tensor.style import Copied, Plan, Stacked
+from parallel.tensor.linear_1d import Column, Row
+from parallel.tensor.style import Copied, Plan, Stacked, Style
+from parallel.tensor.vocabulary import VocabularyRows
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -57,18 +59,43 @@ class Spread:
             layer.dispatcher = dispatcher_of(self.dispatch, mesh, kernels=self.kernels, label=f"layers.{layer.layer}")
 
 
-def plan_of(dispatch: sections.Dispatch, *, kernels: str) -> Plan:
-    """What no row fits is copied, and its copies see the same tokens: attention, dense networks, norms, embedding and head.
+# of tensor.kind; keys and values over tp_row, which is tp unless their heads are fewer
+TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
+    "copied": (),
+    "1d": (
+        ("layers.*.attention.q.weight", Column()),
+        ("layers.*.attention.k.weight", Column("tp_row")),
+        ("layers.*.attention.v.weight", Column("tp_row")),
+        ("layers.*.attention.bias.weight", Column(dim=1)),
+        ("layers.*.attention.out.weight", Row()),
+        ("layers.*.ffn.w1.weight", Column()),
+        ("layers.*.ffn.w3.weight", Column()),
+        ("layers.*.ffn.w2.weight", Row()),
+        ("embedding.weight", VocabularyRows()),
+        ("head.weight", VocabularyRows()),
+    ),
+}
 
-    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each.
+
+def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied") -> Plan:
+    """What no row fits is copied, and its copies see the same tokens: norms, and without `tensor` all that is dense.
+
+    In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each:
+    its router, and the networks beside its experts.
     """
     return Plan(
         (
             ("layers.*.moe.experts.*", Spread(dispatch, kernels)),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
+            *TENSOR[tensor],
         )
     )
+
+
+def plan_for(run: sections.Run) -> Plan:
+    """The recipe's."""
+    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=run.tensor.kind if run.degrees.tp > 1 else "copied")
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:

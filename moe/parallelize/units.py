@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -28,10 +29,10 @@ READ_IN_FP32 = (
 )
 
 
-def units_of(model: Transformer) -> list[Unit]:
+def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = lambda name: ()) -> list[Unit]:
     """What FSDP gathers together, in the order in which it runs: embedding, blocks, in a block its experts and what stands beside
-    them, head; each tile alone. In the compute dtype, but for the embedding, whose gradient sums over tokens in fp32. What a model
-    reads in fp32 besides is in no unit.
+    them, head; each tile alone, and what is cut over other ranks than the rest of its unit (`ranks_of` a parameter). In the compute
+    dtype, but for the embedding, whose gradient sums over tokens in fp32. What a model reads in fp32 besides is in no unit.
     """
     from parallel.data.fsdp import Unit
 
@@ -45,12 +46,20 @@ def units_of(model: Transformer) -> list[Unit]:
             owned[max(inside, key=len)].append(name)
     narrow = model.compute.itemsize < next(model.parameters()).dtype.itemsize
     units = []
-    for path, names in owned.items():
+    for path, names in _of_equal_ranks(owned, ranks_of):
         table, tile = path.startswith("embedding"), id(model.get_submodule(path)) in tiles
         tied = table and model.config.tied_embeddings
         dtype = model.compute if narrow and not table else None
         units.append(Unit(path, tuple(names), dtype, backward=tied or not table, ahead=not (tile or tied)))
     return [unit for unit in units if unit.parameters]
+
+
+def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
+    """Units by path; after each, the modules in it whose parameters are cut over other ranks than the unit's first."""
+    for path, names in owned.items():
+        apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
+        yield path, [name for name in names if name not in apart]
+        yield from ((name.rpartition(".")[0], [name]) for name in apart)
 
 
 def read_in_fp32(model: nn.Module) -> set[str]:

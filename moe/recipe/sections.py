@@ -163,7 +163,7 @@ class Parallel(Section):
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
     etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
-    tp: int = Field(1, description="tensor parallelism: not built yet; above 1 only with tensor.kind copied")
+    tp: int = Field(1, description="tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
     sp: Literal[1] = 1
     pp: int = Field(1, description="stages' ranks of the pipeline")
 
@@ -194,7 +194,8 @@ class Sharding(Section):
 class Tensor(Section):
     kind: Literal["1d", "copied"] = Field(
         "1d",
-        description="1d: not built yet; copied: each rank of tp has all weights and the same tokens, which saves nothing: a check",
+        description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); copied: each rank of tp has all weights and "
+        "the same tokens, which saves nothing: a check of engines",
     )
 
 
@@ -324,10 +325,15 @@ class Run(Section):
             ep = math.gcd(dp * tp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
+    def head_copies(self) -> int:
+        """How many ranks of tp hold the same key-value head: 1 where there are at least as many heads as ranks."""
+        heads, tp = self.model.num_kv_heads or self.model.num_heads, self.degrees.tp
+        return tp // heads if self.tensor.kind == "1d" and tp > heads and tp % heads == 0 else 1
+
     def mesh_degrees(self) -> Degrees:
         """The resolved degrees. Call `resolve` first."""
         d = self.degrees
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
-        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1)
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1, tp_col=self.head_copies())

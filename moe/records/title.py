@@ -14,11 +14,14 @@ def title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
-    pp = f"pp {d.pp} " if d.pp > 1 else ""
+    layout = (f"pp {d.pp} " if d.pp > 1 else "") + (f"tp {d.tp} ({run.tensor.kind}) " if d.tp > 1 else "") + f"dp {d.dp} ep {d.ep}{etp}"
     lines = [
-        f"{world.size} x {world.device.type} · {pp}dp {d.dp} ep {d.ep}{etp} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
+        f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",
     ]
+    if run.head_copies() > 1:
+        heads = run.model.num_kv_heads or run.model.num_heads
+        lines.append(f"key-value heads: {heads} on {d.tp} ranks of tp, so each is held in {run.head_copies()} copies")
     if d.pp > 1:
         lines.append(described(run))
     if run.model.layers_with_experts():

@@ -2,6 +2,7 @@
 
     --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
     --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
+    --kinds tensor   tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
     --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
 
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
@@ -10,7 +11,8 @@ Sizes differ from each other, so that swapped dims fail. Where a preset counts o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from moe.recipe.load import build_run
@@ -21,7 +23,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
-KINDS = ("data", "expert", "pipeline")
+KINDS = ("data", "expert", "tensor", "pipeline")
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -86,12 +88,15 @@ class Case:
     layers: int = 2
     padded: bool = False  # sequences end early: moe/verify/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
-    tp: int = 1  # ranks with the same weights and tokens (tensor.kind copied)
+    tp: int = 1  # ranks with the same tokens
+    tensor: str = "copied"  # how they share weights: tensor.kind
+    parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
+    first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
 
     @property
     def layout(self) -> str:
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
-        parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-copied" if self.tp > 1 else "", f"ep{self.ep}"]
+        parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
@@ -113,7 +118,7 @@ class Case:
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "ep": self.ep, "etp": self.etp},
-            "tensor": {"kind": "copied" if self.tp > 1 else "1d"},
+            "tensor": {"kind": self.tensor},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -151,7 +156,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    of_kind = {"data": _all_data_cases, "expert": expert_cases, "pipeline": pipeline_cases}
+    of_kind = {"data": _all_data_cases, "expert": expert_cases, "tensor": tensor_cases, "pipeline": pipeline_cases}
     return [case for kind in KINDS if kind in kinds for case in of_kind[kind](nproc)]
 
 
@@ -292,6 +297,43 @@ def copied_cases(nproc: int) -> list[Case]:
             ep = 1 if model == "dense" else 2
             found += [Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
     return found
+
+
+ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+
+
+def tensor_cases(nproc: int) -> list[Case]:
+    """Heads, hidden units and vocabulary over tp. With tp 4 the two key-value heads lie on two ranks each; the vocabulary's 256 rows are
+    cut evenly, 250 by 4 are not (tests/parallel/tensor/test_vocabulary.py).
+
+    gshard has T5's bias, tied embeddings, dropout and what stands beside experts; ep folds over tp, and etp in one row of each world.
+    """
+    found = []
+    for world, tp in [(world, tp) for world, tp in ((2, 2), (4, 2), (4, 4)) if world <= nproc]:
+        one = partial(Case, world=world, tp=tp, tensor="1d", microbatches=1)
+        plain = partial(one, kind="ddp", precision="fp32")
+        for kind in ENGINES:
+            found += [one("dense", kind, ep=1, microbatches=3 if world == 2 else 1, precision="fp32")]
+            found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("gshard", world), ("deepseek", 2))]
+        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2)):
+            found += [one(model, "ddp", ep=ep, precision=precision) for precision in ("bf16", "fp16")]
+            found += [plain(model, ep=ep, recompute=how) for how in ("full", "selective")]
+            found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
+        found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
+        found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
+    return found + _staged_tensor_cases(nproc)
+
+
+def _staged_tensor_cases(nproc: int) -> list[Case]:
+    """Stages hand whole activations on; I and W apart, and a tied embedding on two stages or twice on one rank."""
+    schedules = {"ddp": ("1f1b", "interleaved", "zb_h1", "chimera"), "zero1": ("1f1b",), "fsdp": ("1f1b",)}
+    return [
+        replace(_staged(model, kind, 4, 2, schedule, "fp32"), world=world, microbatches=6 if world == 4 else 3, ep=ep, tp=2, tensor="1d")
+        for world, kind in ((4, "ddp"), (8, "zero1"), (8, "fsdp"))
+        if world <= nproc
+        for schedule in schedules[kind]
+        for model, ep in (("dense", 1), ("gshard", 2))
+    ]
 
 
 def expert_cases(nproc: int) -> list[Case]:

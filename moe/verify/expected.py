@@ -2,9 +2,9 @@
 
     fp32           the plain twin; each number within 1e-5
     bf16, fp16     one process in that precision; each number within twice what reordering does, measured here: other micro-batches,
-                   the plain kernels, and for rows that cut the head and the loss, that too. And the plain twin in fp32; each number,
-                   and each parameter's gradient, within a bound that follows from the dtype's unit roundoff, so that one process
-                   cannot be wrong in 16 bits unseen
+                   the plain kernels, and for rows that cut the head, the loss or sums within layers, that too. And the plain twin
+                   in fp32; each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
+                   so that one process cannot be wrong in 16 bits unseen
 
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
 round (moe/verify/plain_model.py, Rounding) is disturbed at random by up to the unit roundoff u of the dtype, 2^-8 or 2^-11 of
@@ -36,18 +36,20 @@ DRAWS, MOST_DRAWS = 5, 32  # of random roundings: at first, and before a row is 
 def twin_of(case: Case) -> Case:
     """What a case is compared with: the same model and precision on one process, in one piece.
 
-    In 16 bits it also says how the head and the loss are cut: the result does not depend on it, but how far it may be off does.
+    In 16 bits it also says how the head and the loss, and the sums within layers, are cut: the result does not depend on it, but how
+    far it may be off does.
     """
     twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow)
     if case.precision != "fp32":
-        twin = replace(twin, head_tiles=case.head_tiles, chunks=case.chunks)
+        parts = case.tp if case.tensor == "1d" else 1
+        twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, parts=parts)
     return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin
 
 
 def alone(twin: Case) -> Case:
     """The same model in one piece, for what is computed on one process by the trainer's own code."""
-    return replace(twin, pp=1, schedule="1f1b", microbatches=1, head_tiles=1, chunks=1)
+    return replace(twin, pp=1, schedule="1f1b", microbatches=1, head_tiles=1, chunks=1, parts=1)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
@@ -55,14 +57,16 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
 
     Other micro-batches stand for replicas of the data too, which sum the same parts over ranks; the plain kernels multiply by the
     gate in another place. A head in tiles rounds the gradient of its input tile by tile, which moves the gradient norm more than any
-    cut of the batch does; so it counts for the rows that have it, and is no excuse for the others.
+    cut of the batch does; so it counts for the rows that have it, and is no excuse for the others. So do layers whose sums over heads
+    and hidden units are those of partial results.
     """
     one = alone(twin)
     yield from ((replace(one, microbatches=m), "cpu") for m in CUTS)
     yield one, "reference"
-    cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks)
+    cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts)
     if cut != one:
-        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
+        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *(CUTS if twin.parts == 1 else ())))
+        yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import takewhile
 from typing import Any
 
@@ -24,6 +24,7 @@ from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from moe.verify.batches import batch
 from moe.verify.cases import BATCH, LENGTH, OVERFLOWS, Case
+from moe.verify.in_parts import in_parts
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel import process
@@ -51,6 +52,8 @@ def compute(
         meshes[degrees] = process.connect(degrees, World(rank, case.world))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=torch.device("cpu"))
+    if case.parts > 1:
+        in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)

@@ -34,7 +34,7 @@ def main(
     nproc: int = 2,
     json: str | None = None,
     only: str | None = None,
-    kinds: str = "data,expert,pipeline",
+    kinds: str = "data,expert,tensor,pipeline",
     say: Say = say_now,
 ) -> int:
     """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it."""
@@ -111,7 +111,12 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
 def name_of(twin: Case) -> str:
     """In tables."""
     size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
-    words = (("padded", twin.padded), ("overflow", twin.overflow), (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1))
+    words = (
+        ("padded", twin.padded),
+        ("overflow", twin.overflow),
+        (f"in {twin.parts} parts", twin.parts > 1),
+        (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1),
+    )
     more = "".join(f" {word}" for word, there in (*words, (f"{twin.chunks} chunks of the loss", twin.chunks > 1)) if there)
     return f"{twin.model} {twin.precision}{size}{more}" + (f", {twin.schedule} pp{twin.pp}" if twin.delayed else "")
 

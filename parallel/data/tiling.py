@@ -22,18 +22,27 @@ from torch import Tensor, nn
 
 from parallel.layout import Tile
 
+Slot = Callable[[Tensor], Tensor]  # what a layer's input or output passes, where ranks share the layer
+
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
 
+def as_it_is(x: Tensor) -> Tensor:
+    """A slot that nobody has filled."""
+    return x
+
+
 class Tiled(nn.Module):
-    """The sum of its tiles, modules that map x to something of one shape."""
+    """The sum of its tiles, modules that map x to something of one shape. The slots are its own: x enters once, and the sum leaves."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__()
         self.tiles = nn.ModuleList(tiles)
+        self.enter: Slot = as_it_is
+        self.leave: Slot = as_it_is
 
     def forward(self, x: Tensor) -> Tensor:
-        return summed(self.tiles, x, lambda tile, x: tile(x))
+        return self.leave(summed(self.tiles, self.enter(x), lambda tile, x: tile(x)))
 
 
 def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor], Tensor]) -> Tensor:

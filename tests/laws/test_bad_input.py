@@ -190,7 +190,30 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 2 --degrees.dp 4", "dp 4 * pp 1 * tp 1 * sp 1 = 4 ranks on 2 processes", "--nproc 4"),
     (T + "--degrees.dp 2", "= 2 ranks on 1 processes", "--nproc 2"),
     (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
-    (T + "--degrees.tp 2", "degrees.tp: got 2 with tensor.kind=1d, needed 1: 1d is not built yet", "set degrees.tp to 1"),
+    (T + "--nproc 4 --degrees.tp 4", "degrees.tp: got 4, needed a divisor of model.num_heads=2", "set degrees.tp to one of [1, 2]"),
+    (
+        T + "--nproc 2 --degrees.tp 2 --model.d_ff 511",
+        "degrees.tp: got 2, needed a divisor of model.d_ff=511",
+        "set degrees.tp to one of [1]",
+    ),
+    (
+        T + "--nproc 4 --degrees.tp 4 --model.d_model 96 --model.num_heads 12 --model.num_kv_heads 6",
+        "degrees.tp: got 4, needed a divisor or a multiple of model.num_kv_heads=6",
+        "set degrees.tp to one of [1, 2]",
+    ),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tiling.head 200",
+        "tiling.head: got 200, needed at most the vocabulary's 256 / degrees.tp=2",
+        "set it to 1",
+    ),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tiling.ffn 512",
+        "tiling.ffn: got 512, needed a divisor of model.d_ff / degrees.tp=2=256",
+        "set it to one of [1, 2, 4, 8, 16, 32, 64, 128, 256]",
+    ),
+    (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),
+    ("show switch_tiny --nproc 2", "--nproc: got 2 without --plan", "add --plan"),
+    ("show switch_tiny --plan --nproc 2 --rank 2", "--rank: got 2, needed 0 to 1", "another --nproc"),
     (T + "--degrees.tp 0", "degrees.tp: got 0", "set degrees.tp to 1"),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.global_batch 3 --train.eval_sequences 2",

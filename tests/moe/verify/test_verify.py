@@ -42,6 +42,7 @@ from parallel.data.zero import Zero
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.tensor import linear_1d
 
 
 def legal(case: Case) -> bool:
@@ -113,7 +114,7 @@ def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> No
 
 
 def test_kinds_there_are_not_are_refused() -> None:
-    with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert"):
+    with pytest.raises(BadInput, match="--kinds: got pipelines, needed of data, expert, tensor"):
         cases(2, kinds=("data", "pipelines"))
 
 
@@ -138,7 +139,11 @@ def two_processes() -> list[Case]:
     words += [c for c in rows if c.layout in ("deepseek dp2 ep2 m3 padded", "deepseek dp2 ep2 m1 overflow")]
     copied = [c for c in rows if c.layout == "dense dp1 tp2-copied ep1 m3" and c.precision == "fp32"]
     words += [c for c in copied if c.kind in ("fsdp", "zero2")]  # a norm counts one of two shards that are equal
-    return exact + rounded + words
+    shared = [c for c in cases(2, kinds=("tensor",)) if c.precision == "fp32"]
+    cut = [c for c in shared if (c.layout, c.kind) in (("dense dp1 tp2-1d ep1 m3", "zero3"), ("gshard dp1 tp2-1d ep2 m1", "fsdp"))]
+    ways = (("gshard", "full", 1), ("dense", "none", 5))
+    cut += [c for c in shared if c.kind == "ddp" and (c.model, c.recompute, c.tiles) in ways]
+    return exact + rounded + words + cut
 
 
 @pytest.fixture
@@ -316,6 +321,11 @@ def copies_that_saw_the_same_tokens_summed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Layout, "summed_over", lambda layout: layout.copies())
 
 
+def gradients_of_inputs_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    """f of Megatron-LM (arXiv 1909.08053, section 3) without its backward pass: each rank has what its own units want."""
+    patch.setattr(linear_1d, "reduce_backward", lambda x, axis: x)
+
+
 def every_shard_counted(patch: pytest.MonkeyPatch) -> None:
     """What a norm over all shards does where other ranks hold the same ones."""
     patch.setattr(Layout, "shard_counts", lambda layout, mesh: layout.counts_on(mesh.axis("pp").index))
@@ -458,6 +468,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
     (copies_that_saw_the_same_tokens_summed, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"gradient", "norm"}),
     (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero2 fp32", {"norm"}),
     (every_shard_counted, "dense dp1 tp2-copied ep1 m3 zero3 fp32", {"norm"}),
+    (gradients_of_inputs_not_summed_over_tp, "dense dp1 tp2-1d ep1 m3 ddp fp32", {"gradient", "norm"}),
     (routers_not_summed_over_cut_tokens, "deepseek dp1 tp2-copied ep1 m3 ddp fp32", {"norm", "update"}),
     (dense_gradient_averaged, "dense dp2 ep1 m3 ddp fp32", {"gradient", "norm"}),
     (norms_of_ranks_averaged, "switch dp2 ep2 m1 ddp fp32", {"norm"}),
@@ -482,12 +493,12 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, set[str]]] = [
 def test_a_fault_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], None], only: str, numbers: set[str]
 ) -> None:
-    (case,) = (c for c in cases(2, kinds=("data",)) if only in f"{c.layout} {c.kind} {c.precision}")
+    (case,) = (c for c in cases(2, kinds=("data", "tensor")) if only in f"{c.layout} {c.kind} {c.precision}")
     as_it_should_be(twin_of(case))
     monkeypatch.setattr(verify, "Expected", SimpleNamespace(of=lambda twin: as_it_should_be(twin).expected))
     monkeypatch.setattr(verify, "Standard", lambda expected: as_it_should_be(expected.twin))
     fault(monkeypatch)
-    code, (row,), said = judged(tmp_path, only)
+    code, (row,), said = judged(tmp_path, only, kinds="data,tensor")
     wrong = {number for number in NUMBERS if row[number] is None or row[number] > 1e-5}  # null: infinitely wrong
     assert code == 1 and not row["passed"] and numbers <= wrong, row
     assert any(line.rstrip().endswith("FAIL") for line in said)

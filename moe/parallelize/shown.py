@@ -1,0 +1,64 @@
+"""A recipe's plan as one rank carries it out, as a table: which parameter, which style, what of it is here. Needs no process group.
+
+moe show RECIPE --plan --nproc 4          rank 0's part; layers that are alike are one line
+... --json FILE                           each parameter, whole and here, in elements and bytes
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from moe.parallelize.build import laid_out
+from moe.recipe.sections import Run
+from moe.records.results import write_json
+from parallel.mesh import Mesh
+from parallel.precision import DTYPES
+
+
+def plan_rows(run: Run, *, rank: int) -> list[dict[str, Any]]:
+    """Of a checked recipe, one for each parameter that a rank holds. `bytes`: of its weight, before an engine shards it over its copies."""
+    mesh = Mesh.of(run.mesh_degrees(), rank)
+    model, plan, layouts = laid_out(run, mesh)
+    size = DTYPES[run.precision.master].itemsize
+    rows = []
+    for name, parameter in model.named_parameters():
+        layout, shape = layouts[name], list(parameter.shape)
+        cut = {str(dim): list(layout.cut_by(dim)) for dim in layout.split if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
+        tile = None if layout.tile is None else f"{layout.tile.index + 1} of {layout.tile.count}"
+        row = {"parameter": name, "style": type(plan.style_of(name)).__name__, "cut": cut, "tile": tile, "whole": list(layout.shape)}
+        copies = [axis for axis in layout.copies() if mesh.axis(axis).size > 1]
+        summed = [axis for axis in layout.summed_over() if mesh.axis(axis).size > 1]
+        rows.append(row | {"here": shape, "copies": copies, "summed_over": summed, "bytes": math.prod(shape) * size})
+    return rows
+
+
+def table(rows: list[dict[str, Any]], *, rank: int, world: int) -> list[str]:
+    """Lines to print; parameters that differ in the number of their layer or tile alone are one."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        where = re.sub(r"\.(\d+)(?=\.)", ".*", row["parameter"])
+        alike.setdefault((where, _style(row), _sizes(row["whole"]), _sizes(row["here"]), " ".join(row["copies"])), []).append(row["bytes"])
+    lines: list[tuple[str, ...]] = [("parameter", "style", "whole", "here", "copies over", "", "bytes")]
+    lines += [(*key, f"{len(held)} x" if len(held) > 1 else "", f"{sum(held):,}") for key, held in alike.items()]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    total = f"rank {rank} of {world} holds {sum(row['bytes'] for row in rows):,} bytes of weights, before ZeRO or FSDP shards them"
+    return ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines] + [total]
+
+
+def _style(row: dict[str, Any]) -> str:
+    cut = ", ".join(f"dim {dim} over {' '.join(axes)}" for dim, axes in row["cut"].items())
+    return f"{row['style']} {cut}".rstrip()
+
+
+def _sizes(shape: list[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def main(run: Run, *, world: int, rank: int, json: str | None, recipe: str) -> None:
+    """`moe show --plan`, of a recipe that was checked for so many processes."""
+    rows = plan_rows(run, rank=rank)
+    print(*table(rows, rank=rank, world=world), sep="\n")
+    if json is not None:
+        write_json(json, verb="show", rows=rows, recipe=recipe, rank=rank, world=world)

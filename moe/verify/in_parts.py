@@ -1,0 +1,54 @@
+"""One process that sums within its layers as ranks of tp do: each rank's share in the compute dtype, then their sum.
+
+    y = x W1_0 W2_0 + x W1_1 W2_1, each rounded, and in the backward pass the gradient of x likewise
+
+In 16 bits such sums differ from whole ones, by as much as is measured here (moe/verify/expected.py). Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from functools import partial, reduce
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from moe.model.transformer import Transformer
+from moe.parallelize.plan import lay_out, plan_for
+from moe.recipe.sections import Run
+from parallel.layout import Box
+from parallel.mesh import Mesh
+
+
+def in_parts(model: Transformer, run: Run, *, first: int) -> None:
+    """Change the model, which is whole, as the recipe's degrees.tp and tensor.kind would cut it: attention and dense networks.
+
+    Shares are added up in the order of the ranks, from the `first` on.
+    """
+    degrees = run.mesh_degrees()
+    layouts = lay_out(model, plan_for(run))
+    for number, block in enumerate(model.layers):
+        for name in ("attention", "ffn"):
+            layer = getattr(block, name)
+            if layer is not None:
+                regions: list[dict[str, Box]] = []
+                for rank in range(first, first + degrees.tp):
+                    mesh = Mesh.of(degrees, rank % degrees.tp)
+                    regions.append({n: layouts[f"layers.{number}.{name}.{n}"].region(mesh) for n, _ in layer.named_parameters()})
+                layer.forward = partial(_summed, _without_hooks(layer), regions)
+
+
+def _without_hooks(layer: nn.Module) -> nn.Module:
+    """The same parameters in another module: who listens to the layer hears the sum alone."""
+    other = copy(layer)
+    other._forward_hooks, other._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
+    return other
+
+
+def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any) -> Tensor:
+    """Each part has its own x, whose gradient is a sum of its own before the parts' are added up."""
+    held = dict(layer.named_parameters())
+    shares = [functional_call(layer, {n: held[n][box] for n, box in region.items()}, (x.view_as(x), *rest)) for region in regions]
+    total: Tensor = reduce(Tensor.add, shares)
+    return total

@@ -1,0 +1,71 @@
+"""1D tensor parallelism: a layer's two products cut so that between them no rank needs another's numbers.
+
+            x, the same on all ranks        f: identity forward, sum of gradients backward        layer.enter
+          /                          \\
+      x W1_0                        x W1_1      Column   W1 [hidden, in], dim 0: some hidden units, or heads, each
+    activation                    activation             (attention mixes within a head, an activation within a unit)
+      h_0 W2_0                      h_1 W2_1    Row      W2 [out, hidden], dim 1: the same ones' share of every output
+          \\                          /
+            y = sum of the shares           g: sum forward, identity backward                     layer.leave
+
+Cost: 1/t of the layer's weights, products and inner activations a rank; x and y stay whole. One sum of b s h elements in
+enter and one in leave, so 4 a Transformer layer and micro-batch, each of 2 (t - 1) / t of its bytes sent by every rank (a ring);
+a recomputed forward pass repeats leave's. Partial products are rounded to the compute dtype once, and so is their sum.
+
+Fewer key-value heads than ranks: t / heads neighbours hold a copy of the same one (`Column("tp_row")`, of a mesh whose tp_col is
+t / heads). Each copy serves other heads of queries, so its gradient is a part, and parts are summed over the copies.
+Source: Megatron-LM (arXiv 1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from parallel.collectives import all_reduce, reduce_backward
+from parallel.data.tiling import without_tiles
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh, view_of
+from parallel.tensor.style import Shape
+
+
+@dataclass(frozen=True)
+class Column:
+    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `enter` of the layer that holds the product."""
+
+    axis: str = "tp"
+    dim: int = 0
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        for path in layers_of(layouts):
+            model.get_submodule(path).enter = partial(reduce_backward, axis=tensor_axis(mesh, path))  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Inputs of a product over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer that holds the product."""
+
+    axis: str = "tp"
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {1: self.axis}, view_of(self.axis), alike=())
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        for path in layers_of(layouts):
+            model.get_submodule(path).leave = partial(all_reduce, axis=tensor_axis(mesh, path))  # type: ignore[assignment]
+
+
+def layers_of(layouts: Mapping[str, Layout]) -> list[str]:
+    """The layers that hold these products: `layers.0.ffn` of `layers.0.ffn.tiles.1.w1.weight`."""
+    return list(dict.fromkeys(without_tiles(name).rsplit(".", 2)[0] for name in layouts))
+
+
+def tensor_axis(mesh: Mesh, label: str) -> Axis:
+    """The ranks that share a layer, with its name for where they disagree."""
+    return replace(mesh.axis("tp"), label=label)
