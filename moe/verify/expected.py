@@ -65,7 +65,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     yield one, "reference"
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts)
     if cut != one:
-        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *(CUTS if twin.parts == 1 else ())))
+        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
 
 
