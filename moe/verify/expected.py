@@ -49,7 +49,7 @@ def twin_of(case: Case) -> Case:
 
 def alone(twin: Case) -> Case:
     """The same model in one piece, for what is computed on one process by the trainer's own code."""
-    return replace(twin, pp=1, schedule="1f1b", microbatches=1, head_tiles=1, chunks=1, parts=1)
+    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
@@ -82,18 +82,13 @@ class Expected:
     def of(twin: Case) -> Expected:
         if twin.precision == "fp32":
             return Expected(twin, reference(twin), dict.fromkeys(NUMBERS, FP32_TOLERANCE))
-        found = compute(alone(twin))
-        result = reference(twin) if twin.delayed else found
-        measured = spread(twin, found)
-        if twin.delayed:
-            others = [compare(reference(twin, parts=parts), result) for parts in CUTS]
-            measured = {n: max(measured[n], *(other[n] for other in others)) for n in NUMBERS}
-        return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in measured.items()}, Bound(twin))
+        result = compute(alone(twin), delayed_as=twin)
+        return Expected(twin, result, {n: max(FP32_TOLERANCE, 2 * s) for n, s in spread(twin, result).items()}, Bound(twin))
 
 
 def spread(twin: Case, baseline: Result) -> dict[str, float]:
     """What rounding alone does in this precision: the largest deviation from `baseline` in any other order of the same sums."""
-    found = [compare(compute(case, kernels=kernels), baseline) for case, kernels in reorderings(twin)]
+    found = [compare(compute(case, kernels=kernels, delayed_as=twin), baseline) for case, kernels in reorderings(twin)]
     return {number: max(f[number] for f in found) for number in NUMBERS}
 
 

@@ -25,6 +25,7 @@ from moe.train.stream import stream
 from moe.verify.batches import batch
 from moe.verify.cases import BATCH, LENGTH, OVERFLOWS, Case
 from moe.verify.in_parts import in_parts
+from moe.verify.older import OlderWeights
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
 from parallel import process
@@ -42,9 +43,18 @@ LIMIT_S = 120.0  # of one case: ten tiny steps take a second or two, and a busy 
 
 
 def compute(
-    case: Case, *, rank: int = 0, kernels: str = "cpu", meshes: dict[Degrees, Mesh] | None = None, tape: Tape | None = None
+    case: Case,
+    *,
+    rank: int = 0,
+    kernels: str = "cpu",
+    meshes: dict[Degrees, Mesh] | None = None,
+    tape: Tape | None = None,
+    delayed_as: Case | None = None,
 ) -> Result:
-    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already."""
+    """Ten steps of one layout on the ranks that are running; every rank returns the parts it owns. `meshes`: those made already.
+
+    `delayed_as`: on one process, gradients are of weights as old as on the stages of that case.
+    """
     run = check_run(case.run(), case.world)
     run = run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": kernels})})
     degrees, meshes = run.mesh_degrees(), {} if meshes is None else meshes
@@ -57,10 +67,12 @@ def compute(
     executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)
-    return (_streamed if case.delayed else _stepped)(case, run, executor, mesh, tape)
+    if case.delayed and case.pp > 1:
+        return _streamed(case, run, executor, mesh, tape)
+    return _stepped(case, run, executor, mesh, tape, OlderWeights(executor.engine.module, delayed_as or case))
 
 
-def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
+def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: OlderWeights) -> Result:
     engine, shard, scale = executor.engine, _shard(mesh), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else None
     losses: list[float] = []
@@ -69,15 +81,16 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
         taped, spoilt, used = tape is not None and step < TAPED, case.overflow and step == OVERFLOWS, scale.value
         if spoil is not None:
             spoil["now"] = spoilt
-        numbers = accumulate(
-            executor,
-            shard.of_batch(batch(step, padded=case.padded)),
-            shard=shard,
-            microbatches=case.microbatches,
-            seed=run.train.seed,
-            step=step,
-            loss_scale=used,
-        )
+        with older.at(step):
+            numbers = accumulate(
+                executor,
+                shard.of_batch(batch(step, padded=case.padded)),
+                shard=shard,
+                microbatches=case.microbatches,
+                seed=run.train.seed,
+                step=step,
+                loss_scale=used,
+            )
         losses.append(numbers.loss)
         gradients = owned(engine, mesh, "gradient", used) if kept is None or (taped and not spoilt) else {}
         norm = finish(

@@ -72,14 +72,14 @@ class Passed:
     layers: dict[str, Layer]
 
 
-def forward(run: Run, weights: Weights, batch: Tensor, *, first: int, step: int, cast: Rounding, note: Note) -> Passed:
-    """Sequences first, first + 1, ... of a step (int64 [B, L + 1]) through the model, in training."""
+def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
+    """All sequences of a step (int64 [B, L + 1]) through the model, in training."""
     model, experts = run.model, run.experts
     inputs, targets = batch[:, :-1], batch[:, 1:]
     valid = inputs != PADDING
     length = inputs.shape[1]
     ids = inputs.masked_fill(~valid, 0).flatten()
-    places = torch.arange(first * length, first * length + inputs.numel())
+    places = torch.arange(inputs.numel())
     tokens = Tokens(ids.tolist(), places, valid.flatten().tolist(), length, run.train.seed, step)
 
     def dropped(x: Tensor, name: str) -> Tensor:

@@ -44,22 +44,18 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def reference(case: Case, *, parts: int = 1, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """The plain twin of a case's model, in its compute dtype unless `rounding` says otherwise.
-
-    `parts`: each batch is cut into so many, whose gradients add up: another order of the same sums.
-    """
+def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
+    """The plain twin of a case's model, in its compute dtype unless `rounding` says otherwise."""
     run, cast = case.run(), rounding or Rounding(DTYPES[case.precision])
     parameters, biases = first_values(run)
-    optimizer, ages = PlainAdamW(run.optimizer), _ages(case, [*parameters, *biases])
+    optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
     history: list[Weights] = []
     losses: list[float] = []
     kept: tuple[float, float, Weights, Weights] | None = None
     for step in range(steps):
-        history.append({name: value.clone() for name, value in (parameters | biases).items()} if ages else parameters | biases)
-        # the first step is drained: the second one's gradients are of what it left
-        read = {name: history[max(min(step, 1), step - ages.get(name, 0))][name] for name in history[-1]} if ages else history[-1]
-        made = _gradients(run, read, set(parameters), batch(step, padded=case.padded), step=step, parts=parts, cast=cast, tape=tape)
+        history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
+        read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
+        made = _gradients(run, read, set(parameters), batch(step, padded=case.padded), step=step, cast=cast, tape=tape)
         losses.append(made.loss)
         norm = norms(made.gradients)
         if not (case.overflow and step == OVERFLOWS):
@@ -95,44 +91,38 @@ class _Made:
     reports: Weights
 
 
-def _gradients(
-    run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, parts: int, cast: Rounding, tape: Tape | None
-) -> _Made:
+def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Made:
     """Forward and backward of one batch. The loss is a mean over predicted tokens, auxiliary ones are means over tokens that are read."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
-    read, predicted = (sequences[:, :-1] != PADDING), (sequences[:, 1:] != PADDING).sum().item()
-    loss, balance = 0.0, 0.0
-    load: dict[str, list[int]] = {}
-    reports: Weights = {}
-    for number, part in enumerate(sequences.chunk(parts)):
-        first, share = number * len(part), (part[:, :-1] != PADDING).sum().item() / read.sum().item()
-        places = torch.arange(first * read.shape[1], (first + len(part)) * read.shape[1])
+    predicted = (sequences[:, 1:] != PADDING).sum().item()
+    places = torch.arange(sequences[:, :-1].numel())
 
-        def note(name: str, values: Tensor, places: Tensor = places) -> None:
-            if tape is not None:
-                tape.note(step, name, places, values)
+    def note(name: str, values: Tensor) -> None:
+        if tape is not None:
+            tape.note(step, name, places, values)
 
-        passed = forward(run, leaves, part, first=first, step=step, cast=cast, note=note)
-        mean = passed.loss / predicted
-        auxiliary = [share * layer.auxiliary(run.router.spec) for layer in passed.layers.values()]
-        (mean + sum(auxiliary)).backward()  # type: ignore[no-untyped-call]
-        loss += mean.item()
-        balance += share * sum(layer.balance.item() for layer in passed.layers.values())
-        for name, layer in passed.layers.items():
-            load[name] = [a + b for a, b in zip(load.get(name, [0] * len(layer.counts)), layer.counts, strict=True)]
-            said = report(layer, share)
-            reports[f"{name}.router"] = reports[f"{name}.router"] + said if f"{name}.router" in reports else said
+    passed = forward(run, leaves, sequences, step=step, cast=cast, note=note)
+    mean = passed.loss / predicted
+    (mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())).backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
-    return _Made(loss, balance, gradients, load, reports)
+    load = {name: layer.counts for name, layer in passed.layers.items()}
+    reports = {f"{name}.router": report(layer) for name, layer in passed.layers.items()}
+    return _Made(mean.item(), sum(layer.balance.item() for layer in passed.layers.values()), gradients, load, reports)
 
 
-def report(layer: Layer, share: float) -> Tensor:
-    """Balance, importance and z loss as shares of the step's mean, kept choices, choices of each expert."""
-    means = [share * loss.item() for loss in (layer.balance, layer.importance, layer.z)]
+def report(layer: Layer) -> Tensor:
+    """Balance, importance and z loss, kept choices, choices of each expert."""
+    means = [loss.item() for loss in (layer.balance, layer.importance, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 
-def _ages(case: Case, names: list[str]) -> dict[str, int]:
+def version_read(step: int, age: int) -> int:
+    """After how many updates the weights were as a step's gradient reads them. The first step is drained: the second one's gradients are
+    of what it left."""
+    return max(min(step, 1), step - age)
+
+
+def ages(case: Case, names: list[str]) -> dict[str, int]:
     """By how many updates the weights that a gradient is taken at are older than those it changes; {} where by none."""
     if not case.delayed:
         return {}

@@ -144,10 +144,10 @@ class Standard:
     @cached_property
     def tape(self) -> Tape:
         tape = Tape()
-        if self.twin.precision == "fp32" or self.twin.delayed:
+        if self.twin.precision == "fp32":
             reference(self.twin, tape=tape, steps=TAPED)
         else:
-            compute(alone(self.twin), tape=tape)
+            compute(alone(self.twin), tape=tape, delayed_as=self.twin)
         return tape
 
     @cached_property
@@ -165,13 +165,18 @@ class Standard:
         """The same steps, rounded now one way, now another."""
         if self.twin.precision != "fp32":
             one = alone(self.twin)
-            yield from (_taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
+            yield from (self._taped(case, kernels) for case, kernels in ((one, "cpu"), *reorderings(self.twin)))
             return
         yield self.tape
         for seed in range(DRAWS):
             tape = Tape()
             reference(self.twin, rounding=Rounding(unit=ROUNDOFF, seed=seed), tape=tape, steps=TAPED)
             yield tape
+
+    def _taped(self, case: Case, kernels: str) -> Tape:
+        tape = Tape()
+        compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
+        return tape
 
     def first_deviation(self, got: Tape, result: Result, case: Case) -> Where | None:
         """None where no line is off, and no loss."""
@@ -207,12 +212,6 @@ class Standard:
         if away <= allowed:
             return None
         return Where(want.name, line.phase, want.step, away, allowed, _place(line, want, allowed, case))
-
-
-def _taped(case: Case, kernels: str) -> Tape:
-    tape = Tape()
-    compute(case, kernels=kernels, tape=tape)
-    return tape
 
 
 def _place(line: Line, want: Line, allowed: float, case: Case) -> str:

@@ -179,20 +179,30 @@ def test_every_router_on_two_processes_gives_the_numbers_of_one(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "only",
+    "only, kinds",
     [
-        "switch dp2 ep2 m3 ddp bf16",
-        "gshard dp2 ep2 m1 ddp bf16",
-        "gshard dp2 ep1 m1 zero1 fp16",
+        ("switch dp2 ep2 m3 ddp bf16", "data"),
+        ("gshard dp2 ep2 m1 ddp bf16", "data"),
+        ("gshard dp2 ep1 m1 zero1 fp16", "data"),
+        ("pipedream pp2 deepseek dp1 ep1 m1 ddp bf16", "pipeline"),  # whose gradients are of older weights
     ],
 )
 @pytest.mark.usefixtures("fewer_steps")
-def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str) -> None:
-    code, rows, said = judged(tmp_path, only)
+def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: str, kinds: str) -> None:
+    code, rows, said = judged(tmp_path, only, kinds=kinds)
     assert code == 0 and [row["passed"] for row in rows] == [True]
     assert any("twice the spread" in line for line in said)
     tolerances = json.loads((tmp_path / "verify.json").read_text())["tolerances"]
     assert all(1e-5 <= value < 0.2 for numbers in tolerances.values() for value in numbers.values())
+
+
+@pytest.mark.usefixtures("fewer_steps")
+def test_one_process_delays_gradients_as_the_twin_does() -> None:
+    """By the trainer's step, with the weights of each stage's age; in fp32, where both must agree and others must not."""
+    twin = twin_of(next(c for c in cases(4) if c.layout == "pipedream pp4 deepseek dp1 ep1 m1" and c.precision == "fp32"))
+    delayed = compare(layouts.compute(alone(twin), delayed_as=twin), reference(twin, steps=5))
+    assert max(delayed.values()) <= 1e-5
+    assert compare(layouts.compute(alone(twin)), reference(twin, steps=5))["ten_step"] > 1e-4
 
 
 def test_nothing_chosen_is_not_a_pass(tmp_path: Path) -> None:
