@@ -17,7 +17,7 @@ this rank. The counts belong to the axis's communicator (parallel/communicator.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,13 +118,48 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> 
 
 
 def _shift(tensor: Tensor, axis: Axis, steps: int) -> Tensor:
-    count(axis, "shift", tensor)
-    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    to, source = axis.ranks[(axis.index + steps) % axis.size], axis.ranks[(axis.index - steps) % axis.size]
-    ops = [dist.P2POp(dist.isend, tensor.contiguous(), to, axis.group), dist.P2POp(dist.irecv, out, source, axis.group)]
-    for request in dist.batch_isend_irecv(ops):
-        request.wait()
-    return out
+    return start_shift([tensor], axis, steps=steps).wait()[0]
+
+
+class Messages:
+    """Tensors on their way between ranks of an axis; what is sent must not change, nor what comes be read, before `wait`."""
+
+    def __init__(
+        self, axis: Axis, *, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], name: str = "send"
+    ) -> None:
+        """`send`: tensors and the places on the axis that they go to; `receive`: what they come into, and from where. Contiguous.
+
+        Between two ranks messages keep their order. Every rank of an exchange starts it at once with the others.
+        """
+        self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
+        for tensor in self.sent:
+            count(axis, name, tensor)
+        ops = [dist.P2POp(dist.isend, tensor, axis.ranks[place % axis.size], axis.group) for tensor, place in send]
+        ops += [dist.P2POp(dist.irecv, tensor, axis.ranks[place % axis.size], axis.group) for tensor, place in receive]
+        self.requests = dist.batch_isend_irecv(ops) if ops else []
+
+    @staticmethod
+    def none(axis: Axis, there: Sequence[Tensor] = ()) -> Messages:
+        """Nothing on its way; `there`: what `wait` gives."""
+        found = Messages(axis, send=[], receive=[])
+        found.received = list(there)
+        return found
+
+    def wait(self) -> list[Tensor]:
+        """What came."""
+        for request in self.requests:
+            request.wait()
+        self.requests, self.sent = [], []
+        return self.received
+
+
+def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
+    """Each rank's tensors to the rank `steps` further round the axis, and another's from as far behind; equal shapes on all ranks."""
+    if steps % axis.size == 0:
+        return Messages.none(axis, there=tensors)
+    send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]
+    come = [(torch.empty_like(tensor, memory_format=torch.contiguous_format), axis.index - steps) for tensor in tensors]
+    return Messages(axis, send=send, receive=come, name="shift")
 
 
 # --- with autograd ----------------------------------------------------------------------------------------------------

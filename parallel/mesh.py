@@ -1,7 +1,8 @@
 """The mesh: every rank's place along every parallel axis, in several views of the same ranks.
 
     DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
-    GRID     pp x dp  x sp x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q, 3D a cube
+    GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
+                                     3D a cube; sp as rings of ranks that share out heads among their neighbours
     EXPERT   pp x edp x ep x etp                     (the same dp*sp*tp ranks of a stage, cut again for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within one, for exchanges in two steps
 
@@ -27,7 +28,11 @@ from typing import Any
 from parallel.communicator import Communicator
 from parallel.errors import BadInput
 
-FACTORS = {"tp": ("tp_depth", "tp_row", "tp_col"), "ep": ("ep_outer", "ep_inner")}  # an axis, and those that it is the product of
+FACTORS = {
+    "sp": ("sp_ring", "sp_heads"),
+    "tp": ("tp_depth", "tp_row", "tp_col"),
+    "ep": ("ep_outer", "ep_inner"),
+}  # an axis, and those that it is the product of
 
 
 def _factored(view: tuple[str, ...]) -> tuple[str, ...]:
@@ -59,7 +64,8 @@ class Degrees:
     """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp.
 
     `ep_inner` neighbours of the ep axis share a node; it divides ep. `tp_col` and `tp_depth` make a grid of tp: 2D has tp_col = q and
-    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither.
+    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither. `sp_heads` neighbours of the sp axis trade heads for tokens
+    (Ulysses), and rings go over the others; it divides sp.
     """
 
     dp: int = 1
@@ -71,6 +77,7 @@ class Degrees:
     ep_inner: int = 1
     tp_col: int = 1
     tp_depth: int = 1
+    sp_heads: int = 1
 
     def __post_init__(self) -> None:
         for name in (degree.name for degree in fields(self)):
@@ -87,6 +94,8 @@ class Degrees:
             )
         if self.ep % self.ep_inner:
             raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
+        if self.sp % self.sp_heads:
+            raise BadInput("sequence.heads", got=self.sp_heads, needed=f"a divisor of sp={self.sp}", fix=f"use one of {divisors(self.sp)}")
         if self.tp % (self.tp_col * self.tp_depth):
             raise BadInput(
                 "tp_col * tp_depth",
@@ -104,6 +113,11 @@ class Degrees:
     def ep_outer(self) -> int:
         """Over how many nodes one set of experts lies."""
         return self.ep // self.ep_inner
+
+    @property
+    def sp_ring(self) -> int:
+        """How many parts of a sequence go round a ring."""
+        return self.sp // self.sp_heads
 
     @property
     def tp_row(self) -> int:

@@ -35,6 +35,8 @@ from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
+from parallel.sequence.balanced import steps, task  # noqa: E402
+from parallel.sequence.order import ORDERS, Order  # noqa: E402
 from parallel.tensor.linear_1d import Column, Row  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
@@ -432,7 +434,43 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
             axes.text(placed.start + length / 2, rank, found[1] or found[2], ha="center", va="center", fontsize=7, clip_on=True)
 
 
-DRAWN = (layer, groups, mesh, tensor_1d, exchange, memory, schedules, pipelines, kfac)
+def sequence() -> Axes:
+    """Four ranks: who holds which places, and who computes which block when, in a causal ring and in LightSeq."""
+    axes, size = canvas(124, 48), 4
+    note(axes, 31, 44.5, "which rank holds which place (16 places)", bold=True, color=INK)
+    for row, kind in enumerate(ORDERS):
+        y = 36 - 6.5 * row
+        note(axes, 1, y + 2, kind, color=INK, ha="left")
+        for rank in range(size):
+            for place in Order(kind, size, 16).places(rank):
+                cell(axes, 15 + 2.9 * place, y, str(rank), fill=EXPERTS[rank], w=2.6)
+    for row, kind in enumerate(ORDERS):
+        order = Order(kind, size, 16)
+        work = [sum(order.seen(rank, other) for other in range(size)) for rank in range(size)]
+        note(axes, 1, 15 - 4 * row, f"{kind}: pairs of query and key a rank: {', '.join(map(str, work))}", color=INK, ha="left")
+    for x, title, tasks in (
+        (68, "ring, contiguous", lambda rank, step: (rank, rank - step) if rank >= step else None),
+        (97, "LightSeq", lambda rank, step: (job.queries, job.keys) if (job := task(rank, step, size)) else None),
+    ):
+        rows = range(size if title.startswith("ring") else steps(size))
+        note(axes, x + 12, 44.5, title, bold=True, color=INK)
+        for rank in range(size):
+            note(axes, x + 2.7 + 6 * rank, 40.5, f"rank {rank}", size=9)
+            for step in rows:
+                done = tasks(rank, step)
+                if done is not None:
+                    cell(axes, x + 6 * rank, 34 - 6 * step, f"q{done[0]}k{done[1]}", fill=EXPERTS[done[0]], w=5.4)
+                else:
+                    cell(axes, x + 6 * rank, 34 - 6 * step, "waits", fill=GREY, w=5.4)
+        for step in rows:
+            note(axes, x - 0.6, 36 - 6 * step, f"{step}", ha="right")
+        idle = sum(tasks(rank, step) is None for rank in range(size) for step in rows)
+        note(axes, x + 12, 34 - 6 * len(rows) + 2, f"idle: {idle} of {size * len(rows)} blocks", color=INK)
+    note(axes, 94, 3, "q3k1: queries of rank 3 with keys of rank 1; the colour is the queries' rank", size=10)
+    return axes
+
+
+DRAWN = (layer, groups, mesh, tensor_1d, exchange, memory, schedules, pipelines, kfac, sequence)
 PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in DRAWN}
 
 

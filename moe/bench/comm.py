@@ -8,6 +8,7 @@ Bytes are counted as messages pass torch's dispatcher (moe/bench/sent.py), so De
 counts of our own collectives must agree. Rows sent to experts, and numbers such as the norm, are counted separately. An engine that does
 not keep whole gradients between micro-batches reduces them in each one. When the forward pass ends, DeepSpeed's stage 3 keeps the weights
 that it has gathered ahead: the law is measured without gathering ahead, and a row `ahead` with it. `moe bench comm --nproc 2 --json FILE`.
+`--kinds sequence` counts sequence-parallel attention instead (moe/bench/attention.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from moe.bench import attention
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
 from moe.launch import exit_codes
@@ -122,6 +124,8 @@ def cases(chosen: list[ShardedKind], nproc: int) -> list[tuple[ShardedKind, int,
 
 def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, json: str | None = None) -> int:
     """`moe bench comm`: returns 1 if an engine sends other bytes than theory says."""
+    if kinds == "sequence":
+        return attention.run("comm", "sent", nproc=nproc, json=json)
     chosen = kinds_of(kinds or ",".join((*PLAIN, "deepspeed1", "deepspeed2", "deepspeed3")))
     torch.set_num_threads(1)
     load_engines(chosen)

@@ -9,6 +9,7 @@
 Two more kinds of rows: what tiling leaves whole at once (moe/bench/tiles.py), and what a resume takes (moe/bench/resume.py).
 Each case runs in processes of its own, which return freed memory to the system. The model has 100M parameters in two wide layers and gets
 few tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 --nproc 4 --json FILE`.
+`--kinds sequence` measures what sequence-parallel attention keeps instead (moe/bench/attention.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe.bench import resume, tiles
+from moe.bench import attention, resume, tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
@@ -147,6 +148,8 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
 
     Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume.
     """
+    if kinds == "sequence":
+        return attention.run("memory", "kept", nproc=nproc, json=json)
     chosen = cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
+from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
-from moe.router.groups import check_groups
 from parallel.errors import BadInput, did_you_mean
-from parallel.mesh import Degrees, check_world, divisors
+from parallel.mesh import check_world, divisors
 
 
 def check_run(run: Run, world_size: int) -> Run:
@@ -35,8 +35,7 @@ def check_together(run: Run) -> None:
     check_pipeline(run)
     _check_batch(run)
     check_tensor(run)
-    if run.model.layers_with_experts():
-        check_groups(run.router.spec, Degrees(sp=run.degrees.sp))  # ep may not fit dp yet: that is said later
+    check_sequence(run)
     check_tiling(run)
     check_sharding(run)
     check_optimizer(run)

@@ -64,7 +64,8 @@ class Verify:
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
     kinds: str = _flag(
-        "data,expert,tensor,pipeline", "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; pipeline: schedules"
+        "data,expert,tensor,sequence,pipeline",
+        "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; sequence: sp; pipeline: schedules",
     )
     only: str | None = _flag(None, "only layouts, or mutations, whose name holds this text")
     mutations: bool = _flag(False, "put faults that training systems had into the running code: each must be found, and its layer named")
@@ -101,7 +102,7 @@ class Bench:
     nproc: int | None = _flag(None, "processes, where it runs on several")
     peers: str | None = _flag(None, "all, none, or names with commas between")
     only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
-    kinds: str | None = _flag(None, "of data parallelism, with commas between: ddp, fsdp, zero1, zero2+cpu, ...")
+    kinds: str | None = _flag(None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence")
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
     json: Path | None = _flag(None, "also write the table as JSON")
 

@@ -80,10 +80,9 @@ class Windows:
     def num_windows(self) -> int:
         return (len(self.tokens) - 1) // self.max_length
 
-    def read(self, windows: npt.NDArray[np.int64], positions: range | None = None) -> npt.NDArray[np.int64]:
-        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `positions`: of the inputs."""
-        held = range(self.max_length) if positions is None else positions
-        places = windows[:, None] * self.max_length + np.arange(held.start, held.stop + 1)
+    def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `columns`: those alone."""
+        places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
         found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
         return found
 
@@ -116,7 +115,7 @@ class TrainSet:
     def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
         """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
         places = step * shard.num_sequences + np.arange(shard.sequences.start, shard.sequences.stop, dtype=np.int64)
-        return self.windows.read(self.order(places), shard.positions)
+        return self.windows.read(self.order(places), shard.columns)
 
 
 @dataclass(frozen=True)
@@ -144,4 +143,4 @@ class ValidationSet:
         # every rank counts all windows, in parts: the mean must cover the sequences of all ranks
         counted = sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in np.array_split(chosen, -(-sequences // 256)))
         mine = chosen[shard.sequences.start : shard.sequences.stop]
-        return Held(self.windows.read(mine, shard.positions), counted / (sequences * self.windows.max_length))
+        return Held(self.windows.read(mine, shard.columns), counted / (sequences * self.windows.max_length))

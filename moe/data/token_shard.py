@@ -4,6 +4,8 @@
     sequences 0, 1             dp 0  sp 0             dp 0  sp 1               targets stand one place further right: a slice
     sequences 2, 3             dp 1  sp 0             dp 1  sp 1               is read with one token more
 
+Which places of a sequence sp gives to whom is one of several orders (parallel/sequence/order.py); here they are contiguous.
+
 Data order, positions and noise, the number of tokens that a loss is divided by, sums of numbers, validation and groups of capacity
 follow from it.
 """
@@ -12,33 +14,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from parallel.errors import BadInput
 from parallel.mesh import Axis, Degrees, Mesh
+from parallel.sequence.order import Order
 
 Batch = TypeVar("Batch", bound=Any)  # an array or a tensor
 
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Of a batch of `num_sequences` sequences of `length` tokens that are read, the part of one rank: some sequences, a run of each.
+    """Of a batch of `num_sequences` sequences of `length` tokens that are read, the part of one rank: some sequences, some places of each.
 
+    A part is stored as the batch's `columns` that it needs, ascending: its places and those one further, [sequences, columns].
     `axes`: together their ranks read every token once, so sums over tokens (losses, counts, loads) are summed over them.
     """
 
     num_sequences: int
     length: int
     sequences: range
-    positions: range
+    positions: tuple[int, ...]
     axes: tuple[Axis, ...]
 
     @staticmethod
-    def of(mesh: Mesh, *, num_sequences: int, length: int) -> TokenShard:
+    def of(mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous") -> TokenShard:
         """This rank's part. Raises BadInput where the batch does not divide."""
         dp, sp = mesh.axis("dp"), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
-        positions = _run(length, sp, what="tokens of a sequence", fix="change model.max_length or degrees.sp")
+        positions = order_of(mesh, order, length).places(sp.index)
         return TokenShard(num_sequences, length, sequences, positions, (dp, sp))
 
     @staticmethod
@@ -48,7 +56,7 @@ class TokenShard:
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
-        """The same, of a rank whose part is tokens of this shape [sequences, tokens + 1], and so is every other's."""
+        """The same, of a rank whose part is contiguous tokens of this shape [sequences, tokens + 1], and so is every other's."""
         sequences, tokens = shape
         return TokenShard.of(mesh, num_sequences=sequences * mesh.axis("dp").size, length=(tokens - 1) * mesh.axis("sp").size)
 
@@ -57,14 +65,38 @@ class TokenShard:
         """Of the whole batch."""
         return self.num_sequences * self.length
 
+    @cached_property
+    def columns(self) -> npt.NDArray[np.int64]:
+        """Of the batch, those that this rank reads as inputs or targets."""
+        places = np.array(self.positions, dtype=np.int64)
+        return np.union1d(places, places + 1)
+
     @property
     def shape(self) -> tuple[int, int]:
-        """Of this rank's part, with the token after the last that is read: [sequences, tokens + 1]."""
-        return len(self.sequences), len(self.positions) + 1
+        """Of this rank's part: [sequences, columns]."""
+        return len(self.sequences), len(self.columns)
 
     def of_batch(self, batch: Batch) -> Batch:
         """This rank's part of tokens [num_sequences, length + 1]."""
-        return batch[self.sequences.start : self.sequences.stop, self.positions.start : self.positions.stop + 1]  # type: ignore[no-any-return]
+        return batch[self.sequences.start : self.sequences.stop][:, self.columns]  # type: ignore[no-any-return]
+
+    def inputs(self, part: Batch) -> Batch:
+        """Of a part, or of some of its sequences, the tokens that are read [sequences, places]."""
+        return self._at(part, 0)
+
+    def targets(self, part: Batch) -> Batch:
+        """The tokens after them."""
+        return self._at(part, 1)
+
+    def _at(self, part: Batch, further: int) -> Batch:
+        if len(self.columns) == len(self.positions) + 1:  # one run: a view
+            return part[:, further : further + len(self.positions)]  # type: ignore[no-any-return]
+        return part[:, np.searchsorted(self.columns, np.array(self.positions) + further)]  # type: ignore[no-any-return]
+
+
+def order_of(mesh: Mesh, kind: str, length: int) -> Order:
+    """Which places of sequences of `length` tokens each rank of the sp axis holds. Raises BadInput where the length does not divide."""
+    return Order(kind, mesh.axis("sp_ring").size, length, inner=mesh.axis("sp_heads").size)
 
 
 def _run(size: int, axis: Axis, *, what: str, fix: str) -> range:

@@ -18,9 +18,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
 
-SEPARATOR = 0
 SEPARATOR_TEXT = "\0"
 PIECE_CHARACTERS = 1 << 20
 

@@ -90,11 +90,18 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
-        losses = _losses(self.layer, self.router.spec, routing, context)
+        losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
             y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
         y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
         return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
+
+    def _of_groups(self, routing: Routing) -> Routing:
+        """What balance is counted over: of whole groups, where ranks hold slices of them and each group is balanced by itself."""
+        slices = self.router.slices
+        if slices is None or self.router.spec.balance_scope == "global_batch":
+            return routing
+        return slices.each_whole(routing)
 
     def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
         """The routed output together with the networks that every token passes; gates and coefficients in fp32."""

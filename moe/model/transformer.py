@@ -8,7 +8,7 @@ value is a function of (seed, its global name, its index) alone (moe/model/initi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -122,6 +122,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm)
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
         self.router_spec = router.spec
         self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
@@ -148,6 +149,8 @@ class Transformer(nn.Module):
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # a recomputed part must go where it went the first time
+        if self.config.document_mask:
+            context = context.with_documents(self.whole_sequences)
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
         reports = []
         for block in blocks:

@@ -3,8 +3,8 @@
     x -> enter -> q, k, v, cut into heads by their size -> rotate by place -> core(q, k, v) -> out -> leave
 
 `core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
-key-value heads as they are, fewer than the queries' (so few are sent), the tokens' places in their sequences, and T5's bias as a
-function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
+key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
+and a function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
 Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once.
 Rotary angles and the softmax are fp32.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,23 +28,35 @@ from parallel.data.tiling import Slot, as_it_is
 
 # B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
 
-Bias = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [S]) -> fp32 [H, L, S]
+
+class Bias(NamedTuple):
+    """What is added to the logits of two places: a row of `table_UH` fp32 [buckets, H], which `bucket` names, int64 [L, S]."""
+
+    table_UH: Tensor
+    bucket: Callable[[Tensor, Tensor], Tensor]
+
+    def of(self, query_L: Tensor, key_S: Tensor) -> Tensor:
+        """Fp32 [H, L, S]."""
+        return rearrange(self.table_UH[self.bucket(query_L, key_S)], "l s h -> h l s")
 
 
 class Core(Protocol):
-    """What a token takes from those before it in its sequence, in q's shape and dtype. `place_L`: these tokens' places in theirs."""
+    """What a token takes from those before it in its sequence, in q's shape and dtype."""
 
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor: ...
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor: ...
 
 
-def softmax_core(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+def softmax_core(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
     """Plain causal attention on one device, which has the whole sequences; `bias` (T5) is added to the logits."""
     k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
-    if bias is None:
+    if bias is None and context.document_BS is None:
         return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, is_causal=True)
-    future_LL = place_L.unsqueeze(1) < place_L
-    mask_HLL = bias(place_L, place_L).masked_fill(future_LL, -math.inf).to(q_BHLC.dtype)
-    return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask_HLL)
+    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
+    seen = place_L.unsqueeze(1) >= place_L  # [L, L], or [B, 1, L, L]
+    if context.document_BS is not None:
+        seen = seen & (context.document_BS.unsqueeze(2) == context.document_BS.unsqueeze(1)).unsqueeze(1)
+    mask = seen if bias is None else bias.of(place_L, place_L).masked_fill(~seen, -math.inf).to(q_BHLC.dtype)
+    return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask)
 
 
 def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
@@ -90,13 +102,16 @@ class RelativeBias(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
-    def forward(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        """Fp32 [H, L, S] for places in a sequence."""
+    def forward(self) -> Bias:
+        """Its table is a copy, which lives on where an engine frees the weight."""
+        return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
+
+    def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
+        """Int64 [L, S] for places in a sequence."""
         distance_LS = (query_L.unsqueeze(1) - key_S).clamp(min=0)
         exact = self.buckets // 2
         scaled = torch.log(distance_LS.clamp(min=1).float() / exact) / math.log(self.far / exact) * (self.buckets - exact)
-        bucket_LS = torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=self.buckets - 1))
-        return rearrange(self.weight.float()[bucket_LS], "q k h -> h q k")
+        return torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=self.buckets - 1))
 
 
 class Attention(nn.Module):
@@ -118,8 +133,9 @@ class Attention(nn.Module):
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         x_BLD = self.enter(x_BLD)
         q_BHLC, k_BKLC, v_BKLC = (rearrange(linear(x_BLD), "b l (h c) -> b h l c", c=self.head_size) for linear in (self.q, self.k, self.v))
-        place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
-        if self.bias is None:
+        bias = None if self.bias is None else self.bias()
+        if bias is None:
+            place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
             q_BHLC, k_BKLC = rotate(q_BHLC, place_L), rotate(k_BKLC, place_L)
-        mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, place_L=place_L, bias=self.bias)
+        mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
         return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from moe.recipe.shapes import SEPARATOR
 from parallel.random import key_of, uniform
 from parallel.recompute import Replay
 
@@ -20,7 +21,8 @@ class Context:
     """`position_T` int64 [T]: each token's index in the whole step, so that noise is the same on every layout.
 
     `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
-    rank may hold a slice; None: the sequences are whole, 0 to L - 1.
+    rank may hold a slice; None: the sequences are whole, 0 to L - 1. `document_BS` int64: which document of its sequence each token is of,
+    of the whole sequences; None: attention sees across documents.
 
     `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
     the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
@@ -38,6 +40,7 @@ class Context:
     tokens_T: Tensor | None = None
     sequence_B: Tensor | None = None
     place_L: Tensor | None = None
+    document_BS: Tensor | None = None
 
     @staticmethod
     def of(
@@ -48,7 +51,7 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
-        places: range | None = None,
+        places: Sequence[int] | None = None,
         length: int | None = None,
     ) -> Context:
         """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
@@ -56,10 +59,9 @@ class Context:
         `places`: which ones of each sequence's `length` tokens these are; None: all L.
         """
         batch, columns = tokens_BL.shape
-        places = range(columns) if places is None else places
-        assert len(places) == columns
+        assert places is None or len(places) == columns
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
-        place_L = torch.arange(places.start, places.stop, device=tokens_BL.device)
+        place_L = torch.tensor(range(columns) if places is None else places, device=tokens_BL.device)
         position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
         return Context(
@@ -102,9 +104,15 @@ class Context:
 
     def to(self, device: torch.device) -> Context:
         """The same on another device."""
-        names = ("position_T", "valid_T", "tokens_T", "sequence_B", "place_L")
+        names = ("position_T", "valid_T", "tokens_T", "sequence_B", "place_L", "document_BS")
         there = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **there)
+
+    def with_documents(self, whole: Callable[[Tensor], Tensor]) -> Context:
+        """The same, told where documents begin: with the token SEPARATOR. `whole(x)`: of [B, L, ...] of the tokens here, all places'."""
+        assert self.tokens_T is not None and self.sequence_B is not None
+        begins_BS = whole((self.tokens_T == SEPARATOR).view(len(self.sequence_B), -1))
+        return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
         """decide(), or what it gave when this pass was first computed."""

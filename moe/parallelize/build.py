@@ -1,7 +1,7 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
 model on the meta device -> tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
--> parts of this rank, slots filled -> weights born here
+-> parts of this rank, slots filled (plan.py, sequence.py) -> weights born here
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from moe.parallelize import stages
 from moe.parallelize.engines import by_fsdp, offload_of
 from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_for
+from moe.parallelize.sequence import slice_sequences
 from moe.parallelize.units import units_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -40,6 +41,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     if mesh.axis("pp").size > 1:
         layouts = stages.hold(run, model, layouts, mesh)
     apply(model, plan, layouts, mesh)
+    slice_sequences(run, model, mesh)
     return model, plan, layouts
 
 

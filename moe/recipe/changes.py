@@ -30,7 +30,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm positions",
+        "model": "num_heads ffn norm positions document_mask",
         "experts": "ffn",
         "router": "num_choices score softmax_over select expert_groups top_groups bias_rate gates gate_scale group eval_capacity_factor "
         "min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
@@ -55,7 +55,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "sharding": "kind replicas stage engine reshard prefetch allow_slow",
         "sharding.offload": "optimizer parameters path",
         "tensor": "kind",
-        "sequence": "kind",
+        "sequence": "kind order heads keep_attention",
         "pipeline": "microbatches chunks layers pipelines energy_plan",
         "tiling": "ffn head",
         "recompute": "kind every loss_chunks",

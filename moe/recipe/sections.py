@@ -51,6 +51,7 @@ class Model(Section):
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
+    document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
     max_length: int = Field(256, gt=0, description="tokens in one sequence")
     moe_every: int = Field(0, ge=0, description="every n-th layer has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
@@ -158,13 +159,13 @@ class Dispatch(Section):
 
 
 class Parallel(Section):
-    """Ways to split the work; `auto` dp fills the processes there are, `auto` ep is the largest divisor of dp * tp / etp and experts."""
+    """Ways to split the work; `auto` dp fills the processes, `auto` ep is the largest divisor of dp * sp * tp / etp and experts."""
 
     dp: int | Literal["auto"] = "auto"
     ep: int | Literal["auto"] = "auto"
     etp: int = Field(1, description="ranks that share each expert's matrices, split by hidden units")
     tp: int = Field(1, description="tensor parallelism: ranks that share each dense layer's matrices, as tensor.kind says")
-    sp: Literal[1] = 1
+    sp: int = Field(1, description="ranks that each hold a part of every sequence: section sequence says how they attend")
     pp: int = Field(1, description="stages' ranks of the pipeline")
 
 
@@ -200,7 +201,25 @@ class Tensor(Section):
 
 
 class Sequence(Section):
-    kind: Literal["none"] = "none"
+    """Sequences cut over degrees.sp ranks: which of their tokens meet in attention, and how."""
+
+    kind: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = Field(
+        "ring", description="ring: keys go round; lightseq: idle ranks help; colossal_ring: whole scores; ulysses: heads for tokens"
+    )
+    order: Literal["contiguous", "striped", "zigzag"] | None = Field(
+        None, description="which places a rank holds; null: zigzag for ring, so that all ranks work alike, and else contiguous"
+    )
+    heads: int = Field(1, gt=0, description="of degrees.sp, so many neighbours trade heads for tokens inside the ring; ulysses: all")
+    keep_attention: bool = Field(False, description="with recompute full: keep attention's output, so that no keys travel a second time")
+
+    def heads_of(self, sp: int) -> int:
+        """How many neighbours on the sp axis trade heads for tokens."""
+        return sp if self.kind == "ulysses" else self.heads if sp > 1 else 1
+
+    @property
+    def places(self) -> str:
+        """The order, chosen where it was not given."""
+        return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
 
 
 class Pipeline(Section):
@@ -318,11 +337,11 @@ class Run(Section):
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""
-        tp = max(1, self.degrees.tp)
-        dp = max(1, world_size // max(1, self.degrees.pp * tp)) if self.degrees.dp == "auto" else self.degrees.dp
+        tp, sp = max(1, self.degrees.tp), max(1, self.degrees.sp)
+        dp = max(1, world_size // max(1, self.degrees.pp * tp * sp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
-            ep = math.gcd(dp * tp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
+            ep = math.gcd(dp * tp * sp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def head_copies(self) -> int:
@@ -336,4 +355,5 @@ class Run(Section):
         if d.dp == "auto" or d.ep == "auto":
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
-        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner if d.ep > 1 else 1, tp_col=self.head_copies())
+        inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
+        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=self.head_copies(), sp_heads=heads)

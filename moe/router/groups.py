@@ -1,9 +1,10 @@
-"""Over which axes a router's groups of tokens are cut, where ranks read slices of sequences.
+"""Whether a router's groups of tokens are cut, where ranks read slices of sequences.
 
     router.group sequence, sp 2        tokens 0 .. 5 on sp 0 | 6 .. 11 on sp 1       one group, one capacity: who is dropped on sp 1
                                                                                      depends on how many sp 0 has sent before
 
 A group is a sequence, or several, whatever the layout (docs/moe/moe.md). Data parallelism gives whole sequences to a rank and cuts none.
+Ranks that hold parts of one group exchange scores before they decide (moe/router/slices.py).
 """
 
 from __future__ import annotations
@@ -24,17 +25,12 @@ def needs_group(spec: RouterSpec) -> str | None:
     return None
 
 
-def cut_by(spec: RouterSpec, degrees: Degrees) -> tuple[str, ...]:
-    """The axes whose ranks hold parts of one group, and so must exchange counts or choices before one of them decides."""
-    return ("sp",) if degrees.sp > 1 and spec.group != "rank" and needs_group(spec) else ()
-
-
 def check_groups(spec: RouterSpec, degrees: Degrees) -> None:
-    """Refuse a group that is cut: its ranks do not exchange counts, so each would take its slice for the whole. Raises BadInput."""
-    if axes := cut_by(spec, degrees):
+    """Refuse groups that are what one rank holds, where that is a slice of each sequence: no other layout has them. Raises BadInput."""
+    if degrees.sp > 1 and spec.group == "rank" and needs_group(spec):
         raise BadInput(
-            " * ".join(f"degrees.{axis}" for axis in axes),
-            got=" * ".join(str(degrees.size(axis)) for axis in axes),
-            needed=f"1 with {needs_group(spec)} over groups of whole sequences (router.group={spec.group})",
-            fix="set it to 1; or router.capacity_factor to null and router.balance_scope to global_batch",
+            "router.group",
+            got=f"rank with degrees.sp={degrees.sp} and {needs_group(spec)}",
+            needed="sequence, or a number of sequences: a rank holds slices of them",
+            fix="set router.group to sequence, or degrees.sp to 1",
         )

@@ -25,6 +25,7 @@ from moe.router.checks import check_spec
 from moe.router.noise import gumbel, jittered, noisy_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
+from moe.router.slices import Slices
 from parallel.errors import BadInput
 
 # T tokens, D model, E experts, K choices
@@ -36,7 +37,8 @@ class Decision:
 
     `expert_TK` int64; `kept_TK` bool: the choice got a slot. `counted_TK` bool: False where an entry only fills the row of a token that
     fewer experts chose; None if every row is full. `capacity`: slots per expert and group, None if dropless. `num_groups`: number of
-    groups, equal in size, in token order. `load_TK` int64: what the balance loss counts, where that is not the choices.
+    groups, equal in size, in token order; the same on ranks that hold slices of them. `load_TK` int64: what the balance loss counts,
+    where that is not the choices.
     """
 
     expert_TK: Tensor
@@ -83,6 +85,7 @@ class Router(nn.Module):
         self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if spec.noise == "noisy_top_k" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
+        self.slices: Slices | None = None  # where other ranks hold other slices of its groups
 
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
         """Route the tokens x_TD [T, D], which stand sequence after sequence, each `sequence_tokens` long."""
@@ -91,7 +94,7 @@ class Router(nn.Module):
         scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
-            lambda: self.decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
+            lambda: self._decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
         )
         of_TK = made.kept_TK if spec.gates == "after_drop" else made.counted_TK
         gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=spec, of_TK=of_TK)
@@ -117,6 +120,15 @@ class Router(nn.Module):
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE
         return logits_TE, noisy_logits(logits_TE, x_TD.float(), self.noise_weight, context.uniform(f"{self.name}.noise", self.num_experts))
+
+    def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
+        """Over whole groups, whoever holds their tokens."""
+        slices = self.slices
+        if slices is None:
+            return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
+        scores_GE, logits_GE = slices.whole(torch.stack((scores_TE, logits_TE), dim=1)).unbind(1)
+        length = sequence_tokens * slices.axis.size
+        return slices.each_mine(self.decide(scores_GE, logits_GE, sequence_tokens=length, context=slices.context(context)))
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:

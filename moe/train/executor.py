@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from moe.data.token_shard import TokenShard
 from moe.model.transformer import Output, Transformer
 from moe.nn.context import Context
 from moe.parallelize import stages
@@ -26,7 +27,7 @@ from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.passes import Pass
-from parallel.collectives import sum_over
+from parallel.collectives import sum_over_all
 from parallel.data.engine import Engine
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
@@ -178,18 +179,19 @@ class _Stages:
         return self.versions[stage].reading(version) if stage in self.versions else nullcontext()
 
 
-def logits_of(executor: Executor) -> Callable[[Tensor], Output]:
-    """tokens [B, L] -> Output of logits on every rank, whatever the model is cut into. Collective."""
-    model = executor.model
+def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
+    """tokens [B, length of the shard] -> Output of logits on every rank, whatever the model and the sequences are cut into. Collective."""
+    model, places, (_, sp) = executor.model, list(shard.positions), shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
         found = torch.zeros(*tokens_BL.shape, model.vocab_size, device=tokens_BL.device)
 
         def each(_: int, output: Output) -> None:
             if output.hidden_BLD is None:
-                found.copy_(output.logits_BLV)
+                found[:, places] = output.logits_BLV
 
-        executor.forward([Pass(tokens_BL, None, Context.of(tokens_BL), 1.0)], each)
-        return Output(sum_over(found, executor.pp_axis), torch.empty(0), ())  # the other stages' are zeros
+        mine_BL = tokens_BL[:, places]
+        executor.forward([Pass(mine_BL, None, Context.of(mine_BL, places=places, length=shard.length), 1.0)], each)
+        return Output(sum_over_all(found, (sp, executor.pp_axis)), torch.empty(0), ())  # other slices' and stages' are zeros
 
     return run

@@ -40,8 +40,9 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     """Agreed over the ranks that read the batch, so that every one divides by the same numbers. Raises BadInput on all of them alike."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
-    gaps = (valid_NL[:, 1:] & ~valid_NL[:, :-1]).sum()
-    counted = torch.stack((valid_NL[:, :-1].sum(), valid_NL[:, 1:].sum(), gaps))
+    reads_NL, predicts_NL = shard.inputs(valid_NL), shard.targets(valid_NL)
+    gaps = (predicts_NL & ~reads_NL).sum()
+    counted = torch.stack((reads_NL.sum(), predicts_NL.sum(), gaps))
     inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
     if gaps:
         raise BadInput(
@@ -56,10 +57,10 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
 def passes_of(
     parts: Iterable[Tensor], tokens: Tokens, shard: TokenShard, *, seed: int = 0, step: int = 0, loss_scale: float = 1.0
 ) -> list[Pass]:
-    """For micro-batches [B, L + 1], in order, that this rank's part of one step is cut into."""
+    """For micro-batches [B, columns of the shard], in order, that this rank's part of one step is cut into."""
     passes, first_sequence = [], shard.sequences.start
     for part in parts:
-        inputs_BL, valid_BL = part[:, :-1], None
+        inputs_BL, valid_BL = shard.inputs(part), None
         held = inputs_BL.numel()
         if tokens.padded:
             inputs_BL, valid_BL = without_padding(inputs_BL)
@@ -75,7 +76,7 @@ def passes_of(
             places=shard.positions,
             length=shard.length,
         )
-        passes.append(Pass(inputs_BL, part[:, 1:], context, share))
+        passes.append(Pass(inputs_BL, shard.targets(part), context, share))
         first_sequence += len(part)
     return passes
 

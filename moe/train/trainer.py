@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.data import open_data
-from moe.data.token_shard import TokenShard
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
+from moe.parallelize.sequence import shard_of
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
 from moe.recipe.changes import check_allowed
@@ -139,7 +139,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step, **resumed.recorded()})
-    shard = TokenShard.of(mesh, num_sequences=run.train.global_batch, length=run.model.max_length)
+    shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)
 
@@ -244,7 +244,7 @@ def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
 
 def _evaluate(job: Job, *, record: bool = True) -> None:
     run = job.run
-    shard = TokenShard.of(job.mesh, num_sequences=run.train.eval_sequences, length=run.model.max_length)
+    shard = shard_of(run, job.mesh, run.train.eval_sequences)
     held = job.data.validation.held(shard)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
     loss = validation_loss(job.executor, _tensor(job, held.sequences), shard=shard, at_once=at_once)
@@ -280,7 +280,7 @@ def _finish(job: Job) -> dict[str, Any]:
     if not job.evaluated:  # an earlier life made the last step and recorded this, then died before the summary
         _evaluate(job, record=False)
     job.engine.module.eval()
-    model, length = logits_of(job.executor), run.model.max_length
+    model, length = logits_of(job.executor, job.shard), run.model.max_length
     text = ""
     if run.train.sample_tokens:
         job.progress.note(f"writing a sample of {run.train.sample_tokens} tokens (train.sample_tokens)")

@@ -3,6 +3,7 @@
     --kinds data     dense and sparse models  x  {ddp, fsdp, zero1..3, offload}  x  ep  x  micro-batches  x  precision  (+ recompute)
     --kinds expert   every router  x  every way rows travel  x  (ep, edp, etp)  x  micro-batches  x  recompute, in fp32
     --kinds tensor   tensor parallelism  x  models  x  engines  x  (tp, dp, pp, ep, etp)  x  precision, recompute, tiles
+    --kinds sequence every way that slices of sequences attend  x  models and routers  x  engines  x  precision  x  recompute
     --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
 
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
@@ -22,8 +23,9 @@ from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
+SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
 OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
-KINDS = ("data", "expert", "tensor", "pipeline")
+KINDS = ("data", "expert", "tensor", "sequence", "pipeline")
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -56,12 +58,27 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
+PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of the sequences here one token in sixteen begins one
+    "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
+    "packed_t5": {"model": {"document_mask": True, "positions": "t5", "moe_every": 0}},
+}
 ROWS: dict[str, dict[str, Any]] = {
     "all_to_all": {"kind": "all_to_all"},
     "padded": {"kind": "padded"},
     "all_gather": {"kind": "all_gather"},
     "hierarchical": {"kind": "hierarchical", "node_size": 2},
     "overlapped": {"kind": "all_to_all", "overlap_chunks": 2},
+}
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "zigzag": {"kind": "ring", "order": "zigzag"},
+    "striped": {"kind": "ring", "order": "striped"},
+    "contiguous": {"kind": "ring", "order": "contiguous"},
+    "lightseq": {"kind": "lightseq", "keep_attention": True},
+    "colossal": {"kind": "colossal_ring"},
+    "ulysses": {"kind": "ulysses"},
+    "heads2": {"kind": "ring", "heads": 2},
 }
 
 
@@ -92,11 +109,16 @@ class Case:
     tensor: str = "copied"  # how they share weights: tensor.kind
     parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
     first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
+    sp: int = 1  # ranks that hold slices of the same sequences
+    attention: str = "zigzag"  # how they attend: a key of ATTENTION
+    slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
+    length: int = LENGTH  # of a sequence
 
     @property
     def layout(self) -> str:
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
+        parts += [f"sp{self.sp} {self.attention}" if self.sp > 1 else ""]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
         parts += [self.rows if self.rows != "all_to_all" else "", self.recompute if self.recompute != "none" else ""]
         parts += [f"tiles{self.tiles}/{self.head_tiles}" if self.tiles * self.head_tiles > 1 else ""]
@@ -107,17 +129,18 @@ class Case:
 
     @property
     def dp(self) -> int:
-        return self.world // (self.pp * self.tp)
+        return self.world // (self.pp * self.tp * self.sp)
 
     def run(self) -> Run:
         """The recipe: one layer with experts and one without."""
         values: dict[str, dict[str, Any]] = {
             "model": {
                 "num_layers": self.layers, "d_model": 24, "num_heads": 4, "num_kv_heads": 2, "d_ff": 20, "ffn": "swiglu",
-                "max_length": LENGTH, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
+                "max_length": self.length, "moe_every": 2, "init_scale": 0.5, "tied_embeddings": False,
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
-            "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "ep": self.ep, "etp": self.etp},
+            "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
+            "sequence": ATTENTION[self.attention] if self.sp > 1 else {},
             "tensor": {"kind": self.tensor},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
@@ -128,7 +151,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
         }  # fmt: skip
-        for section, fields in (MODELS | ROUTERS)[self.model].items():
+        for section, fields in (MODELS | ROUTERS | PACKED)[self.model].items():
             values[section] = values.get(section, {}) | fields
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
@@ -156,7 +179,13 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    of_kind = {"data": _all_data_cases, "expert": expert_cases, "tensor": tensor_cases, "pipeline": pipeline_cases}
+    of_kind = {
+        "data": _all_data_cases,
+        "expert": expert_cases,
+        "tensor": tensor_cases,
+        "sequence": sequence_cases,
+        "pipeline": pipeline_cases,
+    }
     return [case for kind in KINDS if kind in kinds for case in of_kind[kind](nproc)]
 
 
@@ -386,3 +415,41 @@ def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precisi
     microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(BATCH // dp) if m >= least and m % pp == 0)
     ep = dp if model != "dense" else 1
     return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)
+
+
+def sequence_cases(nproc: int) -> list[Case]:
+    """Every way of attending on 2, 3 and 4 ranks with models of rotary and of T5 positions; every router, whose groups are cut; engines,
+    data parallelism, experts that fold over sp, recompute (attention's output kept, with lightseq) and 16 bits with some of the ways.
+    """
+    found = []
+    for sp in range(2, nproc + 1):
+        for attention in ATTENTION if BATCH % sp == 0 else ():
+            if (attention == "heads2" and sp % 2) or (attention == "ulysses" and 4 % sp):
+                continue
+            found += [Case(model, "ddp", sp, 1, 3, "fp32", sp=sp, attention=attention) for model in ("dense", "gshard", "deepseek")]
+            found += [Case("gshard", "ddp", sp, sp, 1, "fp32", "full", sp=sp, attention=attention)] if 4 % sp == 0 else []
+            found += [Case("dense", "ddp", sp, 1, 1, "bf16", "selective", sp=sp, attention=attention)]
+            found += [Case(model, "ddp", sp, 1, 1, "fp32", sp=sp, attention=attention) for model in PACKED]
+    for number, model in enumerate(model for model in MODELS | ROUTERS if model != "dense"):
+        for sp, attention in ((2, "zigzag"), (4, "striped")):
+            if sp <= nproc:
+                ep = sp if number % 2 else 1
+                found += [Case(model, "ddp", sp, ep, 1 if number % 3 else 3, "fp32", sp=sp, attention=attention, experts=EXPERTS)]
+    for world, sp, attention in ((2, 2, "zigzag"), (4, 2, "heads2"), (4, 2, "lightseq"), (4, 4, "zigzag")):
+        for kind in ("ddp", "fsdp", "zero1", "zero2", "zero3") if world <= nproc else ():
+            found += [Case("gshard", kind, world, 2, 1, "fp32", "full", sp=sp, attention=attention)]
+            found += [Case("deepseek", kind, world, 1, 3, precision, sp=sp, attention=attention) for precision in ("fp32", "bf16", "fp16")]
+        found += [Case("deepseek", "ddp", world, 2, 3, "fp32", sp=sp, attention=attention, padded=True)] if world <= nproc else []
+        found += [Case("dense", "zero1", world, 1, 1, "fp32", sp=sp, attention=attention, overflow=True)] if world <= nproc else []
+    for schedule in ("1f1b", "interleaved") if nproc >= 4 else ():
+        layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
+        found += [
+            Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2)
+            for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1))
+        ]
+    for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
+        found += [
+            Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)
+            for model, ep, microbatches in (("dense", 1, 3), ("gshard", 4, 1), ("deepseek", 2, 1))
+        ]
+    return [replace(case, length=SLICED) for case in dict.fromkeys(found)]

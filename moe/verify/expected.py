@@ -30,26 +30,27 @@ from parallel.precision import DTYPES
 
 FP32_TOLERANCE = 1e-5
 CUTS = (2, 3, 4, 6, 12)  # of a batch: other orders of the same sums
+SLICES = (1, 2, 3, 4)  # of a sequence: 1 is attention by whole scores, with no kernel that fuses
 DRAWS, MOST_DRAWS = 5, 32  # of random roundings: at first, and before a row is said to fail
 
 
 def twin_of(case: Case) -> Case:
     """What a case is compared with: the same model and precision on one process, in one piece.
 
-    In 16 bits it also says how the head and the loss, and the sums within layers, are cut: the result does not depend on it, but how
-    far it may be off does.
+    In 16 bits it also says how the head and the loss, and the sums within layers, are cut, and that sequences are: the result does not
+    depend on it, but how far it may be off does.
     """
     twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
-    twin = replace(twin, padded=case.padded, overflow=case.overflow)
+    twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length)
     if case.precision != "fp32":
         parts = case.tp if case.tensor == "1d" else 1
-        twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, parts=parts)
+        twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, parts=parts, slices=int(case.sp > 1))
     return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin
 
 
 def alone(twin: Case) -> Case:
     """The same model in one piece, for what is computed on one process by the trainer's own code."""
-    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1)
+    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
@@ -58,7 +59,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     Other micro-batches stand for replicas of the data too, which sum the same parts over ranks; the plain kernels multiply by the
     gate in another place. A head in tiles rounds the gradient of its input tile by tile, which moves the gradient norm more than any
     cut of the batch does; so it counts for the rows that have it, and is no excuse for the others. So do layers whose sums over heads
-    and hidden units are those of partial results.
+    and hidden units are those of partial results, and attention in slices, whose results are rounded before they merge.
     """
     one = alone(twin)
     yield from ((replace(one, microbatches=m), "cpu") for m in CUTS)
@@ -67,6 +68,8 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
+    if twin.slices:
+        yield from ((replace(one, slices=slices), "cpu") for slices in SLICES)
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe.checks.together import check_run
-from moe.data.token_shard import TokenShard
 from moe.model.names import global_name
 from moe.parallelize.build import build
+from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.executor import Executor, start_executor
@@ -23,8 +23,9 @@ from moe.train.state import extra_owned
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from moe.verify.batches import batch
-from moe.verify.cases import BATCH, LENGTH, OVERFLOWS, Case
+from moe.verify.cases import BATCH, OVERFLOWS, Case
 from moe.verify.in_parts import in_parts
+from moe.verify.in_slices import in_slices
 from moe.verify.older import OlderWeights
 from moe.verify.tape import TAPED, Step, Tape, listen, of_ranks, plain
 from moe.verify.twin import STEPS, Result
@@ -64,6 +65,8 @@ def compute(
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     if case.parts > 1:
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
+    if case.slices:
+        in_slices(model, case)
     executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)
@@ -73,7 +76,7 @@ def compute(
 
 
 def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: OlderWeights) -> Result:
-    engine, shard, scale = executor.engine, _shard(mesh), LossScale.of(run.precision.loss_scale)
+    engine, shard, scale = executor.engine, shard_of(run, mesh, BATCH), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else None
     losses: list[float] = []
     kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -84,7 +87,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
         with older.at(step):
             numbers = accumulate(
                 executor,
-                shard.of_batch(batch(step, padded=case.padded)),
+                shard.of_batch(batch(step, padded=case.padded, length=case.length)),
                 shard=shard,
                 microbatches=case.microbatches,
                 seed=run.train.seed,
@@ -129,7 +132,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
     """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
-    engine, shard = executor.engine, _shard(mesh)
+    engine, shard = executor.engine, shard_of(run, mesh, BATCH)
     updates: list[Step] = []
     if tape is not None:
         _watch_updates(engine, mesh, updates)
@@ -173,11 +176,6 @@ def _watch_updates(engine: Engine, mesh: Mesh, updates: list[Step]) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def _shard(mesh: Mesh) -> TokenShard:
-    """Of the batch, what a rank reads."""
-    return TokenShard.of(mesh, num_sequences=BATCH, length=LENGTH)
 
 
 def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
@@ -241,7 +239,7 @@ def _import_engine(case: Case) -> str:
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
     for case in chosen:
-        tape = Tape() if taped else None
+        tape = Tape(length=case.length) if taped else None
         with inside():
             found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
         yield {"result": found, "tape": None if tape is None else plain(tape)}

@@ -87,12 +87,13 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             return x
         return cast(x * cast((tokens.draw(name, x.shape[1]) >= model.dropout).float() / (1 - model.dropout)))
 
+    begins = (ids == 0).view(-1, length).tolist() if model.document_mask else None
     x = cast(cast(weights["embedding"])[ids])
     note("embedding", x)
     layers: dict[str, Layer] = {}
     for i in range(model.num_layers):
         name = f"layers.{i}"
-        out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model.norm)), weights, name, run, length, cast)
+        out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model.norm)), weights, name, run, length, begins, cast)
         note(f"{name}.attention", out)
         x = cast(x + dropped(out, f"{name}.attention.dropout"))
         seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model.norm))
@@ -123,8 +124,8 @@ def norm(x: Tensor, gain: Tensor, kind: str) -> Tensor:
     return x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.float()
 
 
-def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, cast: Rounding) -> Tensor:
-    """x [T, D] of whole sequences; head after head, each with the key and value head of its group."""
+def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: list[list[bool]] | None, cast: Rounding) -> Tensor:
+    """x [T, D] of whole sequences; head after head, each with the key and value head of its group. `begins`: whether a document does."""
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
@@ -137,7 +138,10 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, cas
     if model.positions != "t5":
         q, k = _turned(q, cast), _turned(k, cast)
     place = torch.arange(length)
-    past = place.unsqueeze(1) >= place
+    past = (place.unsqueeze(1) >= place).repeat(len(x) // length, 1, 1)
+    for sequence, row in enumerate(begins or []):
+        for first in (at for at, here in enumerate(row) if here):
+            past[sequence, first:, :first] = False
     mixed = []
     for head in range(heads):
         group = head // (heads // groups)

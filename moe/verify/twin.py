@@ -55,7 +55,8 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     for step in range(steps):
         history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
-        made = _gradients(run, read, set(parameters), batch(step, padded=case.padded), step=step, cast=cast, tape=tape)
+        sequences = batch(step, padded=case.padded, length=case.length)
+        made = _gradients(run, read, set(parameters), sequences, step=step, cast=cast, tape=tape)
         losses.append(made.loss)
         norm = norms(made.gradients)
         if not (case.overflow and step == OVERFLOWS):

@@ -214,6 +214,25 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),
     ("show switch_tiny --nproc 2", "--nproc: got 2 without --plan", "add --plan"),
     ("show switch_tiny --plan --nproc 2 --rank 2", "--rank: got 2, needed 0 to 1", "another --nproc"),
+    (T + "--nproc 2 --degrees.sp 0", "degrees.sp: got 0", "set degrees.sp to 1"),
+    (
+        T + "--nproc 2 --degrees.sp 2 --model.max_length 30",
+        "model.max_length: got 30, needed a multiple of 2 * degrees.sp = 4 for sequence.order=zigzag",
+        "set it to 32",
+    ),
+    (
+        T + "--nproc 3 --degrees.sp 3 --sequence.kind ulysses --model.max_length 30",
+        "degrees.sp: got 3 ranks that trade heads for tokens, with model.num_heads=2, needed a divisor of the heads",
+        "use one of [1] as sequence.heads, with sequence.kind ring",
+    ),
+    (T + "--nproc 4 --degrees.sp 4 --sequence.heads 3", "sequence.heads: got 3, needed a divisor of degrees.sp=4", "use one of [1, 2, 4]"),
+    (
+        T + "--nproc 2 --degrees.sp 2 --sequence.kind lightseq --sequence.order zigzag",
+        "sequence.order: got zigzag with sequence.kind=lightseq, needed contiguous",
+        "set sequence.order to null, or sequence.kind to ring",
+    ),
+    (T + "--nproc 2 --degrees.sp 2 --router.group rank", "router.group: got rank with degrees.sp=2 and", "set router.group to sequence"),
+    (T + "--nproc 2 --degrees.sp 2 --sharding.kind dp", "sharding.kind: got dp with degrees.sp=2", "set sharding.kind to ddp"),
     (T + "--degrees.tp 0", "degrees.tp: got 0", "set degrees.tp to 1"),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --train.global_batch 3 --train.eval_sequences 2",

@@ -23,7 +23,6 @@ CHANGED = {
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
     "parallel/data/deepspeed.py: deepspeed.ops": "DeepSpeed's own table of ops that may be compiled",
     "parallel/data/deepspeed.py: OpBuilder._loaded_ops": "DeepSpeed's own table of ops that are loaded",
-    "parallel/data/deepspeed.py: OpBuilder.cxx_args": "DeepSpeed's own compiler flags, put back once it has compiled",
     "parallel/data/deepspeed.py: groups.mpu": "DeepSpeed keeps its process groups in a module",
     "parallel/data/deepspeed.py: groups._EXPERT_PARALLEL_GROUP": "likewise",
     "parallel/data/deepspeed.py: groups._EXPERT_DATA_PARALLEL_GROUP": "likewise",

@@ -17,13 +17,14 @@ from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
+from moe.parallelize.sequence import shard_of
 from moe.recipe.sections import Run
 from moe.train import state
 from moe.train.executor import Executor, start_executor
 from moe.train.numbers import Numbers
 from moe.train.step import accumulate, finish
 from moe.verify.batches import batch
-from moe.verify.cases import BATCH, LENGTH, Case
+from moe.verify.cases import BATCH, Case
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
@@ -51,13 +52,13 @@ class Tiny:
     @property
     def shard(self) -> TokenShard:
         """Of the batch."""
-        return TokenShard.of(self.mesh, num_sequences=BATCH, length=LENGTH)
+        return shard_of(self.run, self.mesh, BATCH)
 
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
         """Forward and backward of one step's batch."""
         self.numbers = accumulate(
             self.executor,
-            self.shard.of_batch(batch(step)),
+            self.shard.of_batch(batch(step, length=self.run.model.max_length)),
             shard=self.shard,
             microbatches=self.run.pipeline.microbatches,
             seed=self.run.train.seed,

@@ -16,13 +16,14 @@ from moe.nn.vocabulary import PADDING
 from moe.train.passes import Tokens, passes_of
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
+from parallel.sequence.order import ORDERS
 
 DEGREES = st.builds(Degrees, dp=st.integers(1, 3), sp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 2))
 
 
-def shards_of(degrees: Degrees, *, num_sequences: int, length: int) -> list[TokenShard]:
+def shards_of(degrees: Degrees, *, num_sequences: int, length: int, order: str = "contiguous") -> list[TokenShard]:
     meshes = (Mesh.of(degrees, rank) for rank in range(degrees.world))
-    return [TokenShard.of(mesh, num_sequences=num_sequences, length=length) for mesh in meshes]
+    return [TokenShard.of(mesh, num_sequences=num_sequences, length=length, order=order) for mesh in meshes]
 
 
 @given(degrees=DEGREES, each=st.integers(1, 3), tokens=st.integers(1, 4))
@@ -42,12 +43,19 @@ def test_every_token_is_read_once_by_each_copy(degrees: Degrees, each: int, toke
         assert len(ours) == shard.num_tokens and set(ours.values()) == {1}
 
 
-@given(degrees=DEGREES, each=st.integers(1, 3), tokens=st.integers(1, 4), microbatches=st.integers(1, 3), step=st.integers(0, 9))
-@settings(max_examples=40, deadline=None)
+@given(
+    degrees=DEGREES,
+    each=st.integers(1, 3),
+    tokens=st.integers(1, 4),
+    microbatches=st.integers(1, 3),
+    step=st.integers(0, 9),
+    order=st.sampled_from(ORDERS),
+)
+@settings(max_examples=60, deadline=None)
 def test_data_targets_and_positions_are_those_of_one_process(
-    degrees: Degrees, each: int, tokens: int, microbatches: int, step: int
+    degrees: Degrees, each: int, tokens: int, microbatches: int, step: int, order: str
 ) -> None:
-    num_sequences, length = degrees.dp * each * microbatches, degrees.sp * tokens
+    num_sequences, length = degrees.dp * each * microbatches, degrees.sp * tokens * (2 if order == "zigzag" else 1)
     text = np.arange(10 * length + 1, dtype=np.uint32)
     train, held_out = (
         TrainSet(Windows(text, length, "train"), seed=3),
@@ -56,11 +64,11 @@ def test_data_targets_and_positions_are_those_of_one_process(
     whole = TokenShard.whole(num_sequences, length)
     batch, held = train.batch(step, whole), held_out.held(whole).sequences
     index = torch.arange(num_sequences * length).view(num_sequences, length)
-    for shard in shards_of(degrees, num_sequences=num_sequences, length=length):
+    for shard in shards_of(degrees, num_sequences=num_sequences, length=length, order=order):
         mine = train.batch(step, shard)
         assert mine.shape == shard.shape and np.array_equal(mine, shard.of_batch(batch))
         assert np.array_equal(held_out.held(shard).sequences, shard.of_batch(held))
-        rows, columns = slice(shard.sequences.start, shard.sequences.stop), slice(shard.positions.start, shard.positions.stop)
+        rows, columns = slice(shard.sequences.start, shard.sequences.stop), list(shard.positions)
         parts = torch.from_numpy(mine).chunk(microbatches)
         passes = passes_of(parts, Tokens(shard.num_tokens, shard.num_tokens, padded=False), shard)
         assert torch.equal(torch.cat([p.inputs_BL for p in passes]), torch.from_numpy(batch[rows, :-1][:, columns]))
@@ -69,7 +77,7 @@ def test_data_targets_and_positions_are_those_of_one_process(
         for p in passes:
             assert p.context.sequence_B is not None and p.context.place_L is not None
             assert torch.equal(p.context.position_T.view(p.inputs_BL.shape), p.context.sequence_B[:, None] * length + p.context.place_L)
-        assert sum(p.share for p in passes) == pytest.approx(mine[:, 1:].size / (num_sequences * length))
+        assert sum(p.share for p in passes) == pytest.approx(shard.targets(mine).size / (num_sequences * length))
 
 
 def test_tokens_and_gaps_are_counted_once_though_slices_share_one() -> None:
@@ -93,7 +101,8 @@ def test_the_part_of_a_rank_tells_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "said"), [(Degrees(dp=4), "sequences: got 6, needed a multiple of dp=4"), (Degrees(sp=4), "a multiple of sp=4")]
+    ("degrees", "said"),
+    [(Degrees(dp=4), "sequences: got 6, needed a multiple of dp=4"), (Degrees(sp=4), "needed a multiple of degrees.sp = 4")],
 )
 def test_a_batch_that_does_not_divide_is_refused(degrees: Degrees, said: str) -> None:
     with pytest.raises(BadInput, match=said):

@@ -65,14 +65,14 @@ class Whole:
     def __init__(self, k_BKLC: Tensor, v_BKLC: Tensor) -> None:
         self.k_BKLC, self.v_BKLC = k_BKLC, v_BKLC
 
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
         k_BHSC, v_BHSC = (repeated(t, q_BHLC.shape[1]) for t in (self.k_BKLC, self.v_BKLC))
-        rows = []
+        rows, place_L = [], context.places(q_BHLC.shape[2], device=q_BHLC.device)
         for i, place in enumerate(place_L.tolist()):
             seen = torch.arange(place + 1)
             logits_BHS = torch.einsum("bhc,bhsc->bhs", q_BHLC[:, :, i], k_BHSC[:, :, seen]) / math.sqrt(C)
             if bias is not None:
-                logits_BHS = logits_BHS + bias(place_L[i : i + 1], seen)[:, 0]
+                logits_BHS = logits_BHS + bias.of(place_L[i : i + 1], seen)[:, 0]
             rows.append(torch.einsum("bhs,bhsc->bhc", logits_BHS.softmax(-1), v_BHSC[:, :, seen]))
         return torch.stack(rows, 2)
 
@@ -82,11 +82,11 @@ def test_some_tokens_of_each_sequence_give_their_rows_of_the_whole(positions: st
     """With their places from the context; and the core gets the key-value heads before they are repeated, places and bias."""
     attention, x_BLD, seen = attention_of(positions, heads, kv_heads), random(B, L, D, seed=8), []
 
-    def watching(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, place_L: Tensor, bias: Bias | None) -> Tensor:
+    def watching(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
         seen.append((k_BKLC, v_BKLC))
         assert q_BHLC.shape == (B, heads, L, C) and k_BKLC.shape == v_BKLC.shape == (B, kv_heads, L, C)
-        assert place_L.tolist() == list(range(L)) and (bias is None) == (positions == "rotary")
-        return softmax_core(q_BHLC, k_BKLC, v_BKLC, place_L=place_L, bias=bias)
+        assert context.places(L, device=q_BHLC.device).tolist() == list(range(L)) and (bias is None) == (positions == "rotary")
+        return softmax_core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
 
     attention.core = watching
     want_BLD = attention(x_BLD, Context.of(x_BLD[..., 0]))

@@ -1,45 +1,87 @@
-"""Groups of tokens that a router decides about together: which axes cut them, by the tokens that ranks read."""
+"""Groups of tokens that a router decides about together, where ranks hold slices of them; moe verify --kinds sequence trains so."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+import torch
 
-from moe.data.token_shard import TokenShard
+from moe.nn.context import Context
 from moe.recipe.router_spec import RouterSpec
-from moe.router.groups import check_groups, cut_by
+from moe.router.groups import check_groups, needs_group
+from moe.router.router import Router, Routing
+from moe.router.slices import Slices
+from parallel import process
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, Mesh
+from parallel.mesh import Degrees
+from parallel.process import World
+from parallel.sequence.order import Order
+from tests.support.ranks import run_on_ranks
 
 ALONE = RouterSpec(num_choices=2, balance_weight=0.01, balance_scope="global_batch")
 TOGETHER = {
     "a capacity": replace(ALONE, capacity_factor=1.25),
     "a capacity in evaluation": replace(ALONE, eval_capacity_factor=2.0, group=2),
-    "router.select=expert_choice": replace(ALONE, select="expert_choice", capacity_factor=1.0),
-    "router.select=sinkhorn": replace(ALONE, select="sinkhorn"),
+    "router.select=expert_choice": replace(
+        ALONE, select="expert_choice", capacity_factor=1.0, eval_capacity_factor=1.0, balance_weight=0.0
+    ),
+    "router.select=sinkhorn": replace(ALONE, select="sinkhorn", balance_weight=0.0),
     "router.balance_scope=sequence": replace(ALONE, balance_scope="sequence"),
 }
+B, L, D, E = 4, 12, 10, 6
 
 
-@pytest.mark.parametrize("degrees", [Degrees(dp=4, ep=2), Degrees(dp=2, tp=2, pp=2), Degrees(sp=2), Degrees(dp=2, sp=3, tp=2)])
 @pytest.mark.parametrize("what", TOGETHER)
-def test_axes_that_cut_a_group_are_those_whose_ranks_read_parts_of_a_sequence(what: str, degrees: Degrees) -> None:
-    """Counted: the axes along which a rank reads other positions of the same sequences."""
-    mine = TokenShard.of(Mesh.of(degrees, 0), num_sequences=12, length=12)
-    found = set()
-    for name in ("dp", "sp", "tp", "pp"):
-        for rank in Mesh.of(degrees, 0).axis(name).ranks:
-            other = TokenShard.of(Mesh.of(degrees, rank), num_sequences=12, length=12)
-            if other.sequences == mine.sequences and other.positions != mine.positions:
-                found.add(name)
-    assert set(cut_by(TOGETHER[what], degrees)) == found
-    assert cut_by(ALONE, degrees) == cut_by(replace(TOGETHER[what], group="rank"), degrees) == ()
-
-
-def test_a_cut_group_is_refused_in_one_line() -> None:
-    with pytest.raises(BadInput, match=r"degrees.sp: got 4, needed 1 with a capacity over groups of whole sequences") as refused:
-        check_groups(TOGETHER["a capacity"], Degrees(dp=2, sp=4))
+def test_groups_of_what_one_rank_holds_are_refused_where_that_is_a_slice(what: str) -> None:
+    assert needs_group(TOGETHER[what]) in what and needs_group(ALONE) is None
+    by_rank = replace(TOGETHER[what], group="rank")
+    with pytest.raises(BadInput, match=r"router.group: got rank with degrees.sp=4 .*; fix: set router.group to sequence") as refused:
+        check_groups(by_rank, Degrees(dp=2, sp=4))
     assert "\n" not in str(refused.value)
-    check_groups(ALONE, Degrees(dp=2, sp=4))
-    check_groups(TOGETHER["a capacity"], Degrees(dp=8, ep=8))
+    for spec, degrees in ((TOGETHER[what], Degrees(sp=4)), (by_rank, Degrees(dp=8, ep=8)), (replace(ALONE, group="rank"), Degrees(sp=2))):
+        check_groups(spec, degrees)
+
+
+def router_of(what: str) -> Router:
+    router = Router(TOGETHER[what], num_experts=E, d_model=D)
+    router.weight.data.copy_(torch.randn(E, D, generator=torch.Generator().manual_seed(1)))
+    return router
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "striped"])
+def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> None:
+    """Three ranks, every kind of group, with padding: choices, drops and gradients are those of one rank."""
+    x_BLD = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0))
+    valid_BL = torch.arange(L) < torch.tensor([[12], [7], [12], [3]])
+    weight_BLE = torch.randn(B, L, E, generator=torch.Generator().manual_seed(2))
+
+    def routed(router: Router, places: list[int]) -> tuple[Routing, torch.Tensor]:
+        context = Context.of(valid_BL[:, places].long(), valid_BL=valid_BL[:, places], places=places, length=L)
+        routing = router(x_BLD[:, places].reshape(-1, D), sequence_tokens=len(places), context=context)
+        whole = routing if router.slices is None else router.slices.each_whole(routing)
+        router.zero_grad()
+        (whole.probs_TE * weight_BLE.reshape(-1, E)).sum().backward()
+        assert router.weight.grad is not None
+        return routing, router.weight.grad.clone()
+
+    def work(rank: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        axis, order, found = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), Order(kind, 3, L), []
+        for what in TOGETHER:
+            router = router_of(what)
+            router.slices = Slices(axis, [order.places(other) for other in range(3)])
+            routing, grad = routed(router, list(order.places(rank)))
+            found.append((routing.expert_TK, routing.kept_TK, grad))
+        return found
+
+    ranks = run_on_ranks(work, 3)
+    for number, what in enumerate(TOGETHER):
+        routing, grad = routed(router_of(what), list(range(L)))
+        for rank in range(3):
+            places = list(Order(kind, 3, L).places(rank))
+            for got, want in zip(ranks[rank][number], (routing.expert_TK, routing.kept_TK), strict=False):
+                assert torch.equal(got.view(B, len(places), -1), want.view(B, L, -1)[:, places]), what
+        torch.testing.assert_close(
+            sum(rank[number][2] for rank in ranks) / 3, grad, rtol=1e-5, atol=1e-6
+        )  # each rank took the whole's loss
+        assert what != "a capacity" or not (routing.kept_TK | ~routing.valid_T.unsqueeze(1)).all(), "nothing was dropped"

@@ -1,0 +1,57 @@
+"""What degrees.sp needs, and what it does not go with."""
+
+from __future__ import annotations
+
+from moe.recipe.sections import Run
+from moe.router.groups import check_groups
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, divisors
+from parallel.sequence.order import Order
+
+
+def check_sequence(run: Run) -> None:
+    """Refuse places, heads and groups that the ranks of sp cannot share out. Raises BadInput."""
+    sp, sequence = run.degrees.sp, run.sequence
+    if sp < 1:
+        raise BadInput("degrees.sp", got=sp, needed="a whole number of at least 1", fix="set degrees.sp to 1")
+    if sp == 1:
+        return
+    if run.sharding.kind == "dp":
+        raise BadInput(
+            "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
+        )
+    heads = sequence.heads_of(sp)
+    if sp % heads:
+        raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=f"use one of {divisors(sp)}")
+    _check_places(run)
+    _check_heads(run, heads)
+    if run.model.layers_with_experts():
+        check_groups(run.router.spec, Degrees(sp=sp))
+
+
+def _check_places(run: Run) -> None:
+    sp, sequence = run.degrees.sp, run.sequence
+    if sequence.kind != "ring" and sequence.places != "contiguous":
+        raise BadInput(
+            "sequence.order",
+            got=f"{sequence.order} with sequence.kind={sequence.kind}",
+            needed="contiguous: other orders are a ring's",
+            fix="set sequence.order to null, or sequence.kind to ring",
+        )
+    heads = sequence.heads_of(sp)
+    Order(sequence.places, sp // heads, run.model.max_length, inner=heads)
+
+
+def _check_heads(run: Run, degree: int) -> None:
+    """Each rank of tp has its heads, and shares them out over the ranks that trade heads for tokens."""
+    held = run.model.num_heads // run.degrees.tp if run.tensor.kind != "copied" else run.model.num_heads
+    if held % degree:
+        what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"
+        of_rank = f"model.num_heads / degrees.tp = {held}" if run.degrees.tp > 1 else f"model.num_heads={held}"
+        raise BadInput(
+            what,
+            got=f"{degree} ranks that trade heads for tokens, with {of_rank}",
+            needed="a divisor of the heads",
+            fix=f"use one of {[d for d in divisors(held) if run.degrees.sp % d == 0]}"
+            + (" as sequence.heads, with sequence.kind ring" if what == "degrees.sp" else ""),
+        )

@@ -1,0 +1,75 @@
+"""Where ranks hold slices of sequences: attention's cores and the routers' groups, filled from outside.
+
+    attention.core     <-  the method that the recipe names (parallel/sequence/), over the sp axis
+    router.slices      <-  where a router decides over whole sequences, whose tokens are on several ranks
+
+The sp axis is sp_ring x sp_heads: rings of ranks whose neighbours trade heads for tokens, of which either may be 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from moe.data.token_shard import TokenShard, order_of
+from moe.model.transformer import Block, Transformer, moe_layers
+from moe.nn.attention import Bias
+from moe.nn.context import Context
+from moe.recipe.sections import Run
+from moe.router.groups import needs_group
+from moe.router.slices import Slices
+from parallel.mesh import Axis, Mesh
+from parallel.sequence.balanced import Balanced
+from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.method import Method
+from parallel.sequence.order import Order
+from parallel.sequence.ring import Ring
+from parallel.sequence.softmax import Bias as Table
+from parallel.sequence.ulysses import Ulysses
+
+METHODS: dict[str, Callable[[Axis, Order], Method]] = {
+    "ring": Ring,
+    "ulysses": Ring,  # of one rank: what heads are traded for
+    "lightseq": Balanced,
+    "colossal_ring": ColossalRing,
+}
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    """An attention core (moe/nn/attention.py) whose tokens are on several ranks. `keep`: by this name; None: nothing is kept."""
+
+    method: Method | Ulysses
+    keep: str | None
+
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
+        table, name = None if bias is None else Table(bias.table_UH, bias.bucket), self.keep
+        once = None if name is None else (lambda attend: context.once(name, attend))
+        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=table, document_BS=context.document_BS, once=once)
+
+
+def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
+    """What this rank reads of a batch, in the recipe's order of places."""
+    return TokenShard.of(mesh, num_sequences=num_sequences, length=run.model.max_length, order=run.sequence.places)
+
+
+def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
+    """Fill the slots of the layers held here. Nothing where sequences are whole."""
+    if mesh.axis("sp").size == 1:
+        return
+    order = order_of(mesh, run.sequence.places, run.model.max_length)
+    for block in (layer for layer in model.layers if isinstance(layer, Block)):
+        label = f"layers.{block.layer}.attention"
+        block.attention.core = Exchanging(_method(run, mesh, order, label), label if run.sequence.keep_attention else None)
+    sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
+    model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
+    for moe in moe_layers(model):
+        if needs_group(run.router.spec):
+            moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
+
+
+def _method(run: Run, mesh: Mesh, order: Order, label: str) -> Method | Ulysses:
+    method = METHODS[run.sequence.kind](mesh.axis("sp_ring", label=label), replace(order, inner=1))
+    return method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)

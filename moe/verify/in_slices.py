@@ -1,0 +1,61 @@
+"""Attention on one process, rounded as ranks that hold slices of sequences round it: slice by slice, then merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Block, Transformer
+from moe.parallelize.sequence import Exchanging
+from moe.verify.cases import Case
+from parallel.mesh import Axis
+from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.order import Order
+from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing, wide_dtype
+
+ALONE = Axis("alone")
+
+
+def in_slices(model: Transformer, case: Case) -> None:
+    """Fill the cores of attention; one slice: whole scores, as a plain softmax has them."""
+    whole = Order("contiguous", 1, case.length)
+    method = ColossalRing(ALONE, whole) if case.slices == 1 else _InSlices(ALONE, Order("contiguous", case.slices, case.length))
+    for block in model.layers:
+        assert isinstance(block, Block)
+        block.attention.core = Exchanging(method, keep=None)
+
+
+class _InSlices(Method):
+    """What all ranks of a ring compute, one after another: `order` has as many ranks as slices."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        merged = nothing(q)
+        for queries, keys, about in self._blocks(q, known):
+            merge(merged, attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], **about), queries)
+        return merged.out_BHLC.to(q.dtype), merged.lse_BHL
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+        out, lse = kept
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
+        dtable = None if known.bias is None else torch.zeros_like(known.bias.table_UH)
+        for queries, keys, about in self._blocks(q, known):
+            block = grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]
+            found = attend_backward(*block, Partial(out[:, :, queries], lse[:, :, queries]), **about)
+            dq[:, :, queries] += found.q_BHLC
+            dk[:, :, keys] += found.k_BKSC
+            dv[:, :, keys] += found.v_BKSC
+            if dtable is not None and found.table_UH is not None:
+                dtable += found.table_UH
+        return Gradients(dq, dk, dv, dtable)
+
+    def _blocks(self, like: Tensor, known: Known) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """Queries, the keys that they see, and what `attend` must be told of both."""
+        tokens = Tokens.of(range(self.order.length), known.document_BS, like.device)
+        slices = [slice(run.start, run.stop) for rank in range(self.order.size) for run in self.order.runs(rank)]
+        for number, queries in enumerate(slices):
+            for keys in slices[: number + 1]:
+                yield queries, keys, {"triangle": keys == queries, "queries": tokens[queries], "keys": tokens[keys], "bias": known.bias}

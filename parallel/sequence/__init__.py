@@ -1,0 +1,1 @@
+"""Sequence parallelism: attention whose tokens lie on several ranks."""

@@ -1,0 +1,138 @@
+"""LightSeq (DistFlashAttn): a causal ring in which ranks that would wait compute for ranks that have much to do.
+
+    rank        0         1         2         3            q2k1: queries of rank 2 with keys of rank 1
+    step 0      q0k0      q1k1      q2k2      q3k3
+    step 1      q3k0 *    q1k0      q2k1      q3k2         * helps: rank 3's queries come here, their partial result goes back
+    step 2      -         -         q2k0      q3k1
+
+Rank r works at step t on the keys from t ranks before it. Where there are none it helps the rank t before it round the ring, which has as
+many blocks too many. Each causal block is computed once, in p / 2 + 1 steps: an idle share of 1 / (p + 2) for even p and 0 for odd p
+(diagonal blocks, which cost half, counted whole), where the plain causal ring has (p - 1) / 2p. Places lie contiguous.
+
+The next step's messages are on their way while a step computes; results go back during the step after.
+Sent by all ranks in elements of one rank's queries, q = B H (L / p) C, and keys, k = B K (L / p) C:
+    forward, distance d       1 .. p / 2            (p - d) times 2 k            and where a helper steps in (d < p / 2)     d times 2 q
+    backward                  the same with dk, dv back: 4 k                     q, out, its gradient there and dq back:     4 q
+
+Source: Li et al., arXiv 2310.03294: load-balanced schedule (3.2), communication behind computation (3.3), recompute point (3.4:
+Method's `once`). The paper's code needs an even p; this form does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import Messages
+from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing, wide_dtype
+
+
+@dataclass(frozen=True)
+class Task:
+    """Queries of one rank with keys of another, and whether the rank that computes it holds the queries."""
+
+    queries: int
+    keys: int
+    own: bool
+
+
+def steps(size: int) -> int:
+    return size // 2 + 1
+
+
+def task(rank: int, step: int, size: int) -> Task | None:
+    """What a rank computes at a step; None: it waits."""
+    if rank >= step:
+        return Task(rank, rank - step, True)
+    return None if 2 * step == size else Task(rank - step + size, rank, False)
+
+
+class Balanced(Method):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        merged, here, results = nothing(q), [k, v], Messages.none(self.axis)
+        like = [torch.empty_like(q), torch.empty_like(merged.lse_BHL)]
+        for step in range(steps(self.axis.size)):
+            coming, answer = self._ask(step + 1, keys=[k, v], queries=[q]), []
+            if (job := self._task(step)) is not None:
+                block = (q, *here) if job.own else (*here, k, v)
+                partial = attend(*block, triangle=step == 0, **self._known(job, known, q))
+                if job.own:
+                    merge(merged, partial)
+                else:
+                    answer = [x.contiguous() for x in partial]
+            for partial in _pairs(results.wait()):
+                merge(merged, partial)
+            results = self._answer(step, answer, of_keys=[], of_queries=like)
+            here = coming.wait()
+        for partial in _pairs(results.wait()):
+            merge(merged, partial)
+        return merged.out_BHLC.to(q.dtype), merged.lse_BHL
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+        out, lse = kept
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
+        dtable = None if known.bias is None else torch.zeros_like(known.bias.table_UH)
+        here, results = [k, v], Messages.none(self.axis)
+        for step in range(steps(self.axis.size)):
+            coming, answer = self._ask(step + 1, keys=[k, v], queries=[grad, q, out, lse]), []
+            if (job := self._task(step)) is not None:
+                grad_there, q_there, out_there, lse_there = [grad, q, out, lse] if job.own else here
+                k_there, v_there = here if job.own else [k, v]
+                block = grad_there, q_there, k_there, v_there, Partial(out_there, lse_there)
+                found = attend_backward(*block, triangle=step == 0, **self._known(job, known, q))
+                if job.queries == self.axis.index:
+                    dq += found.q_BHLC
+                else:
+                    answer = [found.q_BHLC.to(dq.dtype).contiguous()]
+                if job.keys == self.axis.index:
+                    dk += found.k_BKSC
+                    dv += found.v_BKSC
+                else:
+                    answer = [x.to(dk.dtype).contiguous() for x in (found.k_BKSC, found.v_BKSC)]
+                if dtable is not None and found.table_UH is not None:
+                    dtable += found.table_UH
+            _add(results.wait(), dq, dk, dv)
+            results = self._answer(step, answer, of_keys=[dk, dv], of_queries=[dq])
+            here = coming.wait()
+        _add(results.wait(), dq, dk, dv)
+        return Gradients(dq, dk, dv, dtable)
+
+    def _task(self, step: int, ahead: int = 0) -> Task | None:
+        """This rank's at a step, or that of the rank so far ahead of it."""
+        return task((self.axis.index + ahead) % self.axis.size, step, self.axis.size)
+
+    def _known(self, job: Task, known: Known, like: Tensor) -> dict[str, Any]:
+        return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
+
+    def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
+        """What the rank `step` ahead needs for its task sets out, and what this one needs comes from as far behind."""
+        if step >= steps(self.axis.size):
+            return Messages.none(self.axis)
+        theirs, mine = self._task(step, ahead=step), self._task(step)
+        send = [] if theirs is None else keys if theirs.own else queries
+        like = [] if mine is None else keys if mine.own else queries
+        return self._messages(step, send, like)
+
+    def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
+        """Results go to whom the keys or queries came from, and others come; `of_keys`, `of_queries`: what they look like."""
+        theirs = self._task(step, ahead=step) if step else None
+        return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
+
+    def _messages(self, ahead: int, send: list[Tensor], like: list[Tensor]) -> Messages:
+        there, back = self.axis.index + ahead, self.axis.index - ahead
+        return Messages(self.axis, send=[(x, there) for x in send], receive=[(torch.empty_like(x), back) for x in like])
+
+
+def _pairs(received: list[Tensor]) -> list[Partial]:
+    return [Partial(*received)] if received else []
+
+
+def _add(received: list[Tensor], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Gradients of the queries, or of the keys and values, that another rank found."""
+    totals = (dk, dv) if len(received) == 2 else (dq,)
+    for total, more in zip(totals, received, strict=False):
+        total += more

@@ -1,0 +1,80 @@
+"""Ring self-attention as Colossal-AI's paper has it: all scores of a rank's queries at once, then all values.
+
+    ring QK    keys go round; each rank fills its rows of scores, [L / N, L]
+    softmax    of whole rows, at home: nothing to merge
+    ring AV    values go round; each rank adds up probabilities times values
+
+    backward   of the probabilities: values go round again; of the queries: keys do; of keys and values: every rank has a part of
+               the gradient of all of them, and reduce-scatter sums each at its owner
+
+Sent by a rank, in elements of B K (L / N) C: forward 2 (N - 1), backward 2 (N - 1) in rings and 2 (N - 1) in the two reduce-scatters.
+Held: scores and probabilities of L^2 / N pairs a head, which ring attention (ring.py) does not need: it came later and takes its place.
+
+The released code divides the gradients by N (asked in ColossalAI #3044); the loss of one sequence is no mean over ranks, so here they
+are the true ones, and where it sums whole gradients on all ranks and cuts them, a reduce-scatter sends half as much.
+
+Source: Li et al., arXiv 2105.13120, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from parallel.collectives import scatter_sum_into, start_shift
+from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed, wide_dtype
+
+# N ranks; weight_NBHLS: probabilities of each rank's keys, S = L / N of them
+
+
+class ColossalRing(Method):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        mine, heads = known.tokens(self.axis.index, q), q.shape[1]
+        score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=wide_dtype(q))
+        for source, k_there in self._round(k):
+            theirs = known.tokens(source, q)
+            score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
+            score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
+        whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)").softmax(-1)
+        weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
+        out = torch.zeros_like(q, dtype=wide_dtype(q))
+        for source, v_there in self._round(v):
+            out += weight_NBHLS[source] @ repeated(v_there, heads)
+        return out.to(q.dtype), weight_NBHLS
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+        out, weight_NBHLS = kept
+        mine, (heads, kv_heads), wide = known.tokens(self.axis.index, q), (q.shape[1], k.shape[1]), wide_dtype(q)
+        scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        dv = torch.stack([summed((weight.mT @ grad).to(wide), kv_heads) for weight in weight_NBHLS])
+        dscore_NBHLS = torch.empty_like(weight_NBHLS)
+        for source, v_there in self._round(v):
+            dweight = (grad @ repeated(v_there, heads).mT).to(wide)
+            dscore_NBHLS[source] = weight_NBHLS[source].to(wide) * (dweight - delta_BHL1)
+        dq, dtable = torch.zeros_like(q, dtype=wide), None if known.bias is None else torch.zeros_like(known.bias.table_UH)
+        for source, k_there in self._round(k):
+            dq += dscore_NBHLS[source] @ repeated(k_there, heads) * scale
+            if known.bias is not None and dtable is not None:
+                dtable += of_table(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
+        dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
+        return Gradients(dq, self._own(dk), self._own(dv), dtable)
+
+    def _own(self, parts_NBKSC: Tensor) -> Tensor:
+        """Of the gradients of every rank's keys or values, those of this rank's, summed over the ranks that found them."""
+        if self.axis.size == 1:
+            return parts_NBKSC[0]
+        out = torch.empty_like(parts_NBKSC[:1])
+        scatter_sum_into(out, parts_NBKSC.contiguous(), self.axis)
+        return out[0]
+
+    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Each rank's tensor, one's own first, with its rank; the next is on its way while one is used."""
+        for step in range(self.axis.size):
+            coming = start_shift([mine], self.axis) if step + 1 < self.axis.size else None
+            yield (self.axis.index - step) % self.axis.size, mine
+            if coming is not None:
+                (mine,) = coming.wait()

@@ -1,0 +1,101 @@
+"""What every sequence-parallel attention is: a function of this rank's part that talks to the others, forward and backward.
+
+method(q, k, v) -> out             q, k, v, out: the places that this rank holds          method.order: which ones
+    forward     what is kept for the backward pass is the method's own
+    backward    of q, k, v, and of the bias table this rank's share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.mesh import Axis
+from parallel.sequence.order import Order
+from parallel.sequence.softmax import Bias, Bucket, Gradients, Tokens
+
+# B batch, L tokens held here, S of the whole sequence, H heads of queries, K of keys and values, C channels of a head
+
+Kept = tuple[Tensor, ...]
+Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Beside queries, keys and values: the bias, and of which document each token of the whole sequences is, int64 [B, S], or None."""
+
+    order: Order
+    bias: Bias | None = None
+    document_BS: Tensor | None = None
+
+    def tokens(self, rank: int, like: Tensor) -> Tokens:
+        """Those that a rank holds."""
+        return Tokens.of(self.order.places(rank), self.document_BS, like.device)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Causal attention over the ranks of `axis`, which hold the places that `order` says."""
+
+    axis: Axis
+    order: Order
+
+    def forward(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, known: Known) -> tuple[Tensor, ...]:
+        """(out in q's shape and dtype, *what the backward pass needs)."""
+        raise NotImplementedError
+
+    def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: Kept, known: Known) -> Gradients:
+        """`kept`: what `forward` gave, `out` first. Gradients in any dtype."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        q_BHLC: Tensor,
+        k_BKLC: Tensor,
+        v_BKLC: Tensor,
+        *,
+        bias: Bias | None = None,
+        document_BS: Tensor | None = None,
+        once: Once | None = None,
+    ) -> Tensor:
+        """What these queries take from all ranks' keys, in q's shape and dtype. Collective.
+
+        `once(compute)`: what an earlier call of the same pass gave, if there was one: a pass that is computed again does not attend again
+        (DistFlashAttn, arXiv 2310.03294, 3.4).
+        """
+        table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
+        out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, bucket, document_BS, self, once)
+        return out
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor | None,
+        bucket: Bucket | None,
+        document_BS: Tensor | None,
+        method: Method,
+        once: Once | None,
+    ) -> Tensor:
+        known = Known(method.order, None if table is None or bucket is None else Bias(table, bucket), document_BS)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
+        ctx.save_for_backward(q, k, v, table, document_BS, *found)
+        ctx.bucket, ctx.method = bucket, method
+        return found[0] if once is None else found[0].clone()  # what is kept for another pass is nobody's output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, table, document_BS, *kept = ctx.saved_tensors
+        known = Known(ctx.method.order, None if table is None else Bias(table, ctx.bucket), document_BS)
+        found = ctx.method.backward(grad.contiguous(), q, k, v, tuple(kept), known)
+        of_input = (found.q_BHLC.to(q.dtype), found.k_BKSC.to(k.dtype), found.v_BKSC.to(v.dtype))
+        return *of_input, found.table_UH, None, None, None, None

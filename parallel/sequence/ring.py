@@ -1,0 +1,83 @@
+"""Ring attention: keys and values go round the ranks while each rank's queries attend to those that are there.
+
+    step 0     rank 0: q0 x kv0     rank 1: q1 x kv1     rank 2: q2 x kv2          kv ->  to the next rank, while these compute
+    step 1             q0 x kv2             q1 x kv0             q2 x kv1
+    step 2             q0 x kv1             q1 x kv2             q2 x kv0          results merge (softmax.py); N - 1 hops
+
+    backward   the same round again; the gradients of each kv follow it, and one hop more brings them home
+
+Which blocks two ranks make, and so how even the work is, follows from the order of places (order.py): under `contiguous` a rank sees
+only keys of ranks before it and waits otherwise, (N - 1) / 2N of the time; under `zigzag` and `striped` all ranks work alike.
+
+Sent by a rank, in elements of one rank's keys and values, 2 B K (L / N) C:    forward N - 1;    backward N - 1, and N of fp32 gradients
+Held: its own part, another's keys and values, and those on their way; scores of one run of queries at a time. Nothing is as long as L.
+
+Sources: Liu, Zaharia and Abbeel, arXiv 2310.01889; causal orders: Brandon et al., arXiv 2311.09431 (striped), Llama 3 (zigzag).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import Messages, start_shift
+from parallel.mesh import Axis
+from parallel.sequence.method import Kept, Known, Method
+from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing, wide_dtype
+
+
+class Ring(Method):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        mine, merged = known.tokens(self.axis.index, q), nothing(q)
+        for source, k_there, v_there in _round(self.axis, k, v):
+            theirs = known.tokens(source, q)
+            for rows, columns, triangle in self.order.blocks(self.axis.index, source):
+                k_seen, v_seen = k_there[:, :, columns], v_there[:, :, columns]
+                part = attend(q[:, :, rows], k_seen, v_seen, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=known.bias)
+                merge(merged, part, rows)
+        return merged.out_BHLC.to(q.dtype), merged.lse_BHL
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+        out, lse = kept
+        mine, bias = known.tokens(self.axis.index, q), known.bias
+        dq, dtable = torch.zeros_like(q, dtype=wide_dtype(q)), None if bias is None else torch.zeros_like(bias.table_UH)
+        coming: Messages | None = None
+        for source, k_there, v_there in _round(self.axis, k, v):
+            theirs = known.tokens(source, q)
+            dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (k_there, v_there))
+            for rows, columns, triangle in self.order.blocks(self.axis.index, source):
+                block = grad[:, :, rows], q[:, :, rows], k_there[:, :, columns], v_there[:, :, columns]
+                whole = Partial(out[:, :, rows], lse[:, :, rows])
+                found = attend_backward(*block, whole, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=bias)
+                dq[:, :, rows] += found.q_BHLC
+                dk[:, :, columns] += found.k_BKSC
+                dv[:, :, columns] += found.v_BKSC
+                if dtable is not None and found.table_UH is not None:
+                    dtable += found.table_UH
+            if coming is not None:  # what the ranks before this one found for the same keys
+                for total, before in zip((dk, dv), coming.wait(), strict=True):
+                    total += before
+            coming = start_shift([dk, dv], self.axis)
+        assert coming is not None
+        dk, dv = coming.wait()  # the last hop: home
+        return Gradients(dq, dk, dv, dtable)
+
+
+class _Held(NamedTuple):
+    """Some rank's keys and values while they are here."""
+
+    source: int
+    k: Tensor
+    v: Tensor
+
+
+def _round(axis: Axis, k: Tensor, v: Tensor) -> Iterator[_Held]:
+    """Every rank's keys and values once, one's own first; the next are on their way while these are used."""
+    for step in range(axis.size):
+        coming = start_shift([k, v], axis) if step + 1 < axis.size else None
+        yield _Held((axis.index - step) % axis.size, k, v)
+        if coming is not None:
+            k, v = coming.wait()

@@ -1,0 +1,204 @@
+"""Attention to a part of the keys, and the one law under every method here: partial results merge by maximum and sum.
+
+    keys  A  B          of A alone: out_A, lse_A = log sum_A exp(score)            the same of B
+    all of them         lse = log(exp lse_A + exp lse_B)
+                        out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B      in any order, in any parts
+
+A part that sees nothing has lse = -inf and out = 0, and changes nothing. The backward pass needs no merging: given the whole row's
+out and lse, each part's probabilities are exp(score - lse), and the parts' gradients add up.
+
+A block's scores never exist whole. Without documents and bias torch's own flash kernel computes a block on a CPU; everywhere else a
+plain form runs over QUERIES queries at a time. Scores, softmax and sums are fp32 (fp64 where the input is).
+
+Sources: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Rabe and Staats, arXiv 2112.05682 (blocks of keys); Dao et al.,
+FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
+# B batch, L queries, S keys, H heads of queries, K of keys and values, C channels of a head, U rows of the bias table
+
+QUERIES = 512  # whose scores exist at once in the plain form
+
+Bucket = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [S]) -> the table's rows, int64 [L, S]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of a run of tokens: `place_L` int64, in their sequence; `document_BL` int64, which one of it they are of; None: it is one."""
+
+    place_L: Tensor
+    document_BL: Tensor | None = None
+
+    @staticmethod
+    def of(places: Sequence[int], document_BS: Tensor | None, device: torch.device) -> Tokens:
+        """Those at these places of sequences whose documents are known whole, int64 [B, S]."""
+        place_L = torch.tensor(places, device=device)
+        return Tokens(place_L, None if document_BS is None else document_BS[:, place_L])
+
+    def __getitem__(self, run: slice) -> Tokens:
+        return Tokens(self.place_L[run], None if self.document_BL is None else self.document_BL[:, run])
+
+
+@dataclass(frozen=True)
+class Bias:
+    """Added to the scores, by head and by how far apart two places are: `table_UH` fp32 at the row that `bucket` names."""
+
+    table_UH: Tensor
+    bucket: Bucket
+
+
+class Partial(NamedTuple):
+    """Of a part of the keys: `out_BHLC`, and `lse_BHL`, the logarithm of the sum of exp(score), -inf where no key is seen."""
+
+    out_BHLC: Tensor
+    lse_BHL: Tensor
+
+
+class Gradients(NamedTuple):
+    """`table_UH`: None without a bias."""
+
+    q_BHLC: Tensor
+    k_BKSC: Tensor
+    v_BKSC: Tensor
+    table_UH: Tensor | None
+
+
+def nothing(q_BHLC: Tensor) -> Partial:
+    """Of no key: what merging begins with. Fp32, or fp64 where q is."""
+    wide = wide_dtype(q_BHLC)
+    return Partial(torch.zeros_like(q_BHLC, dtype=wide), q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide))
+
+
+def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
+    """Add a part for some of the queries, in place."""
+    out, lse = into.out_BHLC[:, :, queries], into.lse_BHL[:, :, queries]
+    both = torch.logaddexp(lse, part.lse_BHL)
+    seen = both.masked_fill(both == -math.inf, 0.0)  # else -inf - -inf
+    out.mul_((lse - seen).exp().unsqueeze(-1)).addcmul_(part.out_BHLC.to(out.dtype), (part.lse_BHL - seen).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """In which sums are taken."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def attend(
+    q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
+) -> Partial:
+    """A block: all of the keys, or with `triangle` (as many queries as keys) of each query those up to its own place in the block.
+
+    Nothing is masked by places: who calls knows which blocks are seen. Documents are: `queries` and `keys` say which.
+    """
+    k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
+    if _flash(q_BHLC, queries, bias):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
+        return Partial(*found)
+    out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=wide_dtype(q_BHLC))
+    for run in _runs(q_BHLC.shape[2]):
+        score = scores(q_BHLC[:, :, run], k_BHSC, queries=queries[run], keys=keys, bias=bias)
+        score = _masked(score, triangle=triangle, first=run.start)
+        lse = score.logsumexp(-1)
+        weight = (score - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+        out_BHLC[:, :, run] = weight.to(v_BHSC.dtype) @ v_BHSC
+        lse_BHL[:, :, run] = lse
+    return Partial(out_BHLC, lse_BHL)
+
+
+def attend_backward(
+    grad_BHLC: Tensor,
+    q_BHLC: Tensor,
+    k_BKSC: Tensor,
+    v_BKSC: Tensor,
+    whole: Partial,
+    *,
+    triangle: bool,
+    queries: Tokens,
+    keys: Tokens,
+    bias: Bias | None = None,
+) -> Gradients:
+    """This block's part of the gradients; `whole`: the merged result of all blocks of these queries, out in q's dtype."""
+    k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
+    kv_heads = k_BKSC.shape[1]
+    if _flash(q_BHLC, queries, bias):
+        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")  # as its forward pass lays it
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
+        )
+        return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), None)
+    wide, scale = wide_dtype(q_BHLC), q_BHLC.shape[-1] ** -0.5
+    delta_BHL = (grad_BHLC.to(wide) * whole.out_BHLC.to(wide)).sum(-1)
+    dq = torch.empty_like(q_BHLC)
+    dk, dv = torch.zeros_like(k_BHSC, dtype=wide), torch.zeros_like(v_BHSC, dtype=wide)
+    table = None if bias is None else torch.zeros_like(bias.table_UH)
+    for run in _runs(q_BHLC.shape[2]):
+        q, grad, lse = q_BHLC[:, :, run], grad_BHLC[:, :, run], whole.lse_BHL[:, :, run]
+        score = _masked(scores(q, k_BHSC, queries=queries[run], keys=keys, bias=bias), triangle=triangle, first=run.start)
+        weight = (score - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+        dv += weight.to(grad.dtype).mT @ grad
+        dscore = weight * ((grad @ v_BHSC.mT).to(wide) - delta_BHL[:, :, run].unsqueeze(-1))
+        dq[:, :, run] = dscore.to(q.dtype) @ k_BHSC * scale
+        dk += dscore.to(q.dtype).mT @ q * scale
+        if bias is not None and table is not None:
+            table += of_table(bias, dscore, queries=queries[run], keys=keys)
+    return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
+
+
+def _flash(q: Tensor, queries: Tokens, bias: Bias | None) -> bool:
+    """Whether torch has a kernel for the block that tells the lse."""
+    return q.device.type == "cpu" and bias is None and queries.document_BL is None
+
+
+def _runs(size: int) -> Iterator[slice]:
+    return (slice(start, min(size, start + QUERIES)) for start in range(0, size, QUERIES))
+
+
+def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bias: Bias | None) -> Tensor:
+    """Wide [B, H, L, S], with -inf where the documents differ."""
+    score: Tensor = (q_BHLC @ k_BHSC.mT).to(wide_dtype(q_BHLC)) * q_BHLC.shape[-1] ** -0.5
+    if bias is not None:
+        score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
+    if queries.document_BL is not None:
+        assert keys.document_BL is not None
+        other_BLS = queries.document_BL.unsqueeze(2) != keys.document_BL.unsqueeze(1)
+        score.masked_fill_(other_BLS.unsqueeze(1), -math.inf)
+    return score
+
+
+def of_table(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
+    """The gradient of the bias table from that of the scores, in the table's dtype."""
+    row_N = bias.bucket(queries.place_L, keys.place_L).flatten()
+    of_pairs: Tensor = reduce(dscore_BHLS, "b h l s -> (l s) h", "sum").to(bias.table_UH.dtype)
+    return torch.zeros_like(bias.table_UH).index_add_(0, row_N, of_pairs)
+
+
+def repeated(x_BKSC: Tensor, heads: int) -> Tensor:
+    """Key-value heads for so many heads of queries: each serves a run of them."""
+    return x_BKSC if x_BKSC.shape[1] == heads else x_BKSC.repeat_interleave(heads // x_BKSC.shape[1], dim=1)
+
+
+def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
+    """Over the heads of queries that one key-value head serves."""
+    if x_BHSC.shape[1] == kv_heads:
+        return x_BHSC
+    found: Tensor = reduce(x_BHSC, "b (k g) s c -> b k s c", "sum", k=kv_heads)
+    return found
+
+
+def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:
+    """`first`: which query of the block is the first of these."""
+    if not triangle:
+        return score_BHLS
+    place_L = torch.arange(first, first + score_BHLS.shape[2], device=score_BHLS.device)
+    unseen_LS = torch.arange(score_BHLS.shape[3], device=score_BHLS.device) > place_L.unsqueeze(1)
+    return score_BHLS.masked_fill_(unseen_LS, -math.inf)

@@ -1,0 +1,73 @@
+"""DeepSpeed-Ulysses: ranks trade heads for tokens, so that each attends to whole sequences with its share of the heads.
+
+    before     rank 0: heads 0 1 2 3 of places 0 .. 5       rank 1: heads 0 1 2 3 of places 6 .. 11
+    between    rank 0: heads 0 1 of places 0 .. 11          rank 1: heads 2 3 of places 0 .. 11       any attention runs here: `inside`
+    after      as before
+
+Each of the N ranks sends (N - 1) / N of its q, k, v and of its output, in four all-to-alls forward and four backward: with as many
+key-value heads as heads 4 B (L / N) H C (N - 1) / N elements each way. More ranks make that less, where a ring's ranks send the same.
+
+Key-value heads that the ranks cannot share out are sent to every rank whose heads of queries they serve, and their gradients
+are summed. `inside` may be a ring over other ranks, which makes it sequence parallelism in two dimensions (USP, arXiv 2405.07719).
+
+Source: Jacobs et al., arXiv 2309.14509.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from einops import rearrange
+from torch import Tensor
+
+from parallel.collectives import all_to_all
+from parallel.mesh import Axis
+from parallel.sequence.method import Once
+from parallel.sequence.softmax import Bias
+
+# B batch, L tokens held here, S = N L those of the N ranks, H heads of queries, K of keys and values, C channels of a head
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """Over the ranks of `axis`, each of which holds a run of the places that `inside` expects."""
+
+    axis: Axis
+    inside: Callable[..., Tensor]
+
+    def __call__(
+        self,
+        q_BHLC: Tensor,
+        k_BKLC: Tensor,
+        v_BKLC: Tensor,
+        *,
+        bias: Bias | None = None,
+        document_BS: Tensor | None = None,
+        once: Once | None = None,
+    ) -> Tensor:
+        """What these queries take from all ranks' keys, in q's shape and dtype. Collective."""
+        if bias is not None:
+            bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
+        sent = (self._shareable(x) for x in (k_BKLC, v_BKLC))
+        q, k, v = (self._heads_for_tokens(x) for x in (q_BHLC, *sent))
+        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, document_BS=document_BS, once=once))
+
+    def _shareable(self, x_BKLC: Tensor) -> Tensor:
+        """As many key-value heads as the ranks can share out, each repeated as often as need be."""
+        heads = x_BKLC.shape[1]
+        return x_BKLC.repeat_interleave(math.lcm(heads, self.axis.size) // heads, dim=1)
+
+    def _heads_for_tokens(self, x_BHLC: Tensor) -> Tensor:
+        parts = rearrange(x_BHLC, "b (n h) l c -> n b h l c", n=self.axis.size)
+        return rearrange(self._exchange(parts), "n b h l c -> b h (n l) c")
+
+    def _tokens_for_heads(self, x_BHSC: Tensor) -> Tensor:
+        parts = rearrange(x_BHSC, "b h (n l) c -> n b h l c", n=self.axis.size)
+        return rearrange(self._exchange(parts), "n b h l c -> b (n h) l c")
+
+    def _exchange(self, parts: Tensor) -> Tensor:
+        """Part i to rank i."""
+        each = [1] * self.axis.size
+        return all_to_all(parts.contiguous(), self.axis, send=each, receive=each)

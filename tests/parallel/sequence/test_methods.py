@@ -1,0 +1,142 @@
+"""Every sequence-parallel attention against plain attention on one process: output, gradients of q, k, v and of the bias table, bytes.
+
+Three and four ranks beside two, where a wrong direction round the ring shows; in fp64, so that only the order of sums may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel import process
+from parallel.mesh import Axis, Degrees
+from parallel.plan.attention import Attention, cost
+from parallel.process import World
+from parallel.recompute import Replay
+from parallel.sequence.balanced import Balanced
+from parallel.sequence.colossal_ring import ColossalRing
+from parallel.sequence.order import Order
+from parallel.sequence.ring import Ring
+from parallel.sequence.softmax import Bias
+from parallel.sequence.ulysses import Ulysses
+from tests.support.ranks import run_on_ranks
+
+B, H, K, C, EACH = 2, 12, 3, 10, 8  # batch, heads, key-value heads, channels, places a rank
+METHODS: dict[str, Callable[[Axis, int], Any]] = {
+    "ring contiguous": lambda axis, length: Ring(axis, Order("contiguous", axis.size, length)),
+    "ring striped": lambda axis, length: Ring(axis, Order("striped", axis.size, length)),
+    "ring zigzag": lambda axis, length: Ring(axis, Order("zigzag", axis.size, length)),
+    "balanced": lambda axis, length: Balanced(axis, Order("contiguous", axis.size, length)),
+    "colossal ring": lambda axis, length: ColossalRing(axis, Order("contiguous", axis.size, length)),
+    "ulysses": lambda axis, length: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, length))),
+}
+CASES = [(name, *given) for name in METHODS for given in product((False, True), repeat=2)]  # with a bias, with documents
+
+
+def bucket(query_L: Tensor, key_S: Tensor) -> Tensor:
+    return (query_L.unsqueeze(1) - key_S).clamp(0, 6)
+
+
+@cache
+def given(size: int) -> dict[str, Tensor]:
+    generator, length = torch.Generator().manual_seed(size), size * EACH
+    made = {
+        name: torch.randn(B, heads, length, C, dtype=torch.float64, generator=generator)
+        for name, heads in zip("qkvg", (H, K, K, H), strict=True)
+    }
+    made["table"] = torch.randn(7, H, dtype=torch.float64, generator=generator)
+    made["documents"] = (torch.rand(B, length, generator=generator) < 0.15).cumsum(1)
+    return made
+
+
+@cache
+def plain(size: int, biased: bool, documents: bool) -> dict[str, Tensor]:
+    """Scores of all pairs, a mask, softmax; differentiated by autograd."""
+    g = given(size)
+    leaf = {name: g[name].clone().requires_grad_() for name in ("q", "k", "v", "table")}
+    k, v = (leaf[name].repeat_interleave(H // K, dim=1) for name in "kv")
+    score, place = leaf["q"] @ k.mT / C**0.5, torch.arange(size * EACH)
+    score = score + leaf["table"][bucket(place, place)].permute(2, 0, 1) * biased
+    unseen = (place > place.unsqueeze(1)).expand(B, -1, -1)
+    if documents:
+        unseen = unseen | (g["documents"].unsqueeze(1) != g["documents"].unsqueeze(2))
+    out = score.masked_fill(unseen.unsqueeze(1), -torch.inf).softmax(-1) @ v
+    out.backward(g["g"])
+    return {"out": out.detach()} | {name: x.grad for name, x in leaf.items() if x.grad is not None}
+
+
+def work(rank: int, size: int) -> list[dict[str, Tensor]]:
+    axis, g = process.connect(Degrees(sp=size), World(rank, size)).axis("sp"), given(size)
+    found = []
+    for name, biased, documents in CASES:
+        method = METHODS[name](axis, size * EACH)
+        places = list(order_of(name, size).places(rank))
+        leaf = {n: g[n][:, :, places].clone().requires_grad_() for n in "qkv"} | {"table": g["table"].clone().requires_grad_()}
+        bias = Bias(leaf["table"], bucket) if biased else None
+        axis.communicator.reset_counts()
+        out = method(leaf["q"], leaf["k"], leaf["v"], bias=bias, document_BS=g["documents"] if documents else None)
+        out.backward(g["g"][:, :, places])
+        sent = torch.tensor(sum(count.sent for count in axis.communicator.counts().values()))
+        found.append({"out": out.detach(), "sent": sent} | {n: x.grad for n, x in leaf.items() if x.grad is not None})
+    return found
+
+
+def order_of(name: str, size: int) -> Order:
+    kind = name.partition(" ")[2] if name.startswith("ring") else "contiguous"
+    return Order(kind, size, size * EACH)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_method_is_plain_attention(size: int) -> None:
+    ranks = run_on_ranks(work, size, size)
+    for number, (name, biased, documents) in enumerate(CASES):
+        expected, got = plain(size, biased, documents), [rank[number] for rank in ranks]
+        for rank, found in enumerate(got):
+            places = list(order_of(name, size).places(rank))
+            for tensor in ("out", "q", "k", "v"):
+                close(found[tensor], expected[tensor][:, :, places], f"{name}, {tensor}")
+        if biased:
+            close(sum(found["table"] for found in got), expected["table"], f"{name}, table")
+
+
+def close(got: Any, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=lambda said: f"{what}: {said}")
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_bytes_are_those_of_the_formulas(size: int) -> None:
+    """Forward and backward, summed over the ranks; three key-value heads on four ranks of Ulysses are repeated."""
+    ranks = run_on_ranks(work, size, size)
+    of = Attention(B, size * EACH, H, K, C, itemsize=8)
+    for number, (name, *_) in enumerate(CASES):
+        expected = cost({"balanced": "lightseq", "colossal": "colossal_ring"}.get(name.split()[0], name.split()[0]), size, of)
+        assert sum(int(rank[number]["sent"]) for rank in ranks) == expected.forward + expected.backward, name
+
+
+@pytest.mark.parametrize("kind", ["lightseq", "ring"])
+def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kind: str) -> None:
+    """The recompute point: nothing travels a second time, and the result is the first pass's."""
+
+    def passes(rank: int) -> list[tuple[int, Tensor]]:
+        axis, g = process.connect(Degrees(sp=3), World(rank, 3)).axis("sp"), given(3)
+        method = (Balanced if kind == "lightseq" else Ring)(axis, Order("contiguous", 3, 3 * EACH))
+        places, replay, found = list(method.order.places(rank)), Replay(), []
+        for _ in range(2):
+            axis.communicator.reset_counts()
+            q, k, v = (g[name][:, :, places].clone().requires_grad_() for name in "qkv")
+            out = method(q, k, v, once=lambda attend: replay.once("attention", attend))
+            found.append((sum(count.sent for count in axis.communicator.counts().values()), out.detach().clone()))
+            out.detach().zero_()  # what a user does to it does not reach what is kept
+        out.backward(g["g"][:, :, places])
+        assert q.grad is not None
+        return [*found, (0, q.grad)]
+
+    for rank, ((first, out), (again, same), (_, dq)) in enumerate(run_on_ranks(passes, 3)):
+        assert first > 0 and again == 0 and torch.equal(out, same)
+        close(dq, plain(3, False, False)["q"][:, :, rank * EACH : (rank + 1) * EACH], "q")
