@@ -12,6 +12,8 @@ def check_tensor(run: Run) -> None:
     tp = run.degrees.tp
     if tp < 1:
         raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
+    if run.tensor.sequence_parallel:
+        _check_slices(run)
     if tp == 1:
         return
     if run.tensor.kind == "1d":
@@ -22,6 +24,26 @@ def check_tensor(run: Run) -> None:
         )
     if run.model.layers_with_experts():
         _check_sequences(run)
+
+
+def _check_slices(run: Run) -> None:
+    """Sequence parallelism is a form of 1D, and cuts sequences into equal slices."""
+    tp, length = run.degrees.tp, run.model.max_length
+    if tp == 1 or run.tensor.kind != "1d":
+        raise BadInput(
+            "tensor.sequence_parallel",
+            got=f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}",
+            needed="tensor.kind 1d on several ranks: it cuts what they would hold in copies",
+            fix="set degrees.tp to 2 and tensor.kind to 1d, or tensor.sequence_parallel to false",
+        )
+    ways, words = run.degrees.sp * tp, f"degrees.sp * degrees.tp = {run.degrees.sp} * {tp}" if run.degrees.sp > 1 else f"degrees.tp={tp}"
+    if length % ways:
+        raise BadInput(
+            "model.max_length",
+            got=length,
+            needed=f"a multiple of {words} with tensor.sequence_parallel",
+            fix=f"set it to {max(1, round(length / ways)) * ways}",
+        )
 
 
 def _check_1d(run: Run) -> None:

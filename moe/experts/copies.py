@@ -13,7 +13,7 @@ Sequences that the ranks cannot share out, and no gradient is asked of (the one 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +28,42 @@ from parallel.mesh import Axis
 Report = TypeVar("Report", bound=Any)  # a dataclass: whole numbers are counts, tensors of fractions are means over tokens
 
 
-class Copies:
-    """Of one layer: `axis` are the ranks that hold its tokens in copies."""
+class Exchange(Protocol):
+    """How the ranks that share tokens come to whole sequences, each to some of them, and back; or, all of them to all, and back."""
+
+    def cut(self, x_BLD: Tensor) -> Tensor: ...
+
+    def join(self, y_BLD: Tensor) -> Tensor: ...
+
+    def whole(self, x_BLD: Tensor) -> Tensor: ...
+
+    def mine(self, y_BLD: Tensor) -> Tensor: ...
+
+
+class OfCopies:
+    """Where each rank has all tokens."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+
+    def cut(self, x_BLD: Tensor) -> Tensor:
+        return cut_copies(x_BLD, self.axis)
+
+    def join(self, y_BLD: Tensor) -> Tensor:
+        return join_copies(y_BLD, self.axis)
+
+    def whole(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD
+
+    def mine(self, y_BLD: Tensor) -> Tensor:
+        return y_BLD
+
+
+class Copies:
+    """Of one layer: `axis` are the ranks that share its tokens, in copies unless `exchange` says otherwise."""
+
+    def __init__(self, axis: Axis, exchange: Exchange | None = None) -> None:
+        self.axis, self.exchange = axis, exchange or OfCopies(axis)
 
     def cuts(self, x_BLD: Tensor) -> bool:
         """Whether these tokens are cut, or each rank routes all of them."""
@@ -40,7 +71,7 @@ class Copies:
 
     def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
         """This rank's sequences, what is known of their tokens, and which share of the pass's valid tokens they are."""
-        batch, length, _ = x_BLD.shape
+        batch = x_BLD.shape[0]
         if batch % self.axis.size:
             raise BadInput(
                 "sequences of a micro-batch",
@@ -48,7 +79,7 @@ class Copies:
                 needed=f"a multiple of {self.axis.name}={self.axis.size}: each of its ranks routes an equal part of them",
                 fix="change train.global_batch, pipeline.microbatches or degrees.tp",
             )
-        each = batch // self.axis.size * length
+        each = len(context.position_T) // self.axis.size
         tokens = slice(self.axis.index * each, (self.axis.index + 1) * each)
         share = 1 / self.axis.size
         if context.valid_T is not None:
@@ -58,11 +89,11 @@ class Copies:
             name = f"layers.{layer}.sums of copies"
             return context.once(name, lambda: sum_over(mine.clone(), replace(self.axis, label=f"layers.{layer}.balance")))
 
-        return cut_copies(x_BLD, self.axis), context.of_run(tokens, share=share, together=together), share
+        return self.exchange.cut(x_BLD), context.of_run(tokens, share=share, together=together), share
 
     def join(self, y_BLD: Tensor) -> Tensor:
         """All sequences' results from each rank's."""
-        return join_copies(y_BLD, self.axis)
+        return self.exchange.join(y_BLD)
 
     def together(self, report: Report, *, share: float) -> Report:
         """The report of all tokens from each rank's, whose tokens are `share` of them."""

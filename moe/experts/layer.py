@@ -79,8 +79,11 @@ class MoELayer(nn.Module):
         self.copies: Copies | None = None  # where other ranks hold copies of its tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        if self.copies is None or not self.copies.cuts(x_BLD):
+        if self.copies is None:
             return self._routed(x_BLD, context)
+        if not self.copies.cuts(x_BLD):
+            y_BLD, report = self._routed(self.copies.exchange.whole(x_BLD), context)
+            return self.copies.exchange.mine(y_BLD), report
         mine_BLD, context, share = self.copies.cut(x_BLD, context)
         y_BLD, report = self._routed(mine_BLD, context)
         return self.copies.join(y_BLD), self.copies.together(report, share=share)

@@ -62,6 +62,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout = layer, model.dropout
         self.recompute: Literal["none", "full", "selective"] = "none"
+        self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
@@ -94,6 +95,9 @@ class Block(nn.Module):
     def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
         if not (self.training and self.dropout):
             return x_BLD
+        if self.places is not None:
+            assert context.sequence_B is not None
+            context = context.of_columns(self.places(len(context.position_T) // len(context.sequence_B)))
         return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context)
 
 

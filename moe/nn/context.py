@@ -87,6 +87,11 @@ class Context:
         """The same for one pass whose parts may be computed again."""
         return replace(self, replay=Replay())
 
+    def of_columns(self, columns: slice) -> Context:
+        """For a slice of every sequence: where its tokens stand, which is what noise is drawn by."""
+        assert self.sequence_B is not None
+        return replace(self, position_T=self.position_T.view(len(self.sequence_B), -1)[:, columns].flatten())
+
     def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
         """For a run of this pass's tokens, `share` of the valid ones, where somebody else has the other runs.
 

@@ -20,6 +20,7 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.tensor import style
 from parallel.tensor.linear_1d import Column, Row
+from parallel.tensor.sliced import Exchanged, Sliced
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyRows
 
@@ -44,6 +45,7 @@ class Spread:
 
     dispatch: sections.Dispatch
     kernels: str
+    sliced: bool = False
     experts: Stacked = field(default=EXPERTS)
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
@@ -55,25 +57,34 @@ class Spread:
         for path in self.experts.modules(layouts):
             layer = model.get_submodule(path.rpartition(".")[0])
             assert isinstance(layer, MoELayer)
-            layer.copies = Copies(replace(tp, label=f"layers.{layer.layer}")) if tp.size > 1 else None
+            axis = replace(tp, label=f"layers.{layer.layer}")
+            layer.copies = Copies(axis, Exchanged(axis) if self.sliced else None) if tp.size > 1 else None
             layer.dispatcher = dispatcher_of(self.dispatch, mesh, kernels=self.kernels, label=f"layers.{layer.layer}")
 
 
-# of tensor.kind; keys and values over tp_row, which is tp unless their heads are fewer
+def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
+    """Keys and values over tp_row, which is tp unless their heads are fewer."""
+    norms = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
+    return (
+        ("layers.*.attention.q.weight", Column(sliced=sliced)),
+        ("layers.*.attention.k.weight", Column("tp_row", sliced=sliced)),
+        ("layers.*.attention.v.weight", Column("tp_row", sliced=sliced)),
+        ("layers.*.attention.bias.weight", Column(dim=1, sliced=sliced)),
+        ("layers.*.attention.out.weight", Row(sliced=sliced)),
+        ("layers.*.ffn.w1.weight", Column(sliced=sliced)),
+        ("layers.*.ffn.w3.weight", Column(sliced=sliced)),
+        ("layers.*.ffn.w2.weight", Row(sliced=sliced)),
+        ("embedding.weight", VocabularyRows(sliced=sliced)),
+        ("head.weight", VocabularyRows(sliced=sliced)),
+        *((norm, Sliced()) for norm in norms if sliced),
+    )
+
+
+# of tensor.kind; "sliced": 1d with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
-    "1d": (
-        ("layers.*.attention.q.weight", Column()),
-        ("layers.*.attention.k.weight", Column("tp_row")),
-        ("layers.*.attention.v.weight", Column("tp_row")),
-        ("layers.*.attention.bias.weight", Column(dim=1)),
-        ("layers.*.attention.out.weight", Row()),
-        ("layers.*.ffn.w1.weight", Column()),
-        ("layers.*.ffn.w3.weight", Column()),
-        ("layers.*.ffn.w2.weight", Row()),
-        ("embedding.weight", VocabularyRows()),
-        ("head.weight", VocabularyRows()),
-    ),
+    "1d": _one_dimension(sliced=False),
+    "sliced": _one_dimension(sliced=True),
 }
 
 
@@ -85,7 +96,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
     """
     return Plan(
         (
-            ("layers.*.moe.experts.*", Spread(dispatch, kernels)),
+            ("layers.*.moe.experts.*", Spread(dispatch, kernels, sliced=tensor == "sliced")),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
             *TENSOR[tensor],
@@ -95,7 +106,8 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
 
 def plan_for(run: sections.Run) -> Plan:
     """The recipe's."""
-    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=run.tensor.kind if run.degrees.tp > 1 else "copied")
+    kind = "sliced" if run.tensor.sequence_parallel else run.tensor.kind
+    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind if run.degrees.tp > 1 else "copied")
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:

@@ -93,9 +93,10 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
     """Of what one rank hands from stage to stage, for a micro-batch of which it reads tokens [B, L].
 
-    Whole activations of those tokens: no layout here cuts them further between layers. One that does says so here.
+    Whole activations of those tokens, but where tp has slices of the sequences between layers.
     """
-    return (*tokens_BL, run.model.d_model)
+    batch, length = tokens_BL
+    return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model
 
 
 def _tied(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:

@@ -198,6 +198,9 @@ class Tensor(Section):
         description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); copied: each rank of tp has all weights and "
         "the same tokens, which saves nothing: a check of engines",
     )
+    sequence_parallel: bool = Field(
+        False, description="of 1d: between layers each rank of tp has a slice of every sequence (Megatron-LM), so norms and dropout too"
+    )
 
 
 class Sequence(Section):

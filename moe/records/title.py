@@ -14,7 +14,11 @@ def title(run: Run, world: World) -> list[str]:
     d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
-    layout = (f"pp {d.pp} " if d.pp > 1 else "") + (f"tp {d.tp} ({run.tensor.kind}) " if d.tp > 1 else "") + f"dp {d.dp} ep {d.ep}{etp}"
+    layout = (
+        (f"pp {d.pp} " if d.pp > 1 else "")
+        + (f"tp {d.tp} ({run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}) " if d.tp > 1 else "")
+        + f"dp {d.dp} ep {d.ep}{etp}"
+    )
     lines = [
         f"{world.size} x {world.device.type} · {layout} · {run.sharding.kind} · {p.compute} compute, {p.master} master",
         f"{counted.total / 1e6:.1f}M parameters, {counted.active / 1e6:.1f}M active · {tokens:,} tokens a step",

@@ -141,7 +141,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": ATTENTION[self.attention] if self.sp > 1 else {},
-            "tensor": {"kind": self.tensor},
+            "tensor": {"kind": "copied" if self.tensor == "copied" else "1d", "sequence_parallel": self.tensor == "sliced"},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -350,7 +350,29 @@ def tensor_cases(nproc: int) -> list[Case]:
             found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
         found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
-    return found + _staged_tensor_cases(nproc)
+    return found + _sliced_cases(nproc) + _staged_tensor_cases(nproc)
+
+
+def _sliced_cases(nproc: int) -> list[Case]:
+    """Slices of the sequences between layers, whole ones in MoE layers; tp 4 does not divide the 10 tokens of a sequence."""
+    found = []
+    for world in (world for world in (2, 4) if world <= nproc):
+        one = partial(Case, world=world, tp=2, tensor="sliced", microbatches=1)
+        plain = partial(one, kind="ddp", precision="fp32")
+        found += [one("gshard", kind, ep=world, precision="fp32") for kind in ENGINES]
+        found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("deepseek", 2)) for kind in ("ddp", "zero2")]
+        if world == 2:
+            found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
+            found += [plain("dense", ep=1, tiles=5, head_tiles=3, chunks=7), plain("deepseek", ep=2, padded=True)]
+            found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
+    staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard")]
+    staged = [replace(case, microbatches=6, ep=1 if case.model == "dense" else 2, tp=2, tensor="sliced") for case in staged]
+    both = [  # slices over sp, and of those over tp
+        Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
+        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2))
+        for tensor in ("1d", "sliced")
+    ]
+    return found + (staged + both if nproc >= 4 else [])
 
 
 def _staged_tensor_cases(nproc: int) -> list[Case]:

@@ -43,7 +43,7 @@ def twin_of(case: Case) -> Case:
     twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length)
     if case.precision != "fp32":
-        parts = case.tp if case.tensor == "1d" else 1
+        parts = case.tp if case.tensor != "copied" else 1
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, parts=parts, slices=int(case.sp > 1))
     return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin
 

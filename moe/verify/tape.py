@@ -92,10 +92,18 @@ def listen(model: nn.Module, tape: Tape) -> None:
     """Have every part of the model note what it gives while gradients are taken."""
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
+    places = next((block.places for block in model.layers if isinstance(block, Block)), None)  # of what is between layers here
+
+    def between(context: Any) -> Any:
+        if places is None:
+            return context
+        return context.of_columns(places(len(context.position_T) // len(context.sequence_B)))
 
     def noted(name: str, pick: Callable[[Any], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             context = _context(args, kwargs)
+            if context is not None and pick is not _gates:
+                context = between(context)
             second_pass = context is None and _seen(tape, name, now)
             if torch.is_grad_enabled() and not second_pass:
                 context = context or now.context
@@ -105,7 +113,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
 
     def entered(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            now.context = _context(args, kwargs)
+            now.context = between(_context(args, kwargs))
             if layer == 0 and torch.is_grad_enabled():
                 tape.note(now.context.step, "embedding", now.context.position_T, args[0])
 

@@ -25,7 +25,7 @@ from functools import partial
 
 from torch import nn
 
-from parallel.collectives import all_reduce, reduce_backward
+from parallel.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh, view_of
@@ -34,17 +34,23 @@ from parallel.tensor.style import Shape
 
 @dataclass(frozen=True)
 class Column:
-    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `enter` of the layer that holds the product."""
+    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `enter` of the layer that holds the product.
+
+    `sliced`: between layers a rank has a slice of each sequence (parallel/tensor/sliced.py).
+    """
 
     axis: str = "tp"
     dim: int = 0
+    sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path in layers_of(layouts):
-            model.get_submodule(path).enter = partial(reduce_backward, axis=tensor_axis(mesh, path))  # type: ignore[assignment]
+            axis = tensor_axis(mesh, path)
+            enter = partial(all_gather, axis=axis, dim=1) if self.sliced else partial(reduce_backward, axis=axis)
+            model.get_submodule(path).enter = enter  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,16 @@ class Row:
     """Inputs of a product over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer that holds the product."""
 
     axis: str = "tp"
+    sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {1: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path in layers_of(layouts):
-            model.get_submodule(path).leave = partial(all_reduce, axis=tensor_axis(mesh, path))  # type: ignore[assignment]
+            axis = tensor_axis(mesh, path)
+            leave = partial(reduce_scatter, axis=axis, dim=1) if self.sliced else partial(all_reduce, axis=axis)
+            model.get_submodule(path).leave = leave  # type: ignore[assignment]
 
 
 def layers_of(layouts: Mapping[str, Layout]) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.collectives import all_reduce, join_copies, max_over, reduce_backward, sum_over
+from parallel.collectives import all_gather, all_reduce, join_copies, max_over, reduce_backward, reduce_scatter, sum_over
 from parallel.data.tiling import without_tiles
 from parallel.layout import Layout, Tile
 from parallel.mesh import Axis, Mesh
@@ -36,6 +36,7 @@ class VocabularyRows:
     """Dim 0 of [V, D] over an axis. Fills the module's slot `others`, and `first`, the row that it, or each of its tiles, begins with."""
 
     axis: str = "tp"
+    sliced: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: self.axis}, alike=(), uneven=(0,))
@@ -43,22 +44,22 @@ class VocabularyRows:
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name, layout in layouts.items():
             path = without_tiles(name).rpartition(".")[0]
-            rows = OtherRows(tensor_axis(mesh, path), layout.shape[0])
+            rows = OtherRows(tensor_axis(mesh, path), layout.shape[0], sliced=self.sliced)
             model.get_submodule(path).others = rows  # type: ignore[assignment]
             model.get_submodule(name.rpartition(".")[0]).first = layout.region(mesh)[0].start  # type: ignore[assignment]
 
 
 class OtherRows:
-    """The ranks of an axis, each with a run of `size` rows."""
+    """The ranks of an axis, each with a run of `size` rows. `sliced`: of what is looked up, and of x, each has a slice of the sequences."""
 
-    def __init__(self, axis: Axis, size: int) -> None:
-        self.axis, self.size = axis, size
+    def __init__(self, axis: Axis, size: int, *, sliced: bool) -> None:
+        self.axis, self.size, self.sliced = axis, size, sliced
 
     def rows(self, found: Tensor) -> Tensor:
-        return all_reduce(found, self.axis)
+        return reduce_scatter(found, self.axis, dim=1) if self.sliced else all_reduce(found, self.axis)
 
     def enter(self, x: Tensor) -> Tensor:
-        return reduce_backward(x, self.axis)
+        return all_gather(x, self.axis, dim=1) if self.sliced else reduce_backward(x, self.axis)
 
     def scores(self, scores_2N: Tensor) -> Tensor:
         merged: Tensor = _Merged.apply(scores_2N, self.axis)

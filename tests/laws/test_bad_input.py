@@ -212,6 +212,16 @@ CASES: list[tuple[str, str, str]] = [
         "set it to one of [1, 2, 4, 8, 16, 32, 64, 128, 256]",
     ),
     (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tensor.sequence_parallel true --model.max_length 99",
+        "model.max_length: got 99, needed a multiple of degrees.tp=2 with tensor.sequence_parallel",
+        "set it to 100",
+    ),
+    (
+        T + "--tensor.sequence_parallel true",
+        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d on several ranks",
+        "set degrees.tp to 2",
+    ),
     ("show switch_tiny --nproc 2", "--nproc: got 2 without --plan", "add --plan"),
     ("show switch_tiny --plan --nproc 2 --rank 2", "--rank: got 2, needed 0 to 1", "another --nproc"),
     (T + "--nproc 2 --degrees.sp 0", "degrees.sp: got 0", "set degrees.sp to 1"),

@@ -167,7 +167,7 @@ class Theirs(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         q, k, v = (rearrange(linear(x_BLD), "b l (h c) -> b h l c", c=C) for linear in (self.q, self.k, self.v))  # type: ignore[operator]
         place_L = torch.arange(L)
-        mixed = softmax_core(rotate(q, place_L), rotate(k, place_L), v, place_L=place_L, bias=None)
+        mixed = softmax_core(rotate(q, place_L), rotate(k, place_L), v, context=Context.of(torch.zeros(B, L, dtype=torch.long)), bias=None)
         x_BLD = x_BLD + self.out(rearrange(mixed, "b h l c -> b l (h c)"))  # type: ignore[operator]
         return x_BLD + self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))  # type: ignore[operator]
 

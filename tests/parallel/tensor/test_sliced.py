@@ -1,0 +1,70 @@
+"""Slices of the sequences between layers: the bytes of 1D, norms summed over tp, MoE layers on whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe.nn.context import Context
+from moe.verify.cases import BATCH, LENGTH, Case
+from parallel import process
+from parallel.communicator import Count
+from parallel.mesh import Degrees, Mesh
+from parallel.process import World
+from parallel.tensor.sliced import Exchanged, Sliced, SlicePlaces
+from tests.support.ranks import run_on_ranks
+from tests.support.tiny import start
+
+B, L, D = 4, 6, 3
+LAYERS, WIDTH = 3, 24
+
+
+def test_slices_become_whole_sequences_and_slices_again() -> None:
+    """Forward and backward: what a rank gets is its sequences, whole, and what comes back is its slice of all of them."""
+    x = torch.randn(B, L, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def work(rank: int) -> None:
+        axis = process.connect(Degrees(tp=2), World(rank, 2)).axis("tp")
+        mine = x[:, rank * L // 2 : (rank + 1) * L // 2].clone().requires_grad_()
+        cut, exchange = x[rank * B // 2 : (rank + 1) * B // 2], Exchanged(axis)
+        assert torch.equal(exchange.cut(mine), cut) and torch.equal(exchange.whole(mine), x) and torch.equal(exchange.mine(x), mine)
+        back = exchange.join(exchange.cut(mine).sin())
+        assert torch.equal(back, mine.sin())
+        back.sum().backward()
+        torch.testing.assert_close(mine.grad, mine.detach().cos(), rtol=1e-12, atol=0)
+
+    run_on_ranks(work, 2)
+
+
+def test_noise_of_a_slice_is_that_of_its_places() -> None:
+    context = Context.of(torch.zeros(B, L, dtype=torch.long), seed=3, first_sequence=8)
+    whole = context.uniform("dropout", D).view(B, L, D)
+    for rank in range(3):
+        places = SlicePlaces(Mesh.of(Degrees(tp=3), rank).axis("tp"))(L)
+        assert torch.equal(context.of_columns(places).uniform("dropout", D).view(B, -1, D), whole[:, places])
+
+
+def test_a_norms_gradient_is_summed_over_tp() -> None:
+    assert Sliced().layout("layers.0.ffn_norm.weight", (D,)).summed_over() == ("dp", "sp", "tp")
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_gathers_and_reduce_scatters_send_what_sums_would(microbatches: int) -> None:
+    """A dense model: each sum over tp of b s h elements is a gather and a reduce-scatter of them."""
+
+    def sent(tensor: str) -> dict[str, Count]:
+        def work(rank: int) -> list[list[object]]:
+            tiny = start(Case("dense", "ddp", 2, 1, microbatches, "fp32", layers=LAYERS, tp=2, tensor=tensor), rank)
+            tiny.mesh.communicator.reset_counts()
+            tiny.executor.engine.reduce = lambda: None  # the sums of norms' gradients are counted in other tests
+            tiny.accumulate(0)
+            counts = tiny.mesh.communicator.counts()
+            return [[name, c.calls, c.bytes, c.sent] for (axis, name), c in counts.items() if axis == "tp"]
+
+        return {name: Count(*numbers) for name, *numbers in run_on_ranks(work, 2)[0]}
+
+    sums, slices = sent("1d"), sent("sliced")
+    tokens, pairs = BATCH // microbatches * LENGTH, microbatches * (2 * LAYERS + 1)  # pairs of a gather and a reduce-scatter, both ways
+    assert (slices["all_gather"].calls, slices["reduce_scatter"].calls) == (2 * pairs, 2 * pairs)
+    assert slices["reduce_scatter"].bytes == 2 * pairs * tokens * WIDTH * 4 and slices["all_gather"].bytes == pairs * tokens * WIDTH * 4
+    assert slices["all_gather"].sent + slices["reduce_scatter"].sent + slices["all_reduce"].sent == sums["all_reduce"].sent
