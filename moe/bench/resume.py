@@ -124,7 +124,8 @@ def resume(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) 
 
 
 def _start(rank: int, ranks: int, kind: ShardedKind, shape: Shape, folder: str) -> Started:
-    return start(kind.with_path(folder), shape.recipe(kind, ranks, ep=2 if shape.experts else 1), rank, ranks)
+    placed = kind.with_path(folder)
+    return start(placed, shape.recipe(placed, ranks, ep=2 if shape.experts else 1), rank, ranks)
 
 
 def _step(started: Started, rank: int, step: int) -> None:
