@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.parent import die_with
+
 _GRACE_S = 3.0  # time for the others after one rank has failed: often they fail too, and their errors help
 
 
@@ -54,7 +56,7 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
         folder = Path(name)
         context = multiprocessing.get_context("fork")
         ranks = [
-            context.Process(target=_child, args=(function, rank, world_size, args, folder, timeout_s), daemon=True)
+            context.Process(target=_child, args=(function, rank, world_size, args, folder, timeout_s, os.getpid()), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -76,9 +78,10 @@ def each_on_ranks(function: Callable[..., Iterator[Any]], world_size: int, *args
 
 
 def _child(
-    function: Callable[..., Iterator[Any]], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, timeout_s: float
+    function: Callable[..., Iterator[Any]], rank: int, world_size: int, args: tuple[Any, ...], folder: Path, timeout_s: float, parent: int
 ) -> None:
     code = 1
+    die_with(parent)
     gc.freeze()  # what is inherited stays as it is: a collection would visit all of it, and copy every page that it marks
     try:
         torch.set_num_threads(1)

@@ -9,7 +9,6 @@ environment, and keeps it when its parent dies or when it leaves the session. A 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -21,10 +20,11 @@ from pathlib import Path
 
 import psutil
 
+from parallel.parent import die_with
+
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
@@ -39,7 +39,7 @@ def die_with_parent() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     ancestor = os.environ.get(PARENT, "")
     if ancestor.isdigit():
         threading.Thread(target=_die_with, args=(int(ancestor),), daemon=True, name="die-with-parent").start()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -174,3 +177,18 @@ def test_the_parent_is_untouched() -> None:
 
     assert len({os.getpid(), *run_on_ranks(work, 2, timeout_s=30)}) == 3
     assert not held.any() and "A_RANK_WAS_HERE" not in os.environ and not dist.is_initialized()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """A signal that nobody catches, as of `kill` or a scheduler: no rank computes on for nobody."""
+    words = f"import sys, time; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); from parallel.fork import run_on_ranks; "
+    words += "run_on_ranks(lambda rank: (print(flush=True), time.sleep(60)), 2)"
+    with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}) as parent:
+        assert parent.stdout is not None
+        for _ in range(2):  # both ranks run
+            parent.stdout.readline()
+        ranks = psutil.Process(parent.pid).children()
+        parent.kill()
+        assert len(ranks) == 2 and psutil.wait_procs(ranks, timeout=10)[1] == []
+    shutil.rmtree(next(tmp_path.iterdir()))
