@@ -64,7 +64,7 @@ SETTINGS = {
         "parallel/malloc.py": "the C library has one heap for the process",
         "moe/bench/held.py": "likewise: what is freed must show as freed",
     },
-    ".prctl": {"moe/launch/processes.py": "a rank dies with its launcher"},
+    ".prctl": {"parallel/parent.py": "a rank dies with who started it"},
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "resource.setrlimit": {"moe/bench/fit.py": "of a process that is started for it"},

@@ -14,6 +14,7 @@ from moe.parallelize.build import build
 from moe.recipe.changes import KINDS, changes, check_allowed, check_function, function_changes, keys_of
 from moe.recipe.load import build_run, known_keys
 from moe.recipe.sections import Run
+from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 
@@ -30,6 +31,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.ffn": ("relu", {}),
     "model.norm": ("layernorm", {}),
     "model.positions": ("t5", {}),
+    "model.document_mask": (True, {}),
     "experts.ffn": ("relu", {}),
     "router.num_choices": (1, {}),
     "router.score": ("sigmoid", {}),
@@ -86,8 +88,10 @@ def logits(run: Run, like: Transformer | None = None) -> tuple[Tensor | None, Tr
         for name, bias_E in extra_state(model).items():
             bias_E.copy_(extra_state(like)[name])
     generator = torch.Generator().manual_seed(0)
+    tokens_BL = torch.randint(1, 256, (4, 12), generator=generator)
+    tokens_BL[:, 5] = SEPARATOR  # a second document
     with torch.no_grad():
-        return model.eval()(torch.randint(1, 256, (4, 12), generator=generator)).logits_BLV, model
+        return model.eval()(tokens_BL).logits_BLV, model
 
 
 def test_every_key_of_a_recipe_is_in_exactly_one_class() -> None:
