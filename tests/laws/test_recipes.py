@@ -30,7 +30,7 @@ def test_a_run_has_its_recipes_name_and_goes_on_under_its_own() -> None:
 def test_every_recipe_is_legal_on_1_2_and_8_processes(name: str) -> None:
     """Where its layers lie on several ranks, on multiples of those."""
     run, origins = load(name)
-    for world in (world for world in (1, 2, 8) if world % run.degrees.tp == 0):
+    for world in (world for world in (1, 2, 8) if world % (run.degrees.tp * run.degrees.sp) == 0):
         resolved = check_run(run, world)
         assert resolved.mesh_degrees().world == world
         assert resolved.degrees.ep == (math.gcd(world, *run.experts.counts) if run.model.layers_with_experts() else 1)
