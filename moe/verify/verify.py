@@ -34,7 +34,7 @@ def main(
     nproc: int = 2,
     json: str | None = None,
     only: str | None = None,
-    kinds: str = "data,expert,tensor,pipeline",
+    kinds: str = "data,expert,tensor,sequence,pipeline",
     say: Say = say_now,
 ) -> int:
     """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it."""
