@@ -41,7 +41,7 @@ from parallel.sequence.ulysses import Ulysses
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE = 1, 2048, 8, 4, 64
 CPU = torch.device("cpu")
-LINK_S = 0.15  # of a slowed hop: less than a block takes
+LINK_S = 0.02  # of a slowed hop: less than a block takes
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
