@@ -108,7 +108,7 @@ class Launch:
         (out / "faulty.py").write_text(FAULTY_LAUNCHER)
         self.out, self.mark = out, uuid.uuid4().hex
         env = os.environ | {MARK: self.mark, "PYTHONPATH": f"{out}{os.pathsep}{ROOT}"}
-        for name in ("OMP_NUM_THREADS", *environment.BEFORE_TORCH):
+        for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", *environment.BEFORE_TORCH):
             env.pop(name, None)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", DRIVER, mode, launcher, str(out)],
@@ -375,15 +375,16 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
 
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of our launch, ranks that somebody else's launcher started, and a command that computes in its own process."""
-    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "OMP_WAIT_POLICY": "passive"}
-    users = {"LRU_CACHE_CAPACITY": "7", "OMP_WAIT_POLICY": "active"}
+    ours = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32", "GOMP_SPINCOUNT": "10000"}
+    users = {"LRU_CACHE_CAPACITY": "7", "GOMP_SPINCOUNT": "5"}
+    policy = {"OMP_WAIT_POLICY": "active"}  # a number of turns would count for more
 
     def rank(given: dict[str, str]) -> Mapping[str, str]:
         return environment.child_environment(given, nproc=2)
 
     def here(run: Callable[[list[str]], int]) -> Callable[[dict[str, str]], Mapping[str, str]]:
         def env(given: dict[str, str]) -> Mapping[str, str]:
-            for name in ours:
+            for name in ours | policy:
                 monkeypatch.setenv(name, "")  # remembered, and put back after the test
                 monkeypatch.delenv(name)
             for name, value in given.items():
@@ -396,6 +397,8 @@ def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(
     for made in (rank, here(rank_main), here(lambda words: cli.main(["train", *words]))):
         assert ours.items() <= made({}).items()
         assert (ours | users).items() <= made(users).items()
+        env = made(policy)
+        assert policy.items() <= env.items() and "GOMP_SPINCOUNT" not in env
 
 
 def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
