@@ -66,10 +66,14 @@ class TokenShard:
         return self.num_sequences * self.length
 
     @cached_property
+    def places(self) -> npt.NDArray[np.int64]:
+        """The positions, as every step indexes with them."""
+        return np.array(self.positions, dtype=np.int64)
+
+    @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
         """Of the batch, those that this rank reads as inputs or targets."""
-        places = np.array(self.positions, dtype=np.int64)
-        return np.union1d(places, places + 1)
+        return np.union1d(self.places, self.places + 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,7 +95,13 @@ class TokenShard:
     def _at(self, part: Batch, further: int) -> Batch:
         if len(self.columns) == len(self.positions) + 1:  # one run: a view
             return part[:, further : further + len(self.positions)]  # type: ignore[no-any-return]
-        return part[:, np.searchsorted(self.columns, np.array(self.positions) + further)]  # type: ignore[no-any-return]
+        return part[:, self._where[further]]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _where(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Among the columns, the places and those one further."""
+        at, after = (np.searchsorted(self.columns, self.places + further) for further in (0, 1))
+        return at, after
 
 
 def order_of(mesh: Mesh, kind: str, length: int) -> Order:

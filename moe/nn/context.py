@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -51,7 +53,7 @@ class Context:
         first_sequence: int = 0,
         auxiliary_scale: float = 1.0,
         valid_BL: Tensor | None = None,
-        places: Sequence[int] | None = None,
+        places: Sequence[int] | npt.NDArray[np.int64] | None = None,
         length: int | None = None,
     ) -> Context:
         """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
@@ -61,7 +63,8 @@ class Context:
         batch, columns = tokens_BL.shape
         assert places is None or len(places) == columns
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
-        place_L = torch.tensor(range(columns) if places is None else places, device=tokens_BL.device)
+        device = tokens_BL.device
+        place_L = torch.arange(columns, device=device) if places is None else torch.tensor(places, device=device)
         position_T = (sequence_B.unsqueeze(1) * (length or columns) + place_L).flatten()
         valid_T = None if valid_BL is None else valid_BL.flatten()
         return Context(

@@ -47,7 +47,7 @@ class Slices:
     def mine(self, x_G: Tensor) -> Tensor:
         """The other way, without a collective."""
         x_BS = rearrange(x_G, "(b s) ... -> b s ...", s=len(self._sorted))
-        return rearrange(x_BS[:, torch.tensor(self.places[self.axis.index], device=x_G.device)], "b l ... -> (b l) ...")
+        return rearrange(x_BS[:, self._held.to(x_G.device)], "b l ... -> (b l) ...")
 
     def context(self, context: Context) -> Context:
         """What is known of all tokens."""
@@ -65,6 +65,11 @@ class Slices:
     def _mapped(self, made: Made, change: Any) -> Made:
         tensors = {f.name: value for f in fields(made) if isinstance(value := getattr(made, f.name), Tensor)}
         return replace(made, **{name: change(value) for name, value in tensors.items()})
+
+    @cached_property
+    def _held(self) -> Tensor:
+        """This rank's places."""
+        return torch.tensor(self.places[self.axis.index])
 
     @cached_property
     def _sorted(self) -> Tensor:

@@ -181,7 +181,7 @@ class _Stages:
 
 def logits_of(executor: Executor, shard: TokenShard) -> Callable[[Tensor], Output]:
     """tokens [B, length of the shard] -> Output of logits on every rank, whatever the model and the sequences are cut into. Collective."""
-    model, places, (_, sp) = executor.model, list(shard.positions), shard.axes
+    model, places, (_, sp) = executor.model, shard.places, shard.axes
 
     def run(tokens_BL: Tensor) -> Output:
         found = torch.zeros(*tokens_BL.shape, model.vocab_size, device=tokens_BL.device)

@@ -73,7 +73,7 @@ def passes_of(
             first_sequence=first_sequence,
             auxiliary_scale=share * loss_scale,
             valid_BL=valid_BL,
-            places=shard.positions,
+            places=shard.places,
             length=shard.length,
         )
         passes.append(Pass(inputs_BL, shard.targets(part), context, share))

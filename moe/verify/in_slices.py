@@ -54,7 +54,7 @@ class _InSlices(Method):
 
     def _blocks(self, like: Tensor, known: Known) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """Queries, the keys that they see, and what `attend` must be told of both."""
-        tokens = Tokens.of(range(self.order.length), known.document_BS, like.device)
+        tokens = Tokens((range(self.order.length),), like.device, known.document_BS)
         slices = [slice(run.start, run.stop) for rank in range(self.order.size) for run in self.order.runs(rank)]
         for number, queries in enumerate(slices):
             for keys in slices[: number + 1]:

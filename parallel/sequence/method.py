@@ -34,7 +34,7 @@ class Known:
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
         """Those that a rank holds."""
-        return Tokens.of(self.order.places(rank), self.document_BS, like.device)
+        return Tokens(self.order.runs(rank), like.device, self.document_BS)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ sees the keys up to its own place in the block, else all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,17 @@ class Block(NamedTuple):
 
 
 ALL = slice(None)
+
+
+def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
+    """Of places that lie in runs one after another, those that a slice names, as runs again."""
+    start, stop, step = part.indices(sum(map(len, runs)))
+    assert step == 1
+    kept = []
+    for run in runs:
+        kept.append(run[max(0, start) : max(0, stop)])
+        start, stop = start - len(run), stop - len(run)
+    return tuple(run for run in kept if len(run))
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,7 @@ class Order:
         """The places that a rank of size * inner holds, as runs in its order."""
         outer, part = divmod(rank, self.inner)
         each = self.length // self.size // self.inner
-        start, stop, kept = part * each, (part + 1) * each, []
-        for run in self._outer(outer):
-            kept.append(run[max(0, start) : max(0, stop)])
-            start, stop = start - len(run), stop - len(run)
-        return tuple(run for run in kept if len(run))
+        return cut(self._outer(outer), slice(part * each, (part + 1) * each))
 
     def _outer(self, rank: int) -> tuple[range, ...]:
         each = self.length // self.size

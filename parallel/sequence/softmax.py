@@ -17,13 +17,16 @@ FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
+
+from parallel.sequence.order import cut
 
 # B batch, L queries, S keys, H heads of queries, K of keys and values, C channels of a head, U rows of the bias table
 
@@ -34,19 +37,27 @@ Bucket = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of a run of tokens: `place_L` int64, in their sequence; `document_BL` int64, which one of it they are of; None: it is one."""
+    """Those at some places of their sequences, which lie in runs; `document_BS` int64, of all places: which document each is of; None: one.
 
-    place_L: Tensor
-    document_BL: Tensor | None = None
+    A block without a bias and documents asks for none of their tensors, so they are made when they are asked for.
+    """
 
-    @staticmethod
-    def of(places: Sequence[int], document_BS: Tensor | None, device: torch.device) -> Tokens:
-        """Those at these places of sequences whose documents are known whole, int64 [B, S]."""
-        place_L = torch.tensor(places, device=device)
-        return Tokens(place_L, None if document_BS is None else document_BS[:, place_L])
+    runs: tuple[range, ...]
+    device: torch.device
+    document_BS: Tensor | None = None
 
-    def __getitem__(self, run: slice) -> Tokens:
-        return Tokens(self.place_L[run], None if self.document_BL is None else self.document_BL[:, run])
+    @cached_property
+    def place_L(self) -> Tensor:
+        """Int64, in their sequence."""
+        return torch.cat([torch.arange(run.start, run.stop, run.step, device=self.device) for run in self.runs])
+
+    @cached_property
+    def document_BL(self) -> Tensor | None:
+        """Int64, of which document of it."""
+        return None if self.document_BS is None else self.document_BS[:, self.place_L]
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return replace(self, runs=cut(self.runs, part))
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ def attend_backward(
 
 def _flash(q: Tensor, queries: Tokens, bias: Bias | None) -> bool:
     """Whether torch has a kernel for the block that tells the lse."""
-    return q.device.type == "cpu" and bias is None and queries.document_BL is None
+    return q.device.type == "cpu" and bias is None and queries.document_BS is None
 
 
 def _runs(size: int) -> Iterator[slice]:

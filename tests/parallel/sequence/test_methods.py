@@ -21,9 +21,10 @@ from parallel.process import World
 from parallel.recompute import Replay
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.order import Order
+from parallel.sequence.method import Known
+from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
-from parallel.sequence.softmax import Bias
+from parallel.sequence.softmax import Bias, Tokens
 from parallel.sequence.ulysses import Ulysses
 from tests.support.ranks import run_on_ranks
 
@@ -117,6 +118,26 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
     for number, (name, *_) in enumerate(CASES):
         expected = cost({"balanced": "lightseq", "colossal": "colossal_ring"}.get(name.split()[0], name.split()[0]), size, of)
         assert sum(int(rank[number]["sent"]) for rank in ranks) == expected.forward + expected.backward, name
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_tokens_are_those_of_the_places_and_so_is_a_part_of_them(kind: str) -> None:
+    order, document_BS = Order(kind, 3, 3 * EACH), given(3)["documents"]
+    for rank in range(3):
+        tokens, places = Known(order, None, document_BS).tokens(rank, document_BS), list(order.places(rank))
+        for part in (slice(None), slice(1, None), slice(None, -1), slice(3, 7)):
+            assert tokens[part].place_L.tolist() == places[part]
+            assert torch.equal(tokens[part].document_BL, document_BS[:, places[part]])
+
+
+@pytest.mark.parametrize("name", ["ring zigzag", "ring striped", "balanced"])
+def test_without_a_bias_and_documents_nobody_asks_for_places(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long sequences they would be built in every layer."""
+    monkeypatch.setattr(Tokens, "place_L", property(lambda tokens: pytest.fail("places are built")))
+    q, k, v = (given(2)[name].clone().requires_grad_() for name in "qkv")
+    out = METHODS[name](Axis("alone"), 2 * EACH)(q, k, v)
+    out.backward(given(2)["g"])
+    close(out, plain(2, False, False)["out"], "out")
 
 
 @pytest.mark.parametrize("kind", ["lightseq", "ring"])

@@ -9,7 +9,7 @@ import pytest
 
 from parallel.errors import BadInput
 from parallel.sequence.balanced import steps, task
-from parallel.sequence.order import ORDERS, Order
+from parallel.sequence.order import ORDERS, Order, cut
 
 
 @pytest.mark.parametrize("kind", ORDERS)
@@ -31,6 +31,15 @@ def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, siz
             ]
             assert Counter(seen) == Counter((q, k) for q in outer[queries] for k in outer[keys] if k <= q)
             assert len(seen) == order.seen(queries, keys)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("part", [slice(None), slice(5), slice(3, 9), slice(1, None), slice(None, -1), slice(11, 12), slice(4, 4)])
+def test_a_part_of_runs_is_that_part_of_their_places(kind: str, part: slice) -> None:
+    order = Order(kind, 3, 36)
+    for rank in range(3):
+        cut_out = cut(order.runs(rank), part)
+        assert [place for run in cut_out for place in run] == list(order.places(rank))[part] and all(cut_out)
 
 
 @pytest.mark.parametrize("size", [2, 4, 7, 64])
