@@ -7,6 +7,7 @@ method(q, k, v) -> out             q, k, v, out: the places that this rank holds
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -38,19 +39,19 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """Causal attention over the ranks of `axis`, which hold the places that `order` says."""
 
     axis: Axis
     order: Order
 
+    @abstractmethod
     def forward(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, known: Known) -> tuple[Tensor, ...]:
         """(out in q's shape and dtype, *what the backward pass needs)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: Kept, known: Known) -> Gradients:
         """`kept`: what `forward` gave, `out` first. Gradients in any dtype."""
-        raise NotImplementedError
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from parallel.process import World
 from parallel.recompute import Replay
 from parallel.sequence.balanced import Balanced
 from parallel.sequence.colossal_ring import ColossalRing
-from parallel.sequence.method import Known
+from parallel.sequence.method import Known, Method
 from parallel.sequence.order import ORDERS, Order
 from parallel.sequence.ring import Ring
 from parallel.sequence.softmax import Bias, Tokens
@@ -138,6 +138,15 @@ def test_without_a_bias_and_documents_nobody_asks_for_places(name: str, monkeypa
     out = METHODS[name](Axis("alone"), 2 * EACH)(q, k, v)
     out.backward(given(2)["g"])
     close(out, plain(2, False, False)["out"], "out")
+
+
+def test_a_method_has_both_its_passes() -> None:
+    class Half(Method):
+        def forward(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, known: Known) -> tuple[Tensor, ...]:
+            return (q_BHLC,)
+
+    with pytest.raises(TypeError, match="abstract method '?backward"):
+        Half(Axis("alone"), Order("contiguous", 1, EACH))  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize("kind", ["lightseq", "ring"])
