@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe.model.transformer import Block, Transformer
@@ -15,7 +14,7 @@ from parallel.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.order import Order
-from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing, wide_dtype
+from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
 
 ALONE = Axis("alone")
 
@@ -39,18 +38,12 @@ class _InSlices(Method):
         return merged.out_BHLC.to(q.dtype), merged.lse_BHL
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
-        out, lse = kept
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
-        dtable = None if known.bias is None else torch.zeros_like(known.bias.table_UH)
+        (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
         for queries, keys, about in self._blocks(q, known):
             block = grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]
-            found = attend_backward(*block, Partial(out[:, :, queries], lse[:, :, queries]), **about)
-            dq[:, :, queries] += found.q_BHLC
-            dk[:, :, keys] += found.k_BKSC
-            dv[:, :, keys] += found.v_BKSC
-            if dtable is not None and found.table_UH is not None:
-                dtable += found.table_UH
-        return Gradients(dq, dk, dv, dtable)
+            whole = Partial(out[:, :, queries], lse[:, :, queries])
+            total.add(attend_backward(*block, whole, **about), queries=queries, keys=keys)
+        return total
 
     def _blocks(self, like: Tensor, known: Known) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """Queries, the keys that they see, and what `attend` must be told of both."""

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from parallel.collectives import Messages
 from parallel.sequence.method import Kept, Known, Method
-from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing, wide_dtype
+from parallel.sequence.order import ALL
+from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,8 @@ class Balanced(Method):
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
         out, lse = kept
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
-        dtable = None if known.bias is None else torch.zeros_like(known.bias.table_UH)
-        here, results = [k, v], Messages.none(self.axis)
+        total, here, results = Gradients.zeros(q, k, v, known.bias), [k, v], Messages.none(self.axis)
+        dq, dk, dv, _ = total
         for step in range(steps(self.axis.size)):
             coming, answer = self._ask(step + 1, keys=[k, v], queries=[grad, q, out, lse]), []
             if (job := self._task(step)) is not None:
@@ -84,22 +84,15 @@ class Balanced(Method):
                 k_there, v_there = here if job.own else [k, v]
                 block = grad_there, q_there, k_there, v_there, Partial(out_there, lse_there)
                 found = attend_backward(*block, triangle=step == 0, **self._known(job, known, q))
-                if job.queries == self.axis.index:
-                    dq += found.q_BHLC
-                else:
-                    answer = [found.q_BHLC.to(dq.dtype).contiguous()]
-                if job.keys == self.axis.index:
-                    dk += found.k_BKSC
-                    dv += found.v_BKSC
-                else:
-                    answer = [x.to(dk.dtype).contiguous() for x in (found.k_BKSC, found.v_BKSC)]
-                if dtable is not None and found.table_UH is not None:
-                    dtable += found.table_UH
+                own_queries, own_keys = job.queries == self.axis.index, job.keys == self.axis.index
+                total.add(found, queries=ALL if own_queries else None, keys=ALL if own_keys else None)
+                theirs = ([] if own_queries else [found.q_BHLC]) + ([] if own_keys else [found.k_BKSC, found.v_BKSC])
+                answer = [x.to(dq.dtype).contiguous() for x in theirs]
             _add(results.wait(), dq, dk, dv)
             results = self._answer(step, answer, of_keys=[dk, dv], of_queries=[dq])
             here = coming.wait()
         _add(results.wait(), dq, dk, dv)
-        return Gradients(dq, dk, dv, dtable)
+        return total
 
     def _task(self, step: int, ahead: int = 0) -> Task | None:
         """This rank's at a step, or that of the rank so far ahead of it."""

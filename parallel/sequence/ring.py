@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from parallel.collectives import Messages, start_shift
 from parallel.mesh import Axis
 from parallel.sequence.method import Kept, Known, Method
-from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing, wide_dtype
+from parallel.sequence.softmax import Gradients, Partial, attend, attend_backward, merge, nothing
 
 
 class Ring(Method):
@@ -42,28 +41,24 @@ class Ring(Method):
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
         out, lse = kept
-        mine, bias = known.tokens(self.axis.index, q), known.bias
-        dq, dtable = torch.zeros_like(q, dtype=wide_dtype(q)), None if bias is None else torch.zeros_like(bias.table_UH)
+        mine, bias, total = known.tokens(self.axis.index, q), known.bias, Gradients.zeros(q, k, v, known.bias)
         coming: Messages | None = None
         for source, k_there, v_there in _round(self.axis, k, v):
             theirs = known.tokens(source, q)
-            dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (k_there, v_there))
+            total = total if coming is None else total.of_other_keys()
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):
                 block = grad[:, :, rows], q[:, :, rows], k_there[:, :, columns], v_there[:, :, columns]
                 whole = Partial(out[:, :, rows], lse[:, :, rows])
                 found = attend_backward(*block, whole, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=bias)
-                dq[:, :, rows] += found.q_BHLC
-                dk[:, :, columns] += found.k_BKSC
-                dv[:, :, columns] += found.v_BKSC
-                if dtable is not None and found.table_UH is not None:
-                    dtable += found.table_UH
+                total.add(found, queries=rows, keys=columns)
+            of_keys = [total.k_BKSC, total.v_BKSC]
             if coming is not None:  # what the ranks before this one found for the same keys
-                for total, before in zip((dk, dv), coming.wait(), strict=True):
-                    total += before
-            coming = start_shift([dk, dv], self.axis)
+                for here, before in zip(of_keys, coming.wait(), strict=True):
+                    here += before
+            coming = start_shift(of_keys, self.axis)
         assert coming is not None
         dk, dv = coming.wait()  # the last hop: home
-        return Gradients(dq, dk, dv, dtable)
+        return total._replace(k_BKSC=dk, v_BKSC=dv)
 
 
 class _Held(NamedTuple):

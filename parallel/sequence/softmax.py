@@ -83,6 +83,26 @@ class Gradients(NamedTuple):
     v_BKSC: Tensor
     table_UH: Tensor | None
 
+    @staticmethod
+    def zeros(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, bias: Bias | None) -> Gradients:
+        """What blocks are added to. Wide."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q_BHLC, k_BKSC, v_BKSC))
+        return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias.table_UH))
+
+    def of_other_keys(self) -> Gradients:
+        """The same sums for the queries and the table, and zeros for as many keys."""
+        return self._replace(k_BKSC=torch.zeros_like(self.k_BKSC), v_BKSC=torch.zeros_like(self.v_BKSC))
+
+    def add(self, block: Gradients, *, queries: slice | None = slice(None), keys: slice | None = slice(None)) -> None:
+        """A block's, in place, for some of the queries and keys; None: they are another rank's, and so is what belongs to them."""
+        if queries is not None:
+            self.q_BHLC[:, :, queries] += block.q_BHLC
+        if keys is not None:
+            self.k_BKSC[:, :, keys] += block.k_BKSC
+            self.v_BKSC[:, :, keys] += block.v_BKSC
+        if self.table_UH is not None and block.table_UH is not None:
+            self.table_UH.add_(block.table_UH)
+
 
 def nothing(q_BHLC: Tensor) -> Partial:
     """Of no key: what merging begins with. Fp32, or fp64 where q is."""

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from einops import rearrange
 from torch import Tensor
 
 from parallel.collectives import all_to_all
 from parallel.mesh import Axis
-from parallel.sequence.method import Once
 from parallel.sequence.softmax import Bias
 
 # B batch, L tokens held here, S = N L those of the N ranks, H heads of queries, K of keys and values, C channels of a head
@@ -37,22 +37,13 @@ class Ulysses:
     axis: Axis
     inside: Callable[..., Tensor]
 
-    def __call__(
-        self,
-        q_BHLC: Tensor,
-        k_BKLC: Tensor,
-        v_BKLC: Tensor,
-        *,
-        bias: Bias | None = None,
-        document_BS: Tensor | None = None,
-        once: Once | None = None,
-    ) -> Tensor:
-        """What these queries take from all ranks' keys, in q's shape and dtype. Collective."""
+    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, **beside: Any) -> Tensor:
+        """What these queries take from all ranks' keys, in q's shape and dtype; `beside`: what else `inside` is told. Collective."""
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         sent = (self._shareable(x) for x in (k_BKLC, v_BKLC))
         q, k, v = (self._heads_for_tokens(x) for x in (q_BHLC, *sent))
-        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, document_BS=document_BS, once=once))
+        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, **beside))
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
         """As many key-value heads as the ranks can share out, each repeated as often as need be."""
