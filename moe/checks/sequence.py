@@ -20,6 +20,7 @@ def check_sequence(run: Run) -> None:
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.sp={sp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
         )
+    _check_idle(run)
     heads = sequence.heads_of(sp)
     if sp % heads:
         raise BadInput("sequence.heads", got=heads, needed=f"a divisor of degrees.sp={sp}", fix=f"use one of {divisors(sp)}")
@@ -27,6 +28,34 @@ def check_sequence(run: Run) -> None:
     _check_heads(run, heads)
     if run.model.layers_with_experts():
         check_groups(run.router.spec, Degrees(sp=sp))
+
+
+def without_effect(run: Run) -> list[str]:
+    """Of the section sequence, what a run sets though its sequences are whole: a recipe for many ranks, on fewer."""
+    if run.degrees.sp > 1:
+        return []
+    fields = type(run.sequence).model_fields.items()
+    found = {key: value for key, field in fields if (value := getattr(run.sequence, key)) != field.default}
+    return [f"sequence.{key} {str(value).lower()} has no effect: with degrees.sp 1 sequences are whole" for key, value in found.items()]
+
+
+def _check_idle(run: Run) -> None:
+    """Refuse what changes nothing beside the other values."""
+    sequence, recompute = run.sequence, run.recompute.kind
+    if sequence.keep_attention and recompute != "full":
+        raise BadInput(
+            "sequence.keep_attention",
+            got=f"true with recompute.kind={recompute}",
+            needed="recompute.kind full: otherwise attention is computed once anyway",
+            fix="set sequence.keep_attention to false, or recompute.kind to full",
+        )
+    if sequence.kind == "ulysses" and sequence.heads != 1:
+        raise BadInput(
+            "sequence.heads",
+            got=f"{sequence.heads} with sequence.kind=ulysses",
+            needed="1: there all ranks of sp trade heads",
+            fix="set sequence.heads to 1, or sequence.kind to ring",
+        )
 
 
 def _check_places(run: Run) -> None:

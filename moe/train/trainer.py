@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.checks.sequence import without_effect
 from moe.checks.together import check_run
 from moe.data import open_data
 from moe.parallelize.build import build, whole_layouts
@@ -134,7 +135,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
-    for line in resumed.unused(allowed):
+    for line in (*without_effect(run), *resumed.unused(allowed)):
         progress.note(line)
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")

@@ -75,7 +75,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "zigzag": {"kind": "ring", "order": "zigzag"},
     "striped": {"kind": "ring", "order": "striped"},
     "contiguous": {"kind": "ring", "order": "contiguous"},
-    "lightseq": {"kind": "lightseq", "keep_attention": True},
+    "lightseq": {"kind": "lightseq"},
     "colossal": {"kind": "colossal_ring"},
     "ulysses": {"kind": "ulysses"},
     "heads2": {"kind": "ring", "heads": 2},
@@ -140,7 +140,7 @@ class Case:
             },
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
-            "sequence": ATTENTION[self.attention] if self.sp > 1 else {},
+            "sequence": self._sequence() if self.sp > 1 else {},
             "tensor": {"kind": "copied" if self.tensor == "copied" else "1d", "sequence_parallel": self.tensor == "sliced"},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
@@ -157,6 +157,10 @@ class Case:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
             values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}
         return build_run(values)
+
+    def _sequence(self) -> dict[str, Any]:
+        """LightSeq with its recompute point, where there is one."""
+        return ATTENTION[self.attention] | {"keep_attention": self.attention == "lightseq" and self.recompute == "full"}
 
     @property
     def delayed(self) -> bool:

@@ -241,6 +241,16 @@ CASES: list[tuple[str, str, str]] = [
         "sequence.order: got zigzag with sequence.kind=lightseq, needed contiguous",
         "set sequence.order to null, or sequence.kind to ring",
     ),
+    (
+        T + "--nproc 2 --degrees.sp 2 --sequence.keep_attention true --recompute.kind selective",
+        "sequence.keep_attention: got true with recompute.kind=selective, needed recompute.kind full",
+        "set sequence.keep_attention to false, or recompute.kind to full",
+    ),
+    (
+        T + "--nproc 2 --degrees.sp 2 --sequence.kind ulysses --sequence.heads 2",
+        "sequence.heads: got 2 with sequence.kind=ulysses, needed 1",
+        "set sequence.heads to 1, or sequence.kind to ring",
+    ),
     (T + "--nproc 2 --degrees.sp 2 --router.group rank", "router.group: got rank with degrees.sp=2 and", "set router.group to sequence"),
     (T + "--nproc 2 --degrees.sp 2 --sharding.kind dp", "sharding.kind: got dp with degrees.sp=2", "set sharding.kind to ddp"),
     (T + "--degrees.tp 0", "degrees.tp: got 0", "set degrees.tp to 1"),

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe.report
+from moe.checks.sequence import without_effect
 from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.token_shard import TokenShard
@@ -527,6 +528,19 @@ def test_rebalancing_that_can_move_nothing_is_said_once(
     run = trained.recipe(home, **{"experts": {"rebalance_every": 2}, "train": {"steps": 3}} | changed)
     trainer.train(run, out=tmp_path / "run", world=World())
     assert " ".join(capsys.readouterr().out.split()).count(said) == 1
+
+
+def test_a_recipe_for_slices_runs_on_whole_sequences_and_says_what_has_no_effect(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that it can be compared with one process by one flag."""
+    run = trained.recipe(home, degrees={"sp": 1}, sequence={"kind": "ulysses", "keep_attention": True}, train={"steps": 1})
+    trainer.train(run, out=tmp_path / "run", world=World())
+    said = " ".join(capsys.readouterr().out.split())
+    for key in ("kind ulysses", "keep_attention true"):
+        assert said.count(f"sequence.{key} has no effect: with degrees.sp 1 sequences are whole") == 1
+    assert said.count("has no effect") == 2
+    assert without_effect(run.model_copy(update={"degrees": run.degrees.model_copy(update={"sp": 2})})) == []
 
 
 def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
