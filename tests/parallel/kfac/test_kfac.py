@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from moe.bench import kfac as bench
 from moe.bench.kfac import steps_to
 from moe.checks.together import check_run
-from moe.data.token_shard import TokenShard
 from moe.experts.experts import Experts
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
 from moe.parallelize.build import build
 from moe.parallelize.curvature import watched
+from moe.parallelize.sequence import shard_of
 from moe.recipe.sections import Run
 from moe.train import state
 from moe.train.executor import Pipelined, start_executor
@@ -310,7 +310,7 @@ class Small:
 
     def step(self, number: int) -> float:
         tokens = torch.randint(0, 256, (8, 13), generator=torch.Generator().manual_seed(number))
-        shard, o = TokenShard.of(self.mesh, num_sequences=8, length=12), self.run.optimizer
+        shard, o = shard_of(self.run, self.mesh, 8), self.run.optimizer
         numbers = accumulate(
             self.executor,
             shard.of_batch(tokens),
@@ -423,17 +423,26 @@ def test_checkpoints_hold_the_factors_and_one_of_adamws_run_is_taken_up(tmp_path
         torch.testing.assert_close(other.weights()[name], weight)
 
 
-def _on_ranks(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
-    small = Small(SPARSE | {"degrees": degrees}, rank=rank, ranks=ranks)
+def _on_ranks(rank: int, ranks: int, degrees: dict[str, int], attention: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    small = Small(SPARSE | {"degrees": degrees, "sequence": attention}, rank=rank, ranks=ranks)
     losses = [small.step(step) for step in range(4)]
     return losses, {name: factor for name, factor in running(small.kfac).items() if "experts" not in name}
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 1}, {"dp": 2, "ep": 2}], ids=["dp", "ep"])
-def test_replicas_sum_their_factors_to_those_of_one_process(degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "attention"),
+    [
+        pytest.param({"dp": 2, "ep": 1}, {}, id="dp"),
+        pytest.param({"dp": 2, "ep": 2}, {}, id="ep"),
+        pytest.param({"sp": 2, "ep": 1}, {"kind": "ring"}, id="sp"),
+        pytest.param({"sp": 2, "ep": 2}, {"kind": "lightseq"}, id="sp-ep"),
+        pytest.param({"dp": 2, "sp": 2, "ep": 2}, {"kind": "ulysses"}, id="dp-sp-ep"),
+    ],
+)
+def test_ranks_that_saw_other_tokens_sum_their_factors_to_those_of_one_process(degrees: dict[str, int], attention: dict[str, Any]) -> None:
     alone = Small(SPARSE)
-    losses = [alone.step(step) for step in range(4)]
-    for got, factors in run_on_ranks(_on_ranks, 2, 2, degrees, timeout_s=60):
+    losses, ranks = [alone.step(step) for step in range(4)], degrees.get("dp", 1) * degrees.get("sp", 1)
+    for got, factors in run_on_ranks(_on_ranks, ranks, ranks, degrees, attention, timeout_s=60):
         assert got == pytest.approx(losses, rel=1e-5)
         for name, factor in factors.items():
             torch.testing.assert_close(factor, running(alone.kfac)[name], rtol=1e-3, atol=1e-4, msg=name)
@@ -458,10 +467,12 @@ def _inverted(rank: int, ranks: int, degrees: dict[str, int]) -> tuple[set[tuple
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"dp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}], ids=["dp", "ep", "chimera", "chimera-dp"]
+    "degrees",
+    [{"dp": 2}, {"dp": 2, "ep": 2}, {"sp": 2}, {"dp": 2, "sp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "dp": 2}],
+    ids=["dp", "ep", "sp", "dp-sp-ep", "chimera", "chimera-dp"],
 )
 def test_each_inversion_is_done_once_by_one_of_the_ranks_that_hold_the_factor(degrees: dict[str, int]) -> None:
-    ranks = degrees.get("dp", 1) * degrees.get("pp", 1)
+    ranks = degrees.get("dp", 1) * degrees.get("pp", 1) * degrees.get("sp", 1)
     found = run_on_ranks(_inverted, ranks, ranks, degrees, timeout_s=60)
     alone = Small(SPARSE)
     alone.step(0)
