@@ -17,6 +17,7 @@ def title(run: Run, world: World) -> list[str]:
     layout = (
         (f"pp {d.pp} " if d.pp > 1 else "")
         + (f"tp {d.tp} ({run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}) " if d.tp > 1 else "")
+        + (f"sp {d.sp} ({_attention(run)}) " if d.sp > 1 else "")
         + f"dp {d.dp} ep {d.ep}{etp}"
     )
     lines = [
@@ -31,6 +32,13 @@ def title(run: Run, world: World) -> list[str]:
     if run.model.layers_with_experts():
         lines.append(f"router {run.router.preset}{', but ' if run.router.unlike_preset else ''}{_listed(run.router.unlike_preset)}")
     return lines
+
+
+def _attention(run: Run) -> str:
+    """How the slices of sequences attend."""
+    sequence = run.sequence
+    heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
+    return ", ".join([sequence.kind, sequence.places, *heads])
 
 
 def _listed(values: dict[str, Any]) -> str:

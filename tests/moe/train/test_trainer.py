@@ -550,6 +550,10 @@ def test_what_stands_above_the_progress_names_every_degree(home: Path) -> None:
     staged = title(check_run(trained.recipe(home, degrees={"pp": 2}, pipeline={"microbatches": 4}), 2), World(0, 2))
     assert staged[0].startswith("2 x cpu · pp 2 dp 1 ep 1 · ddp")
     assert staged[2].startswith("1f1b: stages of 1, 1 layers, 4 micro-batches, ranks idle ")
+    sliced = lambda **sequence: title(trained.recipe(home, degrees={"sp": 4}, sequence=sequence).resolve(8), World(0, 8))[0]  # noqa: E731
+    assert sliced().startswith("8 x cpu · sp 4 (ring, zigzag) dp 2 ep 4 · ddp")
+    assert sliced(kind="ulysses").startswith("8 x cpu · sp 4 (ulysses, contiguous) dp 2 ep 4 · ddp")
+    assert sliced(order="striped", heads=2).startswith("8 x cpu · sp 4 (ring, striped, heads 2) dp 2 ep 4 · ddp")
 
 
 def test_what_stands_above_the_progress_names_the_router_and_what_the_recipe_has_otherwise(home: Path) -> None:
