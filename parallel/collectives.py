@@ -96,6 +96,46 @@ def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis) -> None:
     _reduce_scatter(out, parts, group=axis.group)
 
 
+class Started:
+    """A tensor that a broadcast or a sum is on its way to: not to be read, nor what it comes from changed, before `wait`."""
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def start_broadcast(like: Tensor, axis: Axis, *, root: int) -> Started:
+    """The tensor of the axis's root-th rank to all of them; `like`: that tensor there, and one of its shape and dtype elsewhere."""
+    if axis.size == 1:
+        return Started(like, None)
+    tensor = like.contiguous() if axis.index == root else torch.empty_like(like, memory_format=torch.contiguous_format)
+    count(axis, "broadcast", tensor)
+    return Started(tensor, dist.broadcast(tensor, src=axis.ranks[root], group=axis.group, async_op=True))
+
+
+def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
+    """The sum of the ranks' contiguous tensors, in place, on the root-th alone; what the others have then means nothing."""
+    if axis.size == 1:
+        return Started(tensor, None)
+    count(axis, "reduce", tensor)
+    return Started(tensor, dist.reduce(tensor, dst=axis.ranks[root], op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
+
+
+def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """The ranks' tensors one after another along dim, on every rank."""
+    return tensor if axis.size == 1 else _gather(tensor, axis, dim)
+
+
+def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """This rank's part along dim of the sum of the ranks' tensors."""
+    return tensor if axis.size == 1 else _scatter_sum(tensor, axis, dim)
+
+
 def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))

@@ -14,7 +14,7 @@ ranks hold this element" is answered in one place. Two questions have two answer
     1D: few key-value heads      GRID     {0: "tp_row"}                    dp, sp, tp_col             dp, sp, tp_col
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
-    3D                           GRID     {0: ("tp_depth", "tp_row"), 1: "tp_col"}  dp, sp            dp, sp
+    3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
     a tile                       its rank's part, cut once more: the same ranks hold all tiles, as parameters of their own
 
@@ -136,9 +136,9 @@ class Layout:
         return not self.holders or self.holders[0] == stage
 
 
-def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",)) -> Layout:
+def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",), holders: tuple[int, ...] = ()) -> Layout:
     """A parameter that every rank of a stage holds whole; `alike`: the axes whose ranks see the same tokens."""
-    return Layout(shape, {}, DENSE, family, alike=alike)
+    return Layout(shape, {}, DENSE, family, holders=holders, alike=alike)
 
 
 def stacked_over(

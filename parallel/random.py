@@ -30,11 +30,11 @@ def _mix(x: Tensor, spare: Tensor) -> Tensor:
     return x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=spare).bitwise_and_(0x1FFFF)).mul_(-2073254261)  # 0x846CA68B as int32
 
 
-def uniform(key: int, position_T: Tensor, width: int) -> Tensor:
-    """Float32 [T, width] in [0, 1]. Row t depends only on key and position_T[t] (int64)."""
+def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:
+    """Float32 [T, width] in [0, 1], columns from the `first` on. Row t depends only on key and position_T[t] (int64)."""
     row_T = position_T.to(torch.int32) * -1640531527 + key  # golden-ratio stride keeps neighbours apart
     row_T = _mix(row_T, torch.empty_like(row_T))
-    column_D = torch.arange(width, dtype=torch.int32, device=position_T.device) * 668265263
+    column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263
     out_TD = torch.empty(len(row_T), width, dtype=torch.float32, device=position_T.device)
     step = max(1, _CHUNK // max(width, 1)) if position_T.device.type == "cpu" else len(row_T)
     for start in range(0, len(row_T), step):

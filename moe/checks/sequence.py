@@ -73,10 +73,10 @@ def _check_places(run: Run) -> None:
 
 def _check_heads(run: Run, degree: int) -> None:
     """Each rank of tp has its heads, and shares them out over the ranks that trade heads for tokens."""
-    held = run.model.num_heads // run.degrees.tp if run.tensor.kind != "copied" else run.model.num_heads
+    held = run.model.num_heads // run.dense_parts()
     if held % degree:
         what = "degrees.sp" if run.sequence.kind == "ulysses" else "sequence.heads"
-        of_rank = f"model.num_heads / degrees.tp = {held}" if run.degrees.tp > 1 else f"model.num_heads={held}"
+        of_rank = f"{held} of model.num_heads={run.model.num_heads}" if run.degrees.tp > 1 else f"model.num_heads={held}"
         raise BadInput(
             what,
             got=f"{degree} ranks that trade heads for tokens, with {of_rank}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
+from parallel.tensor.sizes import GRIDS
 
 
 def check_tensor(run: Run) -> None:
@@ -16,8 +17,21 @@ def check_tensor(run: Run) -> None:
         _check_slices(run)
     if tp == 1:
         return
+    if run.tensor.depth is not None and run.tensor.kind != "2.5d":
+        raise BadInput(
+            "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
+        )
     if run.tensor.kind == "1d":
         _check_1d(run)
+    if run.tensor.kind in GRIDS:
+        _check_grid(run)
+    if run.optimizer.kind == "kfac" and run.tensor.kind != "copied":
+        raise BadInput(
+            "optimizer.kind",
+            got=f"kfac with degrees.tp={tp}",
+            needed="adamw: a direction is made of a whole matrix, and ranks of tp hold parts",
+            fix="set optimizer.kind to adamw, or degrees.tp to 1",
+        )
     if run.sharding.kind == "dp":
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
@@ -65,12 +79,42 @@ def _check_1d(run: Run) -> None:
         )
     if run.vocab_size < tp:
         raise BadInput("degrees.tp", got=tp, needed=f"at most the vocabulary's {run.vocab_size}", fix=fix)
-    if run.optimizer.kind == "kfac":
+
+
+def _check_grid(run: Run) -> None:
+    """Sides divide heads and hidden units, and channels, a cube's twice; rows of all grids divide the sequences."""
+    m, (depth, _, side), read = run.model, run.tp_grid(), run.sequence_parts()
+    inputs = side * (depth if run.tensor.kind == "3d" else 1)
+    sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
+    sizes["model.num_kv_heads"] = (m.num_kv_heads or m.num_heads, side)
+    if len(m.layers_with_experts()) < m.num_layers:
+        sizes["model.d_ff"] = (m.d_ff, side)
+    shape = " x ".join(str(n) for n in run.tp_grid() if n > 1)
+    for what, (size, ways) in sizes.items():
+        if size % ways:
+            raise BadInput(
+                "degrees.tp",
+                got=f"{run.degrees.tp} with tensor.kind={run.tensor.kind}, a grid of {shape}",
+                needed=f"{ways} to divide {what}={size}",
+                fix=f"set {what} to a multiple of {ways}, or tensor.kind to 1d",
+            )
+    if run.vocab_size < side:
+        raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix="use 1d")
+    held = run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches)
+    if held % read:
         raise BadInput(
-            "optimizer.kind",
-            got=f"kfac with degrees.tp={tp}",
-            needed="adamw: a direction is made of a whole matrix, and ranks of tp hold parts",
-            fix="set optimizer.kind to adamw, or degrees.tp to 1",
+            "train.global_batch",
+            got=f"{run.train.global_batch}, {held} sequences of a micro-batch",
+            needed=f"sequences that are a multiple of the {read} rows of tp's grid: each row has its own",
+            fix=f"set it to a multiple of {int(run.degrees.dp) * run.pipeline.microbatches * read}",
+        )
+    if run.train.eval_sequences % (int(run.degrees.dp) * read):
+        unit = int(run.degrees.dp) * read
+        raise BadInput(
+            "train.eval_sequences",
+            got=run.train.eval_sequences,
+            needed=f"a multiple of degrees.dp={run.degrees.dp} times the {read} rows of tp's grid",
+            fix=f"set it to {max(1, round(run.train.eval_sequences / unit)) * unit}",
         )
 
 

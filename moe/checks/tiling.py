@@ -20,12 +20,13 @@ def check_tiling(run: Run) -> None:
             needed=f"a divisor of {what}={size}: each tile has an equal part of the hidden units",
             fix=f"set it to one of {divisors(math.gcd(*widths.values()))}",
         )
-    rows, split = run.vocab_size // _cut(run), f" / degrees.tp={_cut(run)}" if _cut(run) > 1 else ""
+    rows, split = run.vocab_size // run.dense_parts(), _split(run)
     if run.tiling.head > rows:
         raise BadInput(
             "tiling.head", got=run.tiling.head, needed=f"at most the vocabulary's {run.vocab_size}{split}", fix="set it to 1, or to a few"
         )
-    tokens = run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches) * run.model.max_length
+    read = int(run.degrees.dp) * run.sequence_parts()
+    tokens = run.train.global_batch // (read * run.pipeline.microbatches) * run.model.max_length
     if run.recompute.loss_chunks > tokens:
         raise BadInput(
             "recompute.loss_chunks",
@@ -35,17 +36,17 @@ def check_tiling(run: Run) -> None:
         )
 
 
-def _cut(run: Run) -> int:
-    """Into how many parts tp cuts what is dense."""
-    return run.degrees.tp if run.tensor.kind == "1d" else 1
+def _split(run: Run) -> str:
+    """By what tp divides what is dense."""
+    parts = run.dense_parts()
+    return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind == "1d" else f" / {parts}, the side of tp's grid"
 
 
 def _widths(run: Run) -> dict[str, int]:
     """The number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
-    cut = f" / degrees.tp={_cut(run)}" if _cut(run) > 1 else ""
-    widths = {f"model.d_ff{cut}": m.d_ff // _cut(run)} if len(sparse) < m.num_layers else {}
+    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.dense_parts()} if len(sparse) < m.num_layers else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
         widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a width below 1 is refused with the other degrees

@@ -1,6 +1,6 @@
 """Who reads which tokens of a batch: one value, made of the mesh here and nowhere else.
 
-    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           tp, pp: every rank of theirs reads the same tokens
+    dp 2, sp 2                 tokens 0 .. 5          tokens 6 .. 11           pp, and tp but for its grids' rows: all read the same
     sequences 0, 1             dp 0  sp 0             dp 0  sp 1               targets stand one place further right: a slice
     sequences 2, 3             dp 1  sp 0             dp 1  sp 1               is read with one token more
 
@@ -42,9 +42,9 @@ class TokenShard:
     axes: tuple[Axis, ...]
 
     @staticmethod
-    def of(mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous") -> TokenShard:
-        """This rank's part. Raises BadInput where the batch does not divide."""
-        dp, sp = mesh.axis("dp"), mesh.axis("sp")
+    def of(mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",)) -> TokenShard:
+        """This rank's part; `over`: the axes whose ranks have other sequences. Raises BadInput where the batch does not divide."""
+        dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
         positions = order_of(mesh, order, length).places(sp.index)
         return TokenShard(num_sequences, length, sequences, positions, (dp, sp))

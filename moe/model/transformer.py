@@ -63,6 +63,7 @@ class Block(nn.Module):
         self.layer, self.dropout = layer, model.dropout
         self.recompute: Literal["none", "full", "selective"] = "none"
         self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
+        self.first_channel = 0  # of those that are between layers here
         self.attention_norm = Norm(model.d_model, model.norm)
         self.attention = Attention(model)
         self.ffn_norm = Norm(model.d_model, model.norm)
@@ -98,7 +99,7 @@ class Block(nn.Module):
         if self.places is not None:
             assert context.sequence_B is not None
             context = context.of_columns(self.places(len(context.position_T) // len(context.sequence_B)))
-        return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context)
+        return drop(x_BLD, self.dropout, name=f"layers.{self.layer}.{part}.dropout", context=context, first=self.first_channel)
 
 
 class Transformer(nn.Module):
@@ -127,6 +128,7 @@ class Transformer(nn.Module):
         self.norm: Norm | None = Norm(width, self.config.norm)
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
+        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs
         self.router_spec = router.spec
         self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
@@ -154,7 +156,7 @@ class Transformer(nn.Module):
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # a recomputed part must go where it went the first time
         if self.config.document_mask:
-            context = context.with_documents(self.whole_sequences)
+            context = context.with_documents(lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
         reports = []
         for block in blocks:

@@ -130,10 +130,10 @@ class Context:
         """`place_L` of sequences of which so many tokens are held here."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
-    def uniform(self, name: str, width: int) -> Tensor:
-        """Float32 [T, width] in [0, 1] for one use in one layer."""
-        return uniform(key_of(self.seed, self.step, name), self.position_T, width)
+    def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
+        """Float32 [T, width] in [0, 1] for one use in one layer; columns from the `first` on."""
+        return uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
 
-    def dropout_scale(self, name: str, width: int, p: float) -> Tensor:
+    def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
         """Float32 [T, width]: 0 with probability p, else 1 / (1 - p)."""
-        return (self.uniform(name, width) >= p).float() / (1 - p)
+        return (self.uniform(name, width, first=first) >= p).float() / (1 - p)

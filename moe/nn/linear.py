@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ class Linear(nn.Module):
     """x W^T in x's dtype; `weight` [out, in], no bias.
 
     `recast`: the weight is cast again in the backward pass instead of kept cast, and its gradient can be put off
-    (parallel/weight_gradient.py).
+    (parallel/weight_gradient.py). `product(x, weight)`, a slot: where ranks hold blocks of x and of the weight; None: they are whole.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
         super().__init__()
         self.recast = recast
+        self.product: Callable[[Tensor, Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.weight)
         return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
 
 
@@ -56,18 +60,24 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back."""
+    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back.
+
+    `across(x, gain, centred=, eps=)`, a slot: where other ranks have the other channels; None: all are here.
+    """
 
     def __init__(self, size: int, kind: str) -> None:
         super().__init__()
         self.kind = kind
+        self.across: Callable[..., Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = self.weight.float()
-        if self.kind == "layernorm":
-            return F.layer_norm(x.float(), gain.shape, gain, eps=1e-5).to(x.dtype)
-        return F.rms_norm(x.float(), gain.shape, gain, eps=1e-6).to(x.dtype)
+        centred = self.kind == "layernorm"
+        eps = 1e-5 if centred else 1e-6
+        if self.across is not None:
+            return self.across(x, self.weight, centred=centred, eps=eps)
+        gain, normed = self.weight.float(), F.layer_norm if centred else F.rms_norm
+        return normed(x.float(), gain.shape, gain, eps=eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -102,6 +112,6 @@ class FeedForward(nn.Module):
         return Tiled(tile(i) for i in range(count))
 
 
-def drop(x_BLD: Tensor, p: float, *, name: str, context: Context) -> Tensor:
-    """Dropout keyed by token: the same elements on every layout."""
-    return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p).view_as(x_BLD).to(x_BLD.dtype)
+def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
+    """Dropout keyed by token and channel: the same elements on every layout. `first`: the number of the first channel here."""
+    return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from parallel.data.tiling import Tiled, take, with_branches
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
+from parallel.recompute import recomputed
 from parallel.weight_gradient import linear
 
 # N tokens, D model, V vocabulary or a tile of it
@@ -28,19 +29,43 @@ from parallel.weight_gradient import linear
 PADDING = -100  # in place of a token: torch's own number for a target that does not count
 
 
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
 class Others(Protocol):
-    """The ranks that hold the other rows, asked once whatever the tiles here: from each one's share to what all of them have then."""
+    """The ranks that hold the other rows, asked once whatever the tiles here: from each one's share to what all of them have then.
+
+    `product`: of x and a tile's rows, where ranks hold other columns too; None: each has them whole.
+    """
+
+    product: Product | None
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        """Whose rows are looked up here, this rank's among them."""
+        ...
+
+    def columns(self, weight: Tensor) -> Tensor:
+        """A tile's rows as they are looked up."""
+        ...
 
     def rows(self, found: Tensor) -> Tensor:
-        """Of looked-up rows, zeros for tokens of others."""
+        """This rank's tokens' rows, of those looked up here, zeros for rows of others."""
         ...
 
     def enter(self, x: Tensor) -> Tensor:
         """What is multiplied with the rows of all."""
         ...
 
+    def targets(self, targets: Tensor) -> Tensor:
+        """Of the tokens whose logits a product gives here."""
+        ...
+
     def scores(self, scores_2N: Tensor) -> Tensor:
         """Of [2, N], log-sum-exps and target's logits."""
+        ...
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """This rank's tokens', of the loss of those that a product gives here."""
         ...
 
     def logits(self, logits: Tensor) -> Tensor:
@@ -100,21 +125,22 @@ def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor
 def look_up(tokens: Tensor, matrix: Matrix, *, dtype: torch.dtype | None = None) -> Tensor:
     """The tokens' rows in `dtype`; None: the matrix's."""
     others = _others(matrix)
-    found = _look_up_here(tokens, matrix, whole=others is None)
+    found = _look_up_here(tokens if others is None else others.tokens(tokens), matrix, others)
     found = found if dtype is None else found.to(dtype)
     return found if others is None else others.rows(found)
 
 
-def _look_up_here(tokens: Tensor, matrix: Matrix, *, whole: bool) -> Tensor:
+def _look_up_here(tokens: Tensor, matrix: Matrix, others: Others | None) -> Tensor:
     """In the matrix's dtype; where it is not the whole one, zeros for tokens of other ranks."""
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
+        weight = weight if others is None else others.columns(weight)
         row, here = _local(tokens, first, weight)
         return _taken(row, weight) * here.unsqueeze(-1)
 
     if isinstance(matrix, Tensor):
         return _taken(tokens, matrix)
-    if isinstance(matrix, Rows) and whole:
+    if isinstance(matrix, Rows) and others is None:
         rows: Tensor = matrix(tokens, lambda tokens, _, weight: _taken(tokens, weight))
         return rows
     found = _each(matrix, tokens, use)
@@ -148,12 +174,14 @@ def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
     """Logits [..., V] in x's dtype; `recast` as in Linear."""
     others = _others(matrix)
     x = x if others is None else others.enter(x)
-    parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, recast=recast))
+    parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, others, recast=recast))
     logits = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     return logits if others is None else others.logits(logits)
 
 
-def _product(x: Tensor, weight_VD: Tensor, *, recast: bool) -> Tensor:
+def _product(x: Tensor, weight_VD: Tensor, others: Others | None, *, recast: bool) -> Tensor:
+    if others is not None and others.product is not None:
+        return others.product(x, weight_VD)
     return linear(x, weight_VD) if recast else F.linear(x, weight_VD.to(x.dtype))
 
 
@@ -167,12 +195,14 @@ def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: in
     if at_once and others is None:
         logits = project(x_BLD, matrix, recast=recast).float()
         return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
-    targets_N = targets_BL.flatten()
+    targets_N = (targets_BL if others is None else others.targets(targets_BL)).flatten()
     x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 
     def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
         if at_once:
-            return _kept_scores(_product(x_ND, weight_VD, recast=recast), *_local(targets_N, first, weight_VD))
+            return _kept_scores(_product(x_ND, weight_VD, others, recast=recast), *_local(targets_N, first, weight_VD))
+        if others is not None and others.product is not None:
+            return _recomputed_scores(x_ND, weight_VD, targets_N, first, chunks, others.product)
         scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks)
         return scores
 
@@ -181,7 +211,17 @@ def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: in
     target_N = torch.stack([s[1] for s in scores]).sum(0)
     if others is not None:
         total_N, target_N = others.scores(torch.stack((total_N, target_N)))
-    return (total_N - target_N).masked_fill(targets_N == PADDING, 0.0).sum()
+    loss = (total_N - target_N).masked_fill(targets_N == PADDING, 0.0).sum()
+    return loss if others is None else others.loss(loss)
+
+
+def _recomputed_scores(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product) -> Tensor:
+    """[2, N] as _Scores gives it, where a product takes several ranks, which all go through the same runs."""
+
+    def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD))
+
+    return torch.cat([recomputed(scores, x_ND[run], targets_N[run]) for run in _runs(len(x_ND), chunks)], 1)
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor) -> Tensor:

@@ -5,24 +5,29 @@ print(plan_of(run.dispatch, kernels="auto", tensor="1d"))      the whole of it, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from moe.experts.copies import Copies
+from moe.experts.copies import Copies, Exchange
 from moe.experts.dispatch import dispatcher_of
 from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.model.names import stack_of, tiled_dim
 from moe.recipe import sections
 from parallel.layout import Layout
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.tensor import style
+from parallel.tensor.grid import ByChannels, Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
+from parallel.tensor.linear_2d import Block
+from parallel.tensor.linear_3d import Cube
+from parallel.tensor.sizes import GRIDS
 from parallel.tensor.sliced import Exchanged, Sliced
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyRows
+from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
 
 FAMILIES = ("dense", "router", "expert")
 
@@ -33,6 +38,12 @@ def _name_of(path: str) -> str:
     return name
 
 
+# how ranks hold the tokens of a layer together: over which axis, and how each comes to whole sequences
+SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
+    "copies": ("tp", None),
+    "slices": ("tp", Exchanged),
+    "channels": ("tp_col", ByChannels),
+}
 EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 
 
@@ -40,12 +51,12 @@ EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 class Spread:
     """Stacked, and each MoE layer has the dispatcher that brings rows to the ranks that hold their experts.
 
-    What tp holds in copies, tokens, is cut over tp first.
+    Each token is routed once: of tokens that tp holds in copies, in slices or by channels, each of its ranks takes some sequences.
     """
 
     dispatch: sections.Dispatch
     kernels: str
-    sliced: bool = False
+    held: str = "copies"  # of tokens by the ranks of tp: a key of SHARED
     experts: Stacked = field(default=EXPERTS)
 
     def layout(self, name: str, shape: tuple[int, ...]) -> Layout:
@@ -53,18 +64,21 @@ class Spread:
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         self.experts.fill(model, layouts, mesh)
-        tp = mesh.axis("tp")
+        name, exchange = SHARED[self.held]
+        shared = mesh.axis(name)
         for path in self.experts.modules(layouts):
             layer = model.get_submodule(path.rpartition(".")[0])
             assert isinstance(layer, MoELayer)
-            axis = replace(tp, label=f"layers.{layer.layer}")
-            layer.copies = Copies(axis, Exchanged(axis) if self.sliced else None) if tp.size > 1 else None
+            axis = replace(shared, label=f"layers.{layer.layer}")
+            layer.copies = Copies(axis, exchange and exchange(axis)) if axis.size > 1 else None
             layer.dispatcher = dispatcher_of(self.dispatch, mesh, kernels=self.kernels, label=f"layers.{layer.layer}")
+
+
+NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
 
 
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
     """Keys and values over tp_row, which is tp unless their heads are fewer."""
-    norms = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
     return (
         ("layers.*.attention.q.weight", Column(sliced=sliced)),
         ("layers.*.attention.k.weight", Column("tp_row", sliced=sliced)),
@@ -76,7 +90,21 @@ def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
         ("layers.*.ffn.w2.weight", Row(sliced=sliced)),
         ("embedding.weight", VocabularyRows(sliced=sliced)),
         ("head.weight", VocabularyRows(sliced=sliced)),
-        *((norm, Sliced()) for norm in norms if sliced),
+        *((norm, Sliced()) for norm in NORMS if sliced),
+    )
+
+
+def _grid(first: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
+    """`heads`: the axis over which a layer's inner channels lie."""
+    return (
+        ("layers.*.attention.out.weight", second),
+        ("layers.*.ffn.w2.weight", second),
+        ("layers.*.attention.bias.weight", Channels(heads, dim=1)),
+        ("layers.*.attention.*.weight", first),
+        ("layers.*.ffn.*.weight", first),
+        *((norm, ChannelsNorm()) for norm in NORMS),
+        ("embedding.weight", vocabulary),
+        ("head.weight", vocabulary),
     )
 
 
@@ -85,7 +113,11 @@ TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
     "1d": _one_dimension(sliced=False),
     "sliced": _one_dimension(sliced=True),
+    "2d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
+    "2.5d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
+    "3d": _grid(Cube("first"), Cube("second"), VocabularyCube(), heads="tp_row"),
 }
+HELD = {"sliced": "slices"} | dict.fromkeys(GRIDS, "channels")  # of tokens in a MoE layer, where not in copies
 
 
 def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied") -> Plan:
@@ -96,7 +128,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
     """
     return Plan(
         (
-            ("layers.*.moe.experts.*", Spread(dispatch, kernels, sliced=tensor == "sliced")),
+            ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
             *TENSOR[tensor],

@@ -28,6 +28,7 @@ from parallel.sequence.order import Order
 from parallel.sequence.ring import Ring
 from parallel.sequence.softmax import Bias as Table
 from parallel.sequence.ulysses import Ulysses
+from parallel.tensor.grid import Turn
 
 METHODS: dict[str, Callable[[Axis, Order], Method]] = {
     "ring": Ring,
@@ -52,11 +53,15 @@ class Exchanging:
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """What this rank reads of a batch, in the recipe's order of places."""
-    return TokenShard.of(mesh, num_sequences=num_sequences, length=run.model.max_length, order=run.sequence.places)
+    over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
+    return TokenShard.of(mesh, num_sequences=num_sequences, length=run.model.max_length, order=run.sequence.places, over=over)
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
-    """Fill the slots of the layers held here. Nothing where sequences are whole."""
+    """Fill the slots of the layers held here. Nothing where sequences are whole, but for those that a cube's attention sees."""
+    if run.tensor.kind == "3d" and run.degrees.tp > 1:  # sequences within a layer are others than between layers
+        turn = Turn(replace(mesh.axis("tp_row"), label="documents"), replace(mesh.axis("tp_col"), label="documents"))
+        model.inner_sequences = turn
     if mesh.axis("sp").size == 1:
         return
     order = order_of(mesh, run.sequence.places, run.model.max_length)

@@ -93,10 +93,11 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
 def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
     """Of what one rank hands from stage to stage, for a micro-batch of which it reads tokens [B, L].
 
-    Whole activations of those tokens, but where tp has slices of the sequences between layers.
+    Whole activations of those tokens, but where tp has slices of the sequences, or of the channels, between layers.
     """
     batch, length = tokens_BL
-    return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model
+    columns = run.tp_grid()[2] if run.sequence_parts() > 1 else 1
+    return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model // columns
 
 
 def _tied(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:

@@ -19,6 +19,8 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
 from parallel.mesh import Degrees
+from parallel.tensor import linear_2p5d
+from parallel.tensor.sizes import GRIDS, grid_of
 
 _LARGEST = 2**40
 
@@ -193,11 +195,12 @@ class Sharding(Section):
 
 
 class Tensor(Section):
-    kind: Literal["1d", "copied"] = Field(
+    kind: Literal["1d", "2d", "2.5d", "3d", "copied"] = Field(
         "1d",
-        description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); copied: each rank of tp has all weights and "
-        "the same tokens, which saves nothing: a check of engines",
+        description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
+        "weights and activations in blocks; copied: each rank of tp has all weights and the same tokens, a check of engines",
     )
+    depth: int | None = Field(None, gt=0, description="of 2.5d: how many grids of q x q ranks; null: the smallest number above 1")
     sequence_parallel: bool = Field(
         False, description="of 1d: between layers each rank of tp has a slice of every sequence (Megatron-LM), so norms and dropout too"
     )
@@ -347,6 +350,22 @@ class Run(Section):
             ep = math.gcd(dp * tp * sp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
+    def tp_grid(self) -> tuple[int, int, int]:
+        """The ranks of tp as (depth, rows, columns). Raises BadInput where they make no grid of the kind that is named."""
+        tp, tensor = self.degrees.tp, self.tensor
+        if tp > 1 and tensor.kind in GRIDS:
+            return linear_2p5d.grid_of(tp, tensor.depth) if tensor.kind == "2.5d" else grid_of(tensor.kind, tp)
+        return 1, tp // self.head_copies(), self.head_copies()
+
+    def sequence_parts(self) -> int:
+        """Into how many parts tp cuts what a data-parallel rank reads: 1, or the rows of all grids."""
+        depth, rows, _ = self.tp_grid()
+        return depth * rows if self.tensor.kind in GRIDS else 1
+
+    def dense_parts(self) -> int:
+        """Into how many parts tp cuts heads, hidden units and the vocabulary."""
+        return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind == "1d" else self.tp_grid()[2]
+
     def head_copies(self) -> int:
         """How many ranks of tp hold the same key-value head: 1 where there are at least as many heads as ranks."""
         heads, tp = self.model.num_kv_heads or self.model.num_heads, self.degrees.tp
@@ -359,4 +378,7 @@ class Run(Section):
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
         inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
-        return Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=self.head_copies(), sp_heads=heads)
+        depth, _, columns = self.tp_grid()
+        return Degrees(
+            dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=columns, tp_depth=depth, sp_heads=heads
+        )

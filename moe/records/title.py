@@ -16,7 +16,7 @@ def title(run: Run, world: World) -> list[str]:
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     layout = (
         (f"pp {d.pp} " if d.pp > 1 else "")
-        + (f"tp {d.tp} ({run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}) " if d.tp > 1 else "")
+        + (f"tp {d.tp} ({_tensor(run)}) " if d.tp > 1 else "")
         + (f"sp {d.sp} ({_attention(run)}) " if d.sp > 1 else "")
         + f"dp {d.dp} ep {d.ep}{etp}"
     )
@@ -39,6 +39,12 @@ def _attention(run: Run) -> str:
     sequence = run.sequence
     heads = [f"heads {sequence.heads}"] if sequence.heads > 1 else []
     return ", ".join([sequence.kind, sequence.places, *heads])
+
+
+def _tensor(run: Run) -> str:
+    if run.sequence_parts() > 1:
+        return f"{run.tensor.kind}: {' x '.join(str(side) for side in run.tp_grid() if side > 1)}"
+    return f"{run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}"
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from parallel.checkpoint import Piece
 from parallel.data.engine import MOMENTS, Engine
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
-from parallel.layout import Box, Layout
+from parallel.layout import Box, Layout, dense
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 from parallel.stored import Reader, check_same_parameters
@@ -70,9 +70,9 @@ def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
 
 
 def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """What is no parameter, once over the world: the same on every rank that holds the layer, as the layer's norm is."""
+    """What is no parameter, once over the world: the same on every rank of the stages that hold the layer, which its norm names."""
     for layer in moe_layers(model):
-        if layouts[f"layers.{layer.layer}.ffn_norm.weight"].is_owner(mesh):
+        if dense((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
 
 

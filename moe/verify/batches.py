@@ -10,17 +10,17 @@ from moe.verify.cases import BATCH, LENGTH
 PADDING = -100  # in place of a token
 
 
-def batch(step: int, *, padded: bool = False, length: int = LENGTH) -> Tensor:
-    """The sequences of one step, int64 [BATCH, length + 1]; tokens are uneven, so that experts are too.
+def batch(step: int, *, padded: bool = False, length: int = LENGTH, size: int = BATCH) -> Tensor:
+    """The sequences of one step, int64 [size, length + 1]; tokens are uneven, so that experts are too.
 
     The first two differ: attention over equal tokens gives equal states, and a router that ranks tokens would order them by rounding.
     `padded`: two of three sequences end early, the later ones earlier, and the last one has no token at all, so that ranks and
     micro-batches have different numbers of tokens.
     """
     generator = torch.Generator().manual_seed(step)
-    tokens = (torch.rand(BATCH, length + 1, generator=generator) ** 2 * 256).long()
+    tokens = (torch.rand(size, length + 1, generator=generator) ** 2 * 256).long()
     tokens[:, 1] = torch.where(tokens[:, 1] == tokens[:, 0], (tokens[:, 0] + 1) % 256, tokens[:, 1])
-    for number in range(BATCH) if padded else ():
+    for number in range(size) if padded else ():
         kept = length + 1 - (number % 3) * (number + step % 2) // 2
         tokens[number, max(2, kept) :] = PADDING
     if padded:

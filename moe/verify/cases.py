@@ -109,10 +109,12 @@ class Case:
     tensor: str = "copied"  # how they share weights: tensor.kind
     parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
     first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
+    blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
     sp: int = 1  # ranks that hold slices of the same sequences
     attention: str = "zigzag"  # how they attend: a key of ATTENTION
     slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
     length: int = LENGTH  # of a sequence
+    batch: int = BATCH  # sequences of a step
 
     @property
     def layout(self) -> str:
@@ -141,7 +143,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
-            "tensor": {"kind": "copied" if self.tensor == "copied" else "1d", "sequence_parallel": self.tensor == "sliced"},
+            "tensor": {"kind": "1d" if self.tensor == "sliced" else self.tensor, "sequence_parallel": self.tensor == "sliced"},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -149,7 +151,7 @@ class Case:
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
             "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
-            "train": {"global_batch": BATCH, "eval_sequences": BATCH, "seed": 7},
+            "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
         for section, fields in (MODELS | ROUTERS | PACKED)[self.model].items():
             values[section] = values.get(section, {}) | fields
@@ -354,7 +356,40 @@ def tensor_cases(nproc: int) -> list[Case]:
             found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
         found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
-    return found + _sliced_cases(nproc) + _staged_tensor_cases(nproc)
+    return found + _sliced_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
+
+
+GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
+
+
+def _grid_cases(nproc: int) -> list[Case]:
+    """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
+    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11.
+    """
+    found = []
+    for tensor, tp in GRIDS.items():
+        one = partial(Case, world=tp, tp=tp, tensor=tensor, microbatches=1, batch=24)
+        plain = partial(one, kind="ddp", precision="fp32")
+        for kind in ENGINES if tp <= nproc else ():
+            found += [one(model, kind, ep=ep, precision="fp32") for model, ep in (("dense", 1), ("gshard", 4), ("deepseek", 2))]
+        if tp <= nproc:
+            found += [plain("dense", ep=1, microbatches=3), plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
+            found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
+            found += [one("gshard", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
+            found += [plain(model, ep=1) for model in PACKED]
+            found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
+            found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
+    flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24)
+    both = [flat("gshard", "ddp", ep=4, microbatches=1), flat("dense", "zero1", ep=1, microbatches=1)]
+    both += [
+        flat(model, "ddp", ep=2, microbatches=1, recompute="full", sp=2, attention=attention, length=SLICED)
+        for model, attention in (("gshard", "zigzag"), ("packed", "ulysses"))
+    ]
+    both += [
+        replace(_staged(model, "ddp", 4, 2, schedule, "fp32"), world=8, microbatches=6, batch=24, ep=ep, tp=4, tensor="2d")
+        for model, ep, schedule in (("dense", 1, "1f1b"), ("gshard", 2, "zb_h1"), ("gshard", 2, "chimera"))
+    ]
+    return found + (both if nproc >= 8 else [])
 
 
 def _sliced_cases(nproc: int) -> list[Case]:

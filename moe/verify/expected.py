@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from moe.verify.cases import Case
+from moe.verify.cases import GRIDS, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain_model import Rounding
@@ -41,16 +41,17 @@ def twin_of(case: Case) -> Case:
     depend on it, but how far it may be off does.
     """
     twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
-    twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length)
+    twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch)
     if case.precision != "fp32":
-        parts = case.tp if case.tensor != "copied" else 1
-        twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, parts=parts, slices=int(case.sp > 1))
+        parts, blocks = (case.tp if case.tensor in ("1d", "sliced") else 1), (2 if case.tensor in GRIDS else 1)
+        twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))
+        twin = replace(twin, parts=parts, blocks=blocks)
     return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin
 
 
 def alone(twin: Case) -> Case:
     """The same model in one piece, for what is computed on one process by the trainer's own code."""
-    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1, slices=0)
+    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
@@ -64,7 +65,7 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     one = alone(twin)
     yield from ((replace(one, microbatches=m), "cpu") for m in CUTS)
     yield one, "reference"
-    cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts)
+    cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a

@@ -23,7 +23,8 @@ from moe.train.state import extra_owned
 from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from moe.verify.batches import batch
-from moe.verify.cases import BATCH, OVERFLOWS, Case
+from moe.verify.cases import OVERFLOWS, Case
+from moe.verify.in_blocks import in_blocks
 from moe.verify.in_parts import in_parts
 from moe.verify.in_slices import in_slices
 from moe.verify.older import OlderWeights
@@ -65,6 +66,8 @@ def compute(
     model, layouts = build(run, mesh, device=torch.device("cpu"))
     if case.parts > 1:
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
+    if case.blocks > 1:
+        in_blocks(model, case.blocks)
     if case.slices:
         in_slices(model, case)
     executor = start_executor(run, model, layouts, mesh)
@@ -76,7 +79,7 @@ def compute(
 
 
 def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None, older: OlderWeights) -> Result:
-    engine, shard, scale = executor.engine, shard_of(run, mesh, BATCH), LossScale.of(run.precision.loss_scale)
+    engine, shard, scale = executor.engine, shard_of(run, mesh, case.batch), LossScale.of(run.precision.loss_scale)
     spoil = _spoiler(engine, mesh) if case.overflow else None
     losses: list[float] = []
     kept: tuple[float, float, dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -87,7 +90,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
         with older.at(step):
             numbers = accumulate(
                 executor,
-                shard.of_batch(batch(step, padded=case.padded, length=case.length)),
+                shard.of_batch(batch(step, padded=case.padded, length=case.length, size=case.batch)),
                 shard=shard,
                 microbatches=case.microbatches,
                 seed=run.train.seed,
@@ -132,7 +135,7 @@ def _reports(numbers: Numbers) -> dict[str, Tensor]:
 
 def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | None) -> Result:
     """One step, drained, whose gradients are Adam's first moments; then all others without a drain between."""
-    engine, shard = executor.engine, shard_of(run, mesh, BATCH)
+    engine, shard = executor.engine, shard_of(run, mesh, case.batch)
     updates: list[Step] = []
     if tape is not None:
         _watch_updates(engine, mesh, updates)
@@ -239,7 +242,7 @@ def _import_engine(case: Case) -> str:
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
     for case in chosen:
-        tape = Tape(length=case.length) if taped else None
+        tape = Tape(length=case.length, batch=case.batch) if taped else None
         with inside():
             found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
         yield {"result": found, "tape": None if tape is None else plain(tape)}

@@ -45,6 +45,7 @@ class Tape:
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     length: int = LENGTH  # of a sequence
+    batch: int = BATCH  # sequences of a step
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor) -> None:
         """`values` [..., width] of these tokens. What comes a second time is a pass that was computed again."""
@@ -62,7 +63,7 @@ class Tape:
         parts = self.forward.get((step, name))
         if not parts:
             return None
-        out = torch.full((BATCH * self.length, parts[0][1].shape[1]), torch.nan)
+        out = torch.full((self.batch * self.length, parts[0][1].shape[1]), torch.nan)
         for places_T, values in parts:
             out[places_T] = values
         return out
@@ -71,12 +72,12 @@ class Tape:
 def plain(tape: Tape) -> dict[str, Any]:
     """As what torch.load(weights_only=True) reads."""
     forward = [[step, name, places, values] for (step, name), parts in tape.forward.items() for places, values in parts]
-    return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length}
+    return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length, "batch": tape.batch}
 
 
 def of_ranks(parts: list[dict[str, Any]]) -> Tape:
     """One tape from what each rank wrote: tokens from all of them, and pieces of tensors added up."""
-    tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"])
+    tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
         for step, name, places, values in part["forward"]:
             tape.forward.setdefault((step, name), []).append((places, values))

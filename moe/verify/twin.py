@@ -55,7 +55,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     for step in range(steps):
         history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
-        sequences = batch(step, padded=case.padded, length=case.length)
+        sequences = batch(step, padded=case.padded, length=case.length, size=case.batch)
         made = _gradients(run, read, set(parameters), sequences, step=step, cast=cast, tape=tape)
         losses.append(made.loss)
         norm = norms(made.gradients)

@@ -114,7 +114,9 @@ def name_of(twin: Case) -> str:
     words = (
         ("padded", twin.padded),
         ("overflow", twin.overflow),
+        (f"of {twin.batch} sequences", twin.batch != Case.batch),
         (f"in {twin.parts} parts", twin.parts > 1),
+        (f"in {twin.blocks} x {twin.blocks} blocks", twin.blocks > 1),
         (f"{twin.head_tiles} tiles of the head", twin.head_tiles > 1),
     )
     more = "".join(f" {word}" for word, there in (*words, (f"{twin.chunks} chunks of the loss", twin.chunks > 1)) if there)

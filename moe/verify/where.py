@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.verify.cases import BATCH, Case
+from moe.verify.cases import Case
 from moe.verify.compare import deviation
 from moe.verify.expected import DRAWS, FP32_TOLERANCE, Expected, alone, reorderings
 from moe.verify.layouts import compute
@@ -143,7 +143,7 @@ class Standard:
 
     @cached_property
     def tape(self) -> Tape:
-        tape = Tape(length=self.twin.length)
+        tape = Tape(length=self.twin.length, batch=self.twin.batch)
         if self.twin.precision == "fp32":
             reference(self.twin, tape=tape, steps=TAPED)
         else:
@@ -169,12 +169,12 @@ class Standard:
             return
         yield self.tape
         for seed in range(DRAWS):
-            tape = Tape(length=self.twin.length)
+            tape = Tape(length=self.twin.length, batch=self.twin.batch)
             reference(self.twin, rounding=Rounding(unit=ROUNDOFF, seed=seed), tape=tape, steps=TAPED)
             yield tape
 
     def _taped(self, case: Case, kernels: str) -> Tape:
-        tape = Tape(length=case.length)
+        tape = Tape(length=case.length, batch=case.batch)
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
         return tape
 
@@ -221,7 +221,7 @@ def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
     scale = want.value.abs().max().item()
     off_T = ~((line.value - want.value).abs() <= allowed * scale).all(1)  # NaN is off
     sequences = sorted({int(t) // case.length for t in off_T.nonzero()[:, 0]})
-    each, size = BATCH // case.dp, max(1, BATCH // case.dp // case.microbatches)
+    each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)
     first = min(((s % each) // size, s // each) for s in sequences)
     count = int(off_T.sum())
     return f"micro-batch {first[0]} of data rank {first[1]}, {count} of {len(off_T)} tokens"

@@ -1,12 +1,15 @@
 """DDP: every rank holds the whole dense model; gradients are summed over dp and sp while the backward pass still runs.
 
-torch's DistributedDataParallel buckets and overlaps the gradients of what is summed over those axes; its usual average is replaced
-by a sum in fp32. What other axes are summed over (experts: edp), it leaves alone, and flat sums follow the last backward pass.
+torch's DistributedDataParallel buckets and overlaps the gradients of what is summed over those axes (in 2.5D tensor parallelism over depth
+too); its usual average is replaced by a sum in fp32. What is summed over others (experts: edp), it leaves alone, and flat sums follow
+the last backward pass.
 Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
-from collections.abc import Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,8 +41,8 @@ class DDP:
         self.parameters = dict(model.named_parameters())
         self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
         self.module, self.model = model, forward or model
-        dp, staged = mesh.axis(*_DENSE), mesh.axis("pp").size > 1
-        self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).name != dp.name]
+        dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
+        self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged:
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
@@ -101,7 +104,15 @@ class DDP:
             fill_stepped(self.parameters[name], self.optimizer, partial(load, name), steps=steps)
 
 
-_DENSE = dense(()).summed_over()
+def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
+    """The ranks over which the gradients of most dense elements are summed."""
+    axes: dict[tuple[int, ...], Axis] = {}
+    elements: Counter[tuple[int, ...]] = Counter()
+    for layout in (layout for layout in layouts.values() if layout.family == "dense"):
+        axis = data_axis(layout, mesh)
+        axes[axis.ranks] = axis
+        elements[axis.ranks] += math.prod(layout.shape)
+    return axes[elements.most_common(1)[0][0]] if elements else data_axis(dense(()), mesh)
 
 
 @dataclass(frozen=True)

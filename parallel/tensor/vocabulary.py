@@ -13,7 +13,7 @@ checkpoint has the rows that there are. Source: Megatron-LM (arXiv 1909.08053), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,13 @@ class OtherRows:
 
     def __init__(self, axis: Axis, size: int, *, sliced: bool) -> None:
         self.axis, self.size, self.sliced = axis, size, sliced
+        self.product: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def columns(self, weight: Tensor) -> Tensor:
+        return weight
 
     def rows(self, found: Tensor) -> Tensor:
         return reduce_scatter(found, self.axis, dim=1) if self.sliced else all_reduce(found, self.axis)
@@ -61,16 +68,31 @@ class OtherRows:
     def enter(self, x: Tensor) -> Tensor:
         return all_gather(x, self.axis, dim=1) if self.sliced else reduce_backward(x, self.axis)
 
+    def targets(self, targets: Tensor) -> Tensor:
+        return targets
+
     def scores(self, scores_2N: Tensor) -> Tensor:
-        merged: Tensor = _Merged.apply(scores_2N, self.axis)
-        return merged
+        return merged(scores_2N, self.axis)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        return loss
 
     def logits(self, logits: Tensor) -> Tensor:
-        """Runs are sent at the longest one's length: gathers have equal parts."""
-        counts = [(run := Tile(0, i, self.axis.size).run(self.size)).stop - run.start for i in range(self.axis.size)]
-        padded = F.pad(logits, (0, max(counts) - logits.shape[-1]))
-        parts = join_copies(padded, self.axis, dim=-1).split(max(counts), -1)
-        return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
+        return joined(logits, self.axis, self.size)
+
+
+def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
+    """Log-sum-exps and targets' logits [2, N] of all rows of the axis from those of each rank's, on every rank of it."""
+    found: Tensor = _Merged.apply(scores_2N, axis)
+    return found
+
+
+def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
+    """[..., size] of each rank's run of them. Runs are sent at the longest one's length: gathers have equal parts."""
+    counts = [(run := Tile(0, i, axis.size).run(size)).stop - run.start for i in range(axis.size)]
+    padded = F.pad(logits, (0, max(counts) - logits.shape[-1]))
+    parts = join_copies(padded, axis, dim=-1).split(max(counts), -1)
+    return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
 
 
 class _Merged(torch.autograd.Function):

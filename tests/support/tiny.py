@@ -24,7 +24,7 @@ from moe.train.executor import Executor, start_executor
 from moe.train.numbers import Numbers
 from moe.train.step import accumulate, finish
 from moe.verify.batches import batch
-from moe.verify.cases import BATCH, Case
+from moe.verify.cases import Case
 from parallel import process
 from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
@@ -52,13 +52,13 @@ class Tiny:
     @property
     def shard(self) -> TokenShard:
         """Of the batch."""
-        return shard_of(self.run, self.mesh, BATCH)
+        return shard_of(self.run, self.mesh, self.run.train.global_batch)
 
     def accumulate(self, step: int, *, scale: float | None = None) -> Numbers:
         """Forward and backward of one step's batch."""
         self.numbers = accumulate(
             self.executor,
-            self.shard.of_batch(batch(step, length=self.run.model.max_length)),
+            self.shard.of_batch(batch(step, length=self.run.model.max_length, size=self.run.train.global_batch)),
             shard=self.shard,
             microbatches=self.run.pipeline.microbatches,
             seed=self.run.train.seed,

@@ -1,0 +1,185 @@
+"""What the grids of 2D, 2.5D and 3D tensor parallelism share: between layers a rank has some sequences, and of their channels some.
+
+    x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
+
+    norm          its statistics are of all channels: two numbers a token are exchanged along tp_col
+    MoE layer     a token is routed whole: channels of all against sequences of all, along tp_col, so each token is on one rank; and back
+    3D inside     a layer's inner sequences are others (parallel/tensor/linear_3d.py): what is known of them turns from tp_row to tp_col
+
+Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from parallel.collectives import Messages, all_gather, all_to_all, gathered, sum_over
+from parallel.layout import Layout
+from parallel.mesh import GRID, Axis, Mesh
+from parallel.tensor.style import Shape
+
+# B sequences, L length, D channels here, N tokens here
+
+
+@dataclass(frozen=True)
+class Channels:
+    """A parameter of which dim `dim` is channels, or heads, over `axis`, and which every other rank of the grid holds too."""
+
+    axis: str = "tp_col"
+    dim: int = 0
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {self.dim: self.axis}, GRID, alike=())
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ChannelsNorm:
+    """A norm of what lies between layers. Fills its slot `across`, and `first_channel` of the block that has it, if any."""
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Channels().layout(name, shape)
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        for name, layout in layouts.items():
+            path = name.rpartition(".")[0]
+            axis = replace(mesh.axis("tp_col"), label=path)
+            model.get_submodule(path).across = partial(normed, axis=axis)  # type: ignore[assignment]
+            block = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
+            if block is not None:
+                block.first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]
+
+
+def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
+    """RMSNorm, or LayerNorm (`centred`), of tokens [..., D] whose other channels are on the other ranks of the axis, in x's dtype.
+
+    Statistics and the gain are in fp32 at least. One exchange of one or two numbers a token forward, and one backward.
+    """
+    wide = torch.promote_types(torch.promote_types(x.dtype, gain_D.dtype), torch.float32)
+    y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
+    return y
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain_D: Tensor, centred: bool, eps: float, axis: Axis) -> Tensor:
+        wide = x.to(gain_D.dtype)
+        mean, variance = _moments(wide, axis) if centred else (wide.new_zeros(()), _mean(wide.square(), axis))
+        scale = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, gain_D, mean, scale)
+        ctx.centred, ctx.axis = centred, axis
+        return ((wide - mean) * scale * gain_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain_D, mean, scale = ctx.saved_tensors
+        unit, wide_grad = (x.to(scale.dtype) - mean) * scale, grad.to(scale.dtype)
+        inner = wide_grad * gain_D
+        parts = [inner * unit, inner] if ctx.centred else [inner * unit]
+        means = _mean(torch.stack(parts), replace(ctx.axis, label=f"{ctx.axis.label} backward"))
+        grad_x = inner - unit * means[0] - (means[1] if ctx.centred else 0)
+        return (grad_x * scale).to(x.dtype), (wide_grad * unit).flatten(0, -2).sum(0), None, None, None
+
+
+def _mean(x: Tensor, axis: Axis) -> Tensor:
+    """Over all channels [..., 1]."""
+    return sum_over(x.sum(-1, keepdim=True), axis) / (x.shape[-1] * axis.size)
+
+
+def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all channels, [..., 1], from each rank's: a difference of large sums would lose digits (Chan et al., 1979)."""
+    mean = x.mean(-1, keepdim=True)
+    both = gathered(torch.stack((mean, (x - mean).square().mean(-1, keepdim=True))).unsqueeze(0), axis)
+    means, variances = both.unbind(1)
+    overall = means.mean(0)
+    return overall, (variances + (means - overall).square()).mean(0)
+
+
+class ByChannels:
+    """How the ranks of tp_col, which have the same tokens, some channels each, come to whole tokens of some sequences each, and back."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def cut(self, x_BLD: Tensor) -> Tensor:
+        """[B, L, D] of each rank to [B / q, L, q D]."""
+        each = [x_BLD.shape[0] // self.axis.size] * self.axis.size
+        rows = all_to_all(x_BLD.contiguous(), self.axis, send=each, receive=each)
+        return rearrange(rows, "(q b) l d -> b l (q d)", q=self.axis.size)
+
+    def join(self, y_BLD: Tensor) -> Tensor:
+        """The way back."""
+        each = [y_BLD.shape[0]] * self.axis.size
+        rows = rearrange(y_BLD, "b l (q d) -> (q b) l d", q=self.axis.size)
+        return all_to_all(rows.contiguous(), self.axis, send=each, receive=each)
+
+    def whole(self, x_BLD: Tensor) -> Tensor:
+        """All channels of all tokens, on every rank."""
+        return all_gather(x_BLD, self.axis, dim=2)
+
+    def mine(self, y_BLD: Tensor) -> Tensor:
+        """This rank's channels of what every rank has."""
+        return y_BLD.chunk(self.axis.size, 2)[self.axis.index].contiguous()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """3D: from sequences over `held`, in copies over `other`, to sequences over `other`, in copies over `held`; backward the way back."""
+
+    held: Axis
+    other: Axis
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's equal part, along dim 0, of what the ranks of `held` have together."""
+        turned: Tensor = _Turned.apply(x, self.held, self.other)
+        return turned
+
+    def back(self, x: Tensor) -> Tensor:
+        return Turn(self.other, self.held)(x)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Axis, other: Axis) -> Tensor:
+        ctx.axes = held, other
+        return gathered(x, held).chunk(other.size)[other.index].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        held, other = ctx.axes
+        return gathered(grad, other).chunk(held.size)[held.index].contiguous(), None, None
+
+
+def transposed(x: Tensor, grid: Axis) -> Tensor:
+    """Each rank (row, column)'s tensor to rank (column, row), forward and backward; `grid`: the q x q ranks, row by row."""
+    y: Tensor = _Transposed.apply(x, grid)
+    return y
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Axis) -> Tensor:
+        ctx.grid = grid
+        return _across(x, grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _across(grad, replace(ctx.grid, label=f"{ctx.grid.label} backward")), None
+
+
+def _across(x: Tensor, grid: Axis) -> Tensor:
+    row, column = divmod(grid.index, math.isqrt(grid.size))
+    if row == column:
+        return x
+    there, mine = column * math.isqrt(grid.size) + row, x.contiguous()
+    return Messages(grid, send=[(mine, there)], receive=[(torch.empty_like(mine), there)]).wait()[0]

@@ -1,0 +1,125 @@
+"""Matrices with one row for each token of the vocabulary, in blocks on the grids of 2D, 2.5D and 3D tensor parallelism.
+
+    2D, 2.5D   rows over tp_col, channels over tp_row           3D   rows over tp_row, channels over tp_col, then tp_depth
+
+As the head they are an ordinary weight: logits come out of a product with their rows over the ranks that share tokens, and the loss
+merges three numbers a token (parallel/tensor/vocabulary.py). As the embedding, a rank looks up the tokens of all ranks that hold
+its channels, with zeros for rows that it does not have, and the sum goes to the ranks whose sequences they are. In two dimensions those
+are the wrong way round then, batch by column and channels by row, so each rank (row, column) sends what it has to (column, row).
+
+Cost beside a product's: looked-up rows are summed once, (q - 1) of a rank's x, and turned, 1 more in two dimensions; in three the channels
+of the table are gathered over depth. The vocabulary need not divide by q. Sources: Optimus (arXiv 2104.05343), 3D (arXiv 2105.14450).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from parallel.collectives import all_gather, gathered, reduce_scatter
+from parallel.data.tiling import without_tiles
+from parallel.layout import Layout
+from parallel.mesh import GRID, Mesh
+from parallel.tensor import linear_2d, linear_3d
+from parallel.tensor.grid import Turn, transposed
+from parallel.tensor.style import Shape
+from parallel.tensor.vocabulary import joined, merged
+
+
+@dataclass(frozen=True)
+class VocabularyBlock:
+    """2D and 2.5D. Fills the module's slot `others`, and `first`, the row that it, or each of its tiles, begins with."""
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=(), uneven=(0,))
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        _fill(BlockRows, model, layouts, mesh)
+
+
+@dataclass(frozen=True)
+class VocabularyCube:
+    """3D. Fills the same slots."""
+
+    def layout(self, name: str, shape: Shape) -> Layout:
+        return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))
+
+    def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        _fill(CubeRows, model, layouts, mesh)
+
+
+class BlockRows:
+    """The grid of which this rank has a block of a matrix of `size` rows (`Others` of moe/nn/vocabulary.py)."""
+
+    def __init__(self, mesh: Mesh, size: int, label: str) -> None:
+        self.size = size
+        self.row, self.column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))
+        self.grid = replace(mesh.axis("tp_row", "tp_col"), label=label)
+        self.product = linear_2d.product_of(mesh, label)
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return gathered(tokens, self.column)
+
+    def columns(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def rows(self, found: Tensor) -> Tensor:
+        return transposed(reduce_scatter(found, self.row), self.grid)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def targets(self, targets: Tensor) -> Tensor:
+        return targets
+
+    def scores(self, scores_2N: Tensor) -> Tensor:
+        return merged(scores_2N, self.row)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def logits(self, logits: Tensor) -> Tensor:
+        return joined(logits, self.row, self.size)
+
+
+class CubeRows:
+    """The cube of which this rank has a part: logits are of other sequences than x, those of a first product's result."""
+
+    def __init__(self, mesh: Mesh, size: int, label: str) -> None:
+        self.size = size
+        self.row, self.depth = (replace(mesh.axis(axis), label=label) for axis in ("tp_row", "tp_depth"))
+        self.turn = Turn(self.row, replace(mesh.axis("tp_col"), label=label))
+        self.product = linear_3d.product_of(mesh, "first", label)
+
+    def tokens(self, tokens: Tensor) -> Tensor:
+        return gathered(tokens, self.row)
+
+    def columns(self, weight: Tensor) -> Tensor:
+        return all_gather(weight, self.depth, dim=1)
+
+    def rows(self, found: Tensor) -> Tensor:
+        return reduce_scatter(found, self.row)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def targets(self, targets: Tensor) -> Tensor:
+        return self.turn(targets)
+
+    def scores(self, scores_2N: Tensor) -> Tensor:
+        return merged(scores_2N, self.row)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        return self.turn.back(loss.unsqueeze(0)).squeeze(0)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        return self.turn.back(joined(logits, self.row, self.size))
+
+
+def _fill(others: type[BlockRows] | type[CubeRows], model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    for name, layout in layouts.items():
+        path = without_tiles(name).rpartition(".")[0]
+        model.get_submodule(path).others = others(mesh, layout.shape[0], path)  # type: ignore[assignment]
+        model.get_submodule(name.rpartition(".")[0]).first = layout.region(mesh)[0].start  # type: ignore[assignment]

@@ -1,0 +1,137 @@
+"""2D, 2.5D and 3D tensor parallelism against the whole layer: outputs, every gradient, what lies where, and what travels, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.nn.linear import Linear, Norm
+from moe.nn.vocabulary import PADDING, Rows, look_up, summed_loss
+from parallel import process
+from parallel.gradients import sum_gradients
+from parallel.layout import Layout
+from parallel.mesh import Degrees, Mesh
+from parallel.process import World
+from parallel.tensor.grid import ChannelsNorm
+from parallel.tensor.linear_2d import Block
+from parallel.tensor.linear_3d import Cube
+from parallel.tensor.style import Plan, Style, apply, lay_out
+from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
+from tests.support.ranks import run_on_ranks
+
+# B sequences, L length, D model, H hidden units, V vocabulary
+B, L, D, HIDDEN, V = 12, 3, 12, 24, 11
+GRIDS = {
+    "2d": Degrees(tp=4, tp_col=2),
+    "2d of 9": Degrees(tp=9, tp_col=3),
+    "2.5d": Degrees(tp=8, tp_col=2, tp_depth=2),
+    "3d": Degrees(tp=8, tp_col=2, tp_depth=2),
+}
+
+
+def drawn(shape: tuple[int, ...], name: str) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(map(ord, name))), dtype=torch.float64)
+
+
+class PlainNorm(nn.Module):
+    """In fp64, where the model's is in fp32."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.kind, self.weight = norm.kind, norm.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True) if self.kind == "layernorm" else x
+        return centred / (centred.square().mean(-1, keepdim=True) + (1e-5 if self.kind == "layernorm" else 1e-6)).sqrt() * self.weight
+
+
+class Two(nn.Module):
+    """Two products with an activation between them, which is what a layer's look like from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = Norm(D, "layernorm"), Linear(D, HIDDEN), Linear(HIDDEN, D)
+        self.table, self.last = Rows(slice(0, V), D), Norm(D, "rmsnorm")
+
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+        x = look_up(tokens_BL, self.table)
+        x = x + self.two(F.silu(self.one(self.norm(x))))
+        return x, summed_loss(self.last(x), targets_BL, self.table, chunks=chunks)
+
+
+def plan(kind: str) -> Plan:
+    cube = kind == "3d"
+    rows: tuple[tuple[str, Style], ...] = (
+        ("one.weight", Cube("first") if cube else Block()),
+        ("two.weight", Cube("second") if cube else Block()),
+        ("table.weight", VocabularyCube() if cube else VocabularyBlock()),
+        ("norm.weight", ChannelsNorm()),
+        ("last.weight", ChannelsNorm()),
+    )
+    return Plan(rows)
+
+
+def held(kind: str, mesh: Mesh) -> tuple[Two, dict[str, Layout]]:
+    with torch.device("meta"):
+        model = Two()
+    layouts = lay_out(model, plan(kind), tiled_dim=lambda _: 0)
+    if mesh.degrees.tp > 1:
+        apply(model, plan(kind), layouts, mesh)
+    for name, layout in layouts.items():
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, nn.Parameter(0.3 * drawn(layout.shape, name)[layout.region(mesh)].clone()))
+    if mesh.degrees.tp == 1:
+        model.norm, model.last = PlainNorm(model.norm), PlainNorm(model.last)  # type: ignore[assignment]
+    return model, layouts
+
+
+TOKENS = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(V, (B, L), generator=torch.Generator().manual_seed(2)).index_fill_(0, torch.tensor([5]), PADDING)
+
+
+def part_of(mesh: Mesh) -> tuple[slice, slice]:
+    """This rank's sequences, over depth and rows, and its channels."""
+    place = mesh.axis("tp_depth", "tp_row")
+    each, width = B // place.size, D // mesh.axis("tp_col").size
+    column = mesh.axis("tp_col").index
+    return slice(place.index * each, (place.index + 1) * each), slice(column * width, (column + 1) * width)
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("2d", 1), ("2d of 9", 2), ("2.5d", 1), ("3d", 1), ("3d", 2)])
+def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int) -> None:
+    """Embedding, norms, two products and the loss: this rank's part of the output, each weight's gradient once copies are summed."""
+    whole, _ = held(kind, Mesh.of(Degrees()))
+    weights = drawn((B, L, D), "weights of outputs")
+    x, _ = whole(TOKENS, TARGETS, 1)
+    logits = whole.last(x) @ whole.table.weight.t()
+    loss = F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum", ignore_index=PADDING)
+    ((x * weights).sum() + loss).backward()
+
+    def work(rank: int) -> tuple[Any, ...]:
+        degrees = GRIDS[kind]
+        mesh = process.connect(degrees, World(rank, degrees.tp))
+        model, layouts = held(kind, mesh)
+        sequences, channels = part_of(mesh)
+        x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
+        ((x * weights[sequences, :, channels]).sum() + loss).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        sum_gradients(grads, layouts, mesh)
+        boxes = {name: [(run.start, run.stop) for run in layouts[name].region(mesh)] for name in grads}
+        where = [(run.start, run.stop) for run in (sequences, channels)]
+        return x.detach(), where, loss.detach(), grads, boxes
+
+    total = torch.zeros((), dtype=torch.float64)
+    for x_here, (sequences, channels), loss_here, grads, boxes in run_on_ranks(work, GRIDS[kind].tp):
+        want = x.detach()[slice(*sequences), :, slice(*channels)]
+        torch.testing.assert_close(x_here, want, rtol=1e-12, atol=1e-12)
+        total += loss_here if channels[0] == 0 else 0
+        assert grads.keys() == {name for name, _ in whole.named_parameters()}
+        for name, parameter in whole.named_parameters():
+            assert parameter.grad is not None
+            part = parameter.grad[tuple(slice(*run) for run in boxes[name])]
+            torch.testing.assert_close(grads[name], part, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
