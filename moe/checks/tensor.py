@@ -15,12 +15,12 @@ def check_tensor(run: Run) -> None:
         raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
     if run.tensor.sequence_parallel:
         _check_slices(run)
-    if tp == 1:
-        return
     if run.tensor.depth is not None and run.tensor.kind != "2.5d":
         raise BadInput(
             "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
         )
+    if tp == 1:
+        return
     if run.tensor.kind == "1d":
         _check_1d(run)
     if run.tensor.kind in GRIDS:

@@ -211,6 +211,33 @@ CASES: list[tuple[str, str, str]] = [
         "tiling.ffn: got 512, needed a divisor of model.d_ff / degrees.tp=2=256",
         "set it to one of [1, 2, 4, 8, 16, 32, 64, 128, 256]",
     ),
+    (
+        T + "--nproc 6 --degrees.tp 6 --tensor.kind 2d",
+        "degrees.tp: got 6 with tensor.kind=2d, needed a square: q * q",
+        "set degrees.tp to 4 or 9, or tensor.kind to 1d",
+    ),
+    (T + "--nproc 6 --degrees.tp 6 --tensor.kind 3d", "degrees.tp: got 6 with tensor.kind=3d, needed a cube", "set degrees.tp to 8"),
+    (
+        T + "--nproc 6 --degrees.tp 6 --tensor.kind 2.5d",
+        "degrees.tp: got 6 with tensor.kind=2.5d, needed depth * q * q, both at least 2",
+        "set degrees.tp to 8",
+    ),
+    (
+        T + "--nproc 8 --degrees.tp 8 --tensor.kind 2.5d --tensor.depth 4",
+        "tensor.depth: got 4 with degrees.tp=8, needed degrees.tp / depth to be a square",
+        "use one of [2]",
+    ),
+    (T + "--tensor.depth 2", "tensor.depth: got 2 with tensor.kind=1d, needed tensor.kind 2.5d", "set it to null"),
+    (
+        T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.num_kv_heads 1",
+        "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, needed 2 to divide model.num_kv_heads=1",
+        "tensor.kind to 1d",
+    ),
+    (
+        T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
+        "train.global_batch: got 3, 3 sequences of a micro-batch, needed sequences that are a multiple of the 2 rows of tp's grid",
+        "set it to a multiple of 2",
+    ),
     (T + "--nproc 2 --degrees.tp 2 --optimizer.kind kfac", "optimizer.kind: got kfac with degrees.tp=2, needed adamw", "degrees.tp to 1"),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.sequence_parallel true --model.max_length 99",

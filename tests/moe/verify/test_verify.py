@@ -29,7 +29,7 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import GRIDS, MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, reorderings, twin_of
 from moe.verify.twin import Result, reference
@@ -102,16 +102,17 @@ def test_tiled_layouts_are_legal_and_meet_every_engine_and_split(nproc: int) -> 
 def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> None:
     """Of the batch into replicas and micro-batches, of the head and of the loss, of sums within layers over tp: on one process, each
     row's own cut is among them. And what one row has is no excuse for another: without a cut head, nothing with one is measured."""
-    rows = [case for case in cases(4) if case.precision != "fp32"]
+    rows = [case for case in cases(8) if case.precision != "fp32"]
     assert {(c.head_tiles, c.chunks) for c in rows} == {(1, 1), (3, 7)} and {c.tiles for c in rows} == {1}
     for row in rows:
         twin = twin_of(row)
         measured = [alone(twin), *(case for case, _ in reorderings(twin))]
-        parts = row.dp * row.microbatches * (row.replicas if row.kind == "dp" else 1)
-        ranks = 1 if row.tensor == "copied" else row.tp
-        own = replace(alone(twin), head_tiles=row.head_tiles * ranks, chunks=row.chunks, parts=ranks)
+        parts = row.dp * row.microbatches * (row.replicas if row.kind == "dp" else 1) * {"2d": 2, "2.5d": 4, "3d": 4}.get(row.tensor, 1)
+        ranks, blocks = (row.tp if row.tensor in ("1d", "sliced") else 1), (2 if row.tensor in GRIDS else 1)
+        own = replace(alone(twin), head_tiles=row.head_tiles * ranks, chunks=row.chunks, parts=ranks, blocks=blocks)
         assert replace(own, microbatches=parts) in measured, row
-        assert {(c.head_tiles, c.chunks, c.parts) for c in measured} == {(1, 1, 1), (own.head_tiles, own.chunks, own.parts)}
+        cuts = {(c.head_tiles, c.chunks, c.parts, c.blocks) for c in measured}
+        assert cuts == {(1, 1, 1, 1), (own.head_tiles, own.chunks, own.parts, own.blocks)}
     assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")  # the same tolerance
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -12,13 +14,17 @@ from torch import Tensor, nn
 from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, Rows, look_up, summed_loss
 from parallel import process
+from parallel.errors import BadInput
 from parallel.gradients import sum_gradients
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
-from parallel.tensor.grid import ChannelsNorm
+from parallel.tensor import linear_2p5d
+from parallel.tensor.grid import ByChannels, ChannelsNorm
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
+from parallel.tensor.sizes import GRIDS as GRIDS_OF
+from parallel.tensor.sizes import grid_of
 from parallel.tensor.style import Plan, Style, apply, lay_out
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
 from tests.support.ranks import run_on_ranks
@@ -135,3 +141,42 @@ def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int) -> None:
             part = parameter.grad[tuple(slice(*run) for run in boxes[name])]
             torch.testing.assert_close(grads[name], part, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
     torch.testing.assert_close(total, loss.detach(), rtol=1e-12, atol=0)
+
+
+def test_tokens_come_to_one_rank_whole_and_go_back() -> None:
+    """Channels of all ranks of a row against some sequences of each, forward and backward; or all channels of all sequences."""
+    x = drawn((4, L, 6), "tokens")
+
+    def work(rank: int) -> None:
+        axis = process.connect(Degrees(tp=4, tp_col=2), World(rank, 4)).axis("tp_col")
+        mine, exchange = x[..., 3 * axis.index : 3 * axis.index + 3].clone().requires_grad_(), ByChannels(axis)
+        assert torch.equal(exchange.cut(mine), x[2 * axis.index : 2 * axis.index + 2])
+        assert torch.equal(exchange.whole(mine), x) and torch.equal(exchange.mine(x), mine)
+        back = exchange.join(exchange.cut(mine).sin())
+        assert torch.equal(back, mine.sin())
+        back.sum().backward()
+        torch.testing.assert_close(mine.grad, mine.detach().cos(), rtol=1e-12, atol=0)
+
+    run_on_ranks(work, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "depth", "grid"),
+    [("2d", 9, None, (1, 3, 3)), ("3d", 64, None, (4, 4, 4)), ("2.5d", 8, None, (2, 2, 2)), ("2.5d", 36, 4, (4, 3, 3))],
+)
+def test_grids_multiply_to_the_ranks(kind: str, tp: int, depth: int | None, grid: tuple[int, int, int]) -> None:
+    assert (linear_2p5d.grid_of(tp, depth) if kind == "2.5d" else grid_of(kind, tp)) == grid
+
+
+def test_every_number_that_a_refusal_names_makes_a_grid() -> None:
+    for kind in GRIDS_OF:
+        for tp in range(2, 70):
+            try:
+                made(kind, tp)
+            except BadInput as refused:
+                named = [int(n) for n in re.findall(r"\d+", refused.fix.split(", or")[0])]
+                assert named and all(math.prod(made(kind, n)) == n for n in named), (kind, tp, refused)
+
+
+def made(kind: str, tp: int) -> tuple[int, int, int]:
+    return linear_2p5d.grid_of(tp, None) if kind == "2.5d" else grid_of(kind, tp)
