@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
-from parallel.tensor.sizes import GRIDS
+from parallel.tensor.sizes import GRIDS, LINES
 
 
 def check_tensor(run: Run) -> None:
@@ -21,8 +21,8 @@ def check_tensor(run: Run) -> None:
         )
     if tp == 1:
         return
-    if run.tensor.kind == "1d":
-        _check_1d(run)
+    if run.tensor.kind in LINES:
+        _check_line(run)
     if run.tensor.kind in GRIDS:
         _check_grid(run)
     if run.optimizer.kind == "kfac" and run.tensor.kind != "copied":
@@ -41,13 +41,13 @@ def check_tensor(run: Run) -> None:
 
 
 def _check_slices(run: Run) -> None:
-    """Sequence parallelism is a form of 1D, and cuts sequences into equal slices."""
+    """Sequence parallelism is a form of 1D, whoever carries it out, and cuts sequences into equal slices."""
     tp, length = run.degrees.tp, run.model.max_length
-    if tp == 1 or run.tensor.kind != "1d":
+    if tp == 1 or run.tensor.kind not in LINES:
         raise BadInput(
             "tensor.sequence_parallel",
             got=f"true with degrees.tp={tp} and tensor.kind={run.tensor.kind}",
-            needed="tensor.kind 1d on several ranks: it cuts what they would hold in copies",
+            needed="tensor.kind 1d or dtensor on several ranks: it cuts what they would hold in copies",
             fix="set degrees.tp to 2 and tensor.kind to 1d, or tensor.sequence_parallel to false",
         )
     ways, words = run.degrees.sp * tp, f"degrees.sp * degrees.tp = {run.degrees.sp} * {tp}" if run.degrees.sp > 1 else f"degrees.tp={tp}"
@@ -60,16 +60,24 @@ def _check_slices(run: Run) -> None:
         )
 
 
-def _check_1d(run: Run) -> None:
-    """Heads, hidden units and vocabulary lie over tp; fewer key-value heads than ranks are held in equally many copies."""
+def _check_line(run: Run) -> None:
+    """Heads, hidden units and vocabulary lie over tp; of fewer key-value heads than ranks, 1d holds equally many copies."""
     tp, m = run.degrees.tp, run.model
     heads = m.num_kv_heads or m.num_heads
     units = m.d_ff if len(m.layers_with_experts()) < m.num_layers else 0
-    work = [n for n in divisors(m.num_heads) if (heads % n == 0 or n % heads == 0) and units % n == 0 and n <= run.vocab_size]
+    copies = run.tensor.kind == "1d"
+    work = [n for n in divisors(m.num_heads) if (heads % n == 0 or (copies and n % heads == 0)) and units % n == 0 and n <= run.vocab_size]
     fix = f"set degrees.tp to one of {work}"
     for what, size in (("model.num_heads", m.num_heads), ("model.d_ff", units)):
         if size % tp:
             raise BadInput("degrees.tp", got=tp, needed=f"a divisor of {what}={size}: each of its ranks holds an equal part", fix=fix)
+    if heads % tp and not copies:
+        raise BadInput(
+            "degrees.tp",
+            got=f"{tp} with tensor.kind=dtensor",
+            needed=f"a divisor of model.num_kv_heads={heads}: each of its ranks holds other ones",
+            fix="set tensor.kind to 1d, which holds copies" if tp % heads == 0 else fix,
+        )
     if heads % tp and tp % heads:
         raise BadInput(
             "degrees.tp",

@@ -7,6 +7,7 @@ import math
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
+from parallel.tensor.sizes import LINES
 
 
 def check_tiling(run: Run) -> None:
@@ -39,7 +40,7 @@ def check_tiling(run: Run) -> None:
 def _split(run: Run) -> str:
     """By what tp divides what is dense."""
     parts = run.dense_parts()
-    return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind == "1d" else f" / {parts}, the side of tp's grid"
+    return "" if parts == 1 else f" / degrees.tp={parts}" if run.tensor.kind in LINES else f" / {parts}, the side of tp's grid"
 
 
 def _widths(run: Run) -> dict[str, int]:

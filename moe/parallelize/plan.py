@@ -19,6 +19,7 @@ from moe.recipe import sections
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import style
+from parallel.tensor.dtensor import DTensorColumn, DTensorRow
 from parallel.tensor.grid import ByChannels, Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
@@ -79,15 +80,26 @@ NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.wei
 
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
     """Keys and values over tp_row, which is tp unless their heads are fewer."""
+    column, keys, table = Column(sliced=sliced), Column("tp_row", sliced=sliced), Column(dim=1, sliced=sliced)
+    return _line(column, keys, table, Row(sliced=sliced), sliced=sliced)
+
+
+def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
+    """The same parts, and torch's collectives within layers."""
+    column, table = DTensorColumn(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
+    return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced)
+
+
+def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool) -> tuple[tuple[str, Style], ...]:
     return (
-        ("layers.*.attention.q.weight", Column(sliced=sliced)),
-        ("layers.*.attention.k.weight", Column("tp_row", sliced=sliced)),
-        ("layers.*.attention.v.weight", Column("tp_row", sliced=sliced)),
-        ("layers.*.attention.bias.weight", Column(dim=1, sliced=sliced)),
-        ("layers.*.attention.out.weight", Row(sliced=sliced)),
-        ("layers.*.ffn.w1.weight", Column(sliced=sliced)),
-        ("layers.*.ffn.w3.weight", Column(sliced=sliced)),
-        ("layers.*.ffn.w2.weight", Row(sliced=sliced)),
+        ("layers.*.attention.q.weight", column),
+        ("layers.*.attention.k.weight", keys),
+        ("layers.*.attention.v.weight", keys),
+        ("layers.*.attention.bias.weight", table),
+        ("layers.*.attention.out.weight", row),
+        ("layers.*.ffn.w1.weight", column),
+        ("layers.*.ffn.w3.weight", column),
+        ("layers.*.ffn.w2.weight", row),
         ("embedding.weight", VocabularyRows(sliced=sliced)),
         ("head.weight", VocabularyRows(sliced=sliced)),
         *((norm, Sliced()) for norm in NORMS if sliced),
@@ -108,16 +120,20 @@ def _grid(first: Style, second: Style, vocabulary: Style, *, heads: str) -> tupl
     )
 
 
-# of tensor.kind; "sliced": 1d with tensor.sequence_parallel
+# of tensor.kind; sliced: with tensor.sequence_parallel
 TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "copied": (),
     "1d": _one_dimension(sliced=False),
-    "sliced": _one_dimension(sliced=True),
+    "1d sliced": _one_dimension(sliced=True),
+    "dtensor": _by_dtensor(sliced=False),
+    "dtensor sliced": _by_dtensor(sliced=True),
     "2d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
     "2.5d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
     "3d": _grid(Cube("first"), Cube("second"), VocabularyCube(), heads="tp_row"),
 }
-HELD = {"sliced": "slices"} | dict.fromkeys(GRIDS, "channels")  # of tokens in a MoE layer, where not in copies
+HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
+    GRIDS, "channels"
+)  # of tokens in a MoE layer, where not in copies
 
 
 def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied") -> Plan:
@@ -138,7 +154,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
 
 def plan_for(run: sections.Run) -> Plan:
     """The recipe's."""
-    kind = "sliced" if run.tensor.sequence_parallel else run.tensor.kind
+    kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
     return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind if run.degrees.tp > 1 else "copied")
 
 

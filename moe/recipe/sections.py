@@ -20,7 +20,7 @@ from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
 from parallel.mesh import Degrees
 from parallel.tensor import linear_2p5d
-from parallel.tensor.sizes import GRIDS, grid_of
+from parallel.tensor.sizes import GRIDS, LINES, grid_of
 
 _LARGEST = 2**40
 
@@ -195,14 +195,16 @@ class Sharding(Section):
 
 
 class Tensor(Section):
-    kind: Literal["1d", "2d", "2.5d", "3d", "copied"] = Field(
+    kind: Literal["1d", "2d", "2.5d", "3d", "dtensor", "copied"] = Field(
         "1d",
         description="1d: heads, hidden units and vocabulary over tp (Megatron-LM); 2d (q x q ranks), 2.5d (depth x q x q), 3d (q x q x q): "
-        "weights and activations in blocks; copied: each rank of tp has all weights and the same tokens, a check of engines",
+        "weights and activations in blocks; dtensor: 1d by torch's DTensor; copied: each rank of tp has all weights and "
+        "the same tokens, a check of engines",
     )
     depth: int | None = Field(None, gt=0, description="of 2.5d: how many grids of q x q ranks; null: the smallest number above 1")
     sequence_parallel: bool = Field(
-        False, description="of 1d: between layers each rank of tp has a slice of every sequence (Megatron-LM), so norms and dropout too"
+        False,
+        description="of 1d and dtensor: between layers each rank of tp has a slice of every sequence, so norms and dropout too",
     )
 
 
@@ -364,7 +366,7 @@ class Run(Section):
 
     def dense_parts(self) -> int:
         """Into how many parts tp cuts heads, hidden units and the vocabulary."""
-        return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind == "1d" else self.tp_grid()[2]
+        return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind in LINES else self.tp_grid()[2]
 
     def head_copies(self) -> int:
         """How many ranks of tp hold the same key-value head: 1 where there are at least as many heads as ranks."""

@@ -80,6 +80,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "ulysses": {"kind": "ulysses"},
     "heads2": {"kind": "ring", "heads": 2},
 }
+SLICES = {"sliced": "1d", "dtensor_sliced": "dtensor"}  # of a case's `tensor` the kinds with tensor.sequence_parallel
+LINES = ("1d", "dtensor", *SLICES)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Case:
     padded: bool = False  # sequences end early: moe/verify/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
     tp: int = 1  # ranks with the same tokens
-    tensor: str = "copied"  # how they share weights: tensor.kind
+    tensor: str = "copied"  # how they share weights: tensor.kind, or a key of SLICES
     parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
     first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
     blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
@@ -143,7 +145,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
-            "tensor": {"kind": "1d" if self.tensor == "sliced" else self.tensor, "sequence_parallel": self.tensor == "sliced"},
+            "tensor": {"kind": SLICES.get(self.tensor, self.tensor), "sequence_parallel": self.tensor in SLICES},
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -356,7 +358,7 @@ def tensor_cases(nproc: int) -> list[Case]:
             found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
         found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
-    return found + _sliced_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
+    return found + _sliced_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
@@ -412,6 +414,24 @@ def _sliced_cases(nproc: int) -> list[Case]:
         for tensor in ("1d", "sliced")
     ]
     return found + (staged + both if nproc >= 4 else [])
+
+
+def _dtensor_cases(nproc: int) -> list[Case]:
+    """The parts of 1d, so fewer rows: what torch does within layers with each engine, recompute, tiles, slices, sp, stages and bf16."""
+    found = []
+    for world in (world for world in (2, 4) if world <= nproc):
+        one = partial(Case, world=world, tp=2, tensor="dtensor", microbatches=1)
+        for kind in ENGINES if world == 2 else ("ddp", "fsdp", "zero3"):
+            found += [one("gshard", kind, ep=world, precision="fp32")]
+        if world == 2:
+            found += [one("dense", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
+            found += [one("deepseek", "ddp", ep=2, precision="fp32", recompute=how) for how in ("full", "selective")]
+            found += [one("dense", "ddp", ep=1, precision="bf16"), one("deepseek", "zero3", ep=1, precision="bf16", recompute="full")]
+        sliced = replace(one("gshard", "ddp", ep=2, precision="fp32"), tensor="dtensor_sliced")
+        found += [sliced, replace(sliced, model="dense", ep=1, kind="zero3"), replace(sliced, precision="bf16")]
+    staged = replace(_staged("gshard", "ddp", 4, 2, "1f1b", "fp32"), microbatches=6, ep=2, tp=2, tensor="dtensor")
+    both = Case("dense", "ddp", 4, 1, 1, "fp32", tp=2, tensor="dtensor", sp=2, length=SLICED, attention="zigzag")
+    return found + ([staged, replace(staged, schedule="zb_h1"), both] if nproc >= 4 else [])
 
 
 def _staged_tensor_cases(nproc: int) -> list[Case]:

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from moe.verify.cases import GRIDS, Case
+from moe.verify.cases import GRIDS, LINES, Case
 from moe.verify.compare import NUMBERS, compare, gradient_deviations
 from moe.verify.layouts import compute
 from moe.verify.plain_model import Rounding
@@ -43,7 +43,7 @@ def twin_of(case: Case) -> Case:
     twin = Case(case.model, "ddp", 1, 1, 1, case.precision, experts=case.experts, layers=case.layers)
     twin = replace(twin, padded=case.padded, overflow=case.overflow, length=case.length, batch=case.batch)
     if case.precision != "fp32":
-        parts, blocks = (case.tp if case.tensor in ("1d", "sliced") else 1), (2 if case.tensor in GRIDS else 1)
+        parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))
         twin = replace(twin, parts=parts, blocks=blocks)
     return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from parallel.errors import BadInput
 
+LINES = ("1d", "dtensor")  # ranks on a line, each with heads, hidden units and rows of the vocabulary
 GRIDS = ("2d", "2.5d", "3d")
 
 

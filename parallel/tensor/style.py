@@ -90,8 +90,8 @@ class Plan:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
-        """Each row's style with the parameters that are its."""
-        for _, style in self._all():
+        """Each style, once, with the parameters of its rows."""
+        for style in {id(style): style for _, style in self._all()}.values():
             mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
             if mine:
                 yield style, mine

@@ -246,8 +246,13 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--tensor.sequence_parallel true",
-        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d on several ranks",
+        "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor on several ranks",
         "set degrees.tp to 2",
+    ),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tensor.kind dtensor --model.num_kv_heads 1",
+        "degrees.tp: got 2 with tensor.kind=dtensor, needed a divisor of model.num_kv_heads=1",
+        "set tensor.kind to 1d, which holds copies",
     ),
     ("show switch_tiny --nproc 2", "--nproc: got 2 without --plan", "add --plan"),
     ("show switch_tiny --plan --nproc 2 --rank 2", "--rank: got 2, needed 0 to 1", "another --nproc"),

@@ -29,7 +29,7 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import GRIDS, MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, reorderings, twin_of
 from moe.verify.twin import Result, reference
@@ -108,7 +108,7 @@ def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> No
         twin = twin_of(row)
         measured = [alone(twin), *(case for case, _ in reorderings(twin))]
         parts = row.dp * row.microbatches * (row.replicas if row.kind == "dp" else 1) * {"2d": 2, "2.5d": 4, "3d": 4}.get(row.tensor, 1)
-        ranks, blocks = (row.tp if row.tensor in ("1d", "sliced") else 1), (2 if row.tensor in GRIDS else 1)
+        ranks, blocks = (row.tp if row.tensor in LINES else 1), (2 if row.tensor in GRIDS else 1)
         own = replace(alone(twin), head_tiles=row.head_tiles * ranks, chunks=row.chunks, parts=ranks, blocks=blocks)
         assert replace(own, microbatches=parts) in measured, row
         cuts = {(c.head_tiles, c.chunks, c.parts, c.blocks) for c in measured}
