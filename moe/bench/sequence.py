@@ -5,8 +5,8 @@
     ulysses                                against gathering all keys and values, as Llama 3 does
     hidden                                 a link slowed by a known time: how many of a ring's hops are not behind its blocks
 
-A ratio is taken within each round and is the median over rounds, with its quartiles. Ranks share this machine's cores, so the time
-of a round is that of the slowest rank. `moe bench sequence --nproc 2 --json FILE`.
+A ratio is taken within each round and is the median over rounds, with its quartiles (moe/bench/races.py).
+`moe bench sequence --nproc 2 --json FILE`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from moe.bench.races import Race, race_row, slowest
 from moe.bench.timing import in_turn
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -46,16 +46,6 @@ LINK_S = 0.02  # of a slowed hop: less than a block takes
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Race:
-    """`ours` against `theirs`; `most`: the ratio that must not be exceeded, None where it is only told."""
-
-    name: str
-    ours: str
-    theirs: str
-    most: float | None
-
-
 RACES = (
     Race("ring contiguous", "contiguous", "peer contiguous", 1.0),
     Race("ring striped", "striped", "peer striped", 1.0),
@@ -70,23 +60,12 @@ def main(*, nproc: int = 2, rounds: int = 15, peers: str = "all", json: str | No
     torch.set_num_threads(1)
     with_peer = peers != "none" and _peer() is not None
     seconds = run_on_ranks(_times, nproc, nproc, rounds, with_peer, timeout_s=600)
-    slowest = {name: [max(rank[name][n] for rank in seconds) for n in range(rounds)] for name in seconds[0]}
-    rows = [_row(race, slowest, nproc) for race in RACES if {race.ours, race.theirs} <= slowest.keys()]
-    rows.append(_hidden_row(slowest, nproc))
+    times = slowest(seconds)
+    rows = [race_row(race, times, ranks=nproc) for race in RACES if {race.ours, race.theirs} <= times.keys()]
+    rows.append(_hidden_row(times, nproc))
     if json:
         write_json(json, verb="bench sequence", rows=rows, shape=[BATCH, LENGTH, HEADS, KV_HEADS, HEAD_SIZE], rounds=rounds)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))
-
-
-def _row(race: Race, seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
-    ratios = [a / b for a, b in zip(seconds[race.ours], seconds[race.theirs], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    row: dict[str, Any] = {"race": race.name, "ranks": ranks, "seconds": statistics.median(seconds[race.ours])}
-    row |= {"ratio": middle, "quartiles": [low, high]}
-    if race.most is not None:
-        row["passed"] = low <= race.most
-    print(f"{race.name:<28}{ranks} ranks {row['seconds']:8.3f} s   ratio {middle:5.2f} ({low:.2f} to {high:.2f})", flush=True)
-    return row
 
 
 def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
@@ -94,7 +73,7 @@ def _hidden_row(seconds: dict[str, list[float]], ranks: int) -> dict[str, Any]:
     hops = 3 * ranks - 2
     seen = statistics.median(slow - fast for slow, fast in zip(seconds["zigzag slowed"], seconds["zigzag"], strict=True)) / LINK_S
     row = {"race": "hops not hidden", "ranks": ranks, "hops": hops, "expected": 1, "measured": seen, "link_seconds": LINK_S}
-    print(f"{'hops not hidden':<28}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
+    print(f"{'hops not hidden':<36}{ranks} ranks {seen:8.2f} of {hops}, each {LINK_S} s; 1 has nothing to hide behind", flush=True)
     return row
 
 

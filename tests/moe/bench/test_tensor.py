@@ -1,0 +1,19 @@
+"""`moe bench tensor` at a small size: every way gives the same, and each race has its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe.bench import tensor
+
+
+def test_every_way_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor, "WIDTHS", {24: 4})
+    monkeypatch.setattr(tensor, "LENGTH", 10)
+    tensor.main(rounds=2, json=str(tmp_path / "tensor.json"))
+    rows = json.loads((tmp_path / "tensor.json").read_text())["rows"]
+    assert [row["race"] for row in rows] == [race.name for race in tensor.RACES]
+    assert all(row["apart"] <= tensor.WITHIN and row["ratio"] > 0 for row in rows)
