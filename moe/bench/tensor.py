@@ -10,7 +10,6 @@ what counts is the time that an operation takes beside its arithmetic. `moe benc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -53,7 +52,6 @@ Both = Callable[[], tuple[Tensor, Tensor]]
 def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
     """`moe bench tensor`: returns 1 if ours is slower than torch's, beyond the quartiles, or computes something else."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning)
     rows = []
     for width in WIDTHS:
         found = run_on_ranks(_measured, nproc, nproc, width, rounds, timeout_s=600)

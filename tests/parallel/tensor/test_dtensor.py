@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +201,6 @@ def test_torchs_styles_give_the_same_by_the_same_collectives(sliced: bool) -> No
 
     def work(rank: int) -> None:
         mesh = process.connect(Degrees(tp=2), World(rank, 2))
-        warnings.filterwarnings("ignore", category=FutureWarning)
         theirs = Theirs()
         with torch.device("meta"):
             ours = Ours()
