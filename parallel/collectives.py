@@ -140,7 +140,7 @@ def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()  # once here, and not in each product that reads it
 
 
 def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:

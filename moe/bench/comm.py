@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moe.bench import attention
+from moe.bench import attention, tensor_grids
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.sharded import CPU, PLAIN, ShardedKind, Started, kinds_of, load_engines, start, tokens_of, without_look_ahead
 from moe.launch import exit_codes
@@ -126,6 +126,8 @@ def main(*, kinds: str | None = None, nproc: int = 2, only: str | None = None, j
     """`moe bench comm`: returns 1 if an engine sends other bytes than theory says."""
     if kinds == "sequence":
         return attention.run("comm", "sent", nproc=nproc, json=json)
+    if kinds == "tensor":
+        return tensor_grids.run("comm", nproc=nproc, json=json)
     chosen = kinds_of(kinds or ",".join((*PLAIN, "deepspeed1", "deepspeed2", "deepspeed3")))
     torch.set_num_threads(1)
     load_engines(chosen)

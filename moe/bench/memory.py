@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from moe.bench import attention, resume, tiles
+from moe.bench import attention, resume, tensor_grids, tiles
 from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
 from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
@@ -150,6 +150,8 @@ def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, j
     """
     if kinds == "sequence":
         return attention.run("memory", "kept", nproc=nproc, json=json)
+    if kinds == "tensor":
+        return tensor_grids.run("memory", nproc=nproc, json=json)
     chosen = cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])

@@ -102,7 +102,9 @@ class Bench:
     nproc: int | None = _flag(None, "processes, where it runs on several")
     peers: str | None = _flag(None, "all, none, or names with commas between")
     only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
-    kinds: str | None = _flag(None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence")
+    kinds: str | None = _flag(
+        None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence, tensor"
+    )
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
     json: Path | None = _flag(None, "also write the table as JSON")
 
