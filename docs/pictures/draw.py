@@ -25,19 +25,24 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from moe.bench.tensor_grids import PAPER, forms_of  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import capacity, kept_choices  # noqa: E402
 from moe.train.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
+from parallel.layout import Layout  # noqa: E402
 from parallel.mesh import Degrees, Mesh  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
+from parallel.plan.tensor import cost  # noqa: E402
 from parallel.sequence.balanced import steps, task  # noqa: E402
 from parallel.sequence.order import ORDERS, Order  # noqa: E402
 from parallel.tensor.linear_1d import Column, Row  # noqa: E402
+from parallel.tensor.linear_2d import Block  # noqa: E402
+from parallel.tensor.linear_3d import Cube  # noqa: E402
 
 INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
 GREY, WHITE = "#e4e7eb", "#ffffff"
@@ -470,7 +475,114 @@ def sequence() -> Axes:
     return axes
 
 
-DRAWN = (layer, groups, mesh, tensor_1d, exchange, memory, schedules, pipelines, kfac, sequence)
+WORDS = {
+    "2D": (
+        "y on rank (i, j) is a sum over t:",
+        "x of rank (i, t) comes along row i,",
+        "W of rank (t, j) along column j,",
+        "then both multiply: q steps (SUMMA)",
+    ),
+    "3D": (
+        "gather x over rows, W over depth,",
+        "multiply, sum over columns and share out",
+        "the sequences: y lies as x with rows and",
+        "columns exchanged; a second product",
+        "turns it back",
+    ),
+}
+
+
+def tensor_grids() -> Axes:
+    """An 8 x 8 weight and 8 sequences of 8 channels: what each rank holds of them in 2D and in 3D."""
+    axes = canvas(104, 58)
+    for top, title, degrees, style in (
+        (32, "2D, 2 x 2 ranks", Degrees(tp=4, tp_col=2), Block()),
+        (2, "3D, 2 x 2 x 2 ranks", Degrees(tp=8, tp_col=2, tp_depth=2), Cube("first")),
+    ):
+        layout, meshes = style.layout("w", (8, 8)), [Mesh.of(degrees, rank) for rank in range(degrees.tp)]
+        note(axes, 2, top + 25, title, bold=True, color=INK, ha="left")
+        held = [("x: sequences down, channels across", 4, 2.4, [(read(m), *columns_of(m)) for m in meshes])]
+        held += [("W: outputs down, inputs across", 34, 2.4, [m_w(layout, m) for m in meshes])]
+        for words, left, unit, parts in held:
+            note(axes, left + 4 * unit, top + 21.4, words, size=9.5)
+            for rank, (down, start, stop) in enumerate(parts):
+                colour = EXPERTS[rank % 4]
+                w, h = unit * (stop - start), unit * (down.stop - down.start)
+                corner = (left + unit * start, top + 19 - unit * down.stop)
+                axes.add_patch(Rectangle(corner, w, h, facecolor=colour, edgecolor=WHITE, alpha=1.0 if rank < 4 else 0.55))
+                note(axes, corner[0] + w / 2, corner[1] + h / 2, str(rank), size=9, color=INK)
+        lines = WORDS[title[:2]]
+        for number, line in enumerate(lines):
+            note(axes, 62, top + 17 - 3.6 * number, line, ha="left", color=INK, size=11)
+    return axes
+
+
+def read(mesh: Mesh) -> slice:
+    """Of 8 sequences."""
+    axis = mesh.axis("tp_depth", "tp_row")
+    return slice(axis.index * 8 // axis.size, (axis.index + 1) * 8 // axis.size)
+
+
+def columns_of(mesh: Mesh) -> tuple[int, int]:
+    """Of 8 channels: from, to."""
+    axis = mesh.axis("tp_col")
+    return axis.index * 8 // axis.size, (axis.index + 1) * 8 // axis.size
+
+
+def m_w(layout: Layout, mesh: Mesh) -> tuple[slice, int, int]:
+    """A part of W: outputs, and inputs from, to."""
+    outputs, inputs = layout.region(mesh)
+    return outputs, inputs.start, inputs.stop
+
+
+def tensor_costs() -> Axes:
+    """A layer as wide as GPT-3's on more and more ranks: what a rank holds, keeps and sends; and where 3D begins to send less than 1D."""
+    figure, panels = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+    colours = dict(zip(("1d", "sliced", "2d", "2.5d", "3d"), (INK, SOFT, *EXPERTS[:3]), strict=True))
+    names = {"1d": "1D", "sliced": "1D, slices", "2d": "2D", "2.5d": "2.5D, depth 2", "3d": "3D"}
+
+    def grids(kind: str, ranks: int) -> tuple[int, int, int] | None:
+        found = [grid for name, grid in forms_of(ranks) if name == kind and (kind != "2.5d" or grid[0] == 2)]
+        return found[0] if found else None
+
+    rows = json.loads((HERE.parent / "benchmarks" / "comm-tensor.json").read_text())["rows"]
+    run = {(row["kind"], row["ranks"]) for row in rows if row["passed"]}  # on so many ranks what was sent is the formula, to the byte
+    for axes, what, label in zip(
+        panels, ("weights", "kept", "sent"), ("weights", "kept for the backward pass", "sent, both passes"), strict=False
+    ):
+        for kind, colour in colours.items():
+            line = kind in ("1d", "sliced")
+            shapes = [(ranks, grids(kind, ranks)) for ranks in range(2, 513) if not line or ranks & (ranks - 1) == 0]
+            known = [(ranks, cost(kind, grid, PAPER)) for ranks, grid in shapes if grid is not None]
+            values = [(found.forward + found.backward if what == "sent" else getattr(found, what)) / 2**20 for _, found in known]
+            axes.plot([ranks for ranks, _ in known], values, color=colour, marker=".", label=names[kind])
+            counted = [at for at in zip([ranks for ranks, _ in known], values, strict=True) if (f"tensor {kind}", at[0]) in run]
+            axes.plot(*zip(*counted, strict=True), "o", color=colour, fillstyle="none", markersize=9)
+        axes.set(xscale="log", yscale="log", title=f"{label}, MiB a rank", xlabel="ranks")
+        axes.set_xticks([2, 8, 64, 512], ["2", "8", "64", "512"])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    widths = [2**n for n in range(9, 16)]
+    for kind in ("2d", "2.5d", "3d"):
+        for ranks, style in ((64, "-"), (512, ":")):
+            grid = grids(kind, ranks)
+            if grid is None:
+                continue
+            ratios = []
+            for width in widths:
+                of = replace(PAPER, width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width)
+                one, found = cost("1d", (1, 1, ranks), of), cost(kind, grid, of)
+                ratios.append((found.forward + found.backward) / (one.forward + one.backward))
+            panels[3].plot(widths, ratios, style, color=colours[kind], label=f"{names[kind]}, {ranks} ranks")
+    panels[3].axhline(1, color=LINE)
+    panels[3].set(yticks=[0.1, 0.3, 1, 3])
+    panels[3].set(xscale="log", yscale="log", title="sent, of what 1D sends", xlabel="width (8,192 tokens)")
+    panels[0].legend(fontsize=9)
+    panels[3].legend(fontsize=7.5)
+    return panels[0]
+
+
+DRAWN = (layer, groups, mesh, tensor_1d, tensor_grids, tensor_costs, exchange, memory, schedules, pipelines, kfac, sequence)
 PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in DRAWN}
 
 

@@ -2,7 +2,7 @@
 
     fp32           the plain twin; each number within 1e-5
     bf16, fp16     one process in that precision; each number within twice what reordering does, measured here: other micro-batches,
-                   the plain kernels, and for rows that cut the head, the loss or sums within layers, that too. And the plain twin
+                   the plain kernels, both, and for rows that cut the head, the loss or sums within layers, that too. And the plain twin
                    in fp32; each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
                    so that one process cannot be wrong in 16 bits unseen
 
@@ -58,13 +58,14 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     """The sums of `alone(twin)` in the other orders that its rows have, all on one process: cases, each with the kernels it runs on.
 
     Other micro-batches stand for replicas of the data too, which sum the same parts over ranks; the plain kernels multiply by the
-    gate in another place. A head in tiles rounds the gradient of its input tile by tile, which moves the gradient norm more than any
-    cut of the batch does; so it counts for the rows that have it, and is no excuse for the others. So do layers whose sums over heads
-    and hidden units are those of partial results, and attention in slices, whose results are rounded before they merge.
+    gate in another place. Each cut is measured with both kernels: a token at a near tie may go elsewhere only where both change. A head
+    in tiles rounds the gradient of its input tile by tile, which moves the gradient norm more than any cut of the batch does; so it
+    counts for the rows that have it, and is no excuse for the others. So do layers whose sums over heads and hidden units are those of
+    partial results, products in blocks, and attention in slices, whose results are rounded before they merge.
     """
     one = alone(twin)
-    yield from ((replace(one, microbatches=m), "cpu") for m in CUTS)
     yield one, "reference"
+    yield from ((replace(one, microbatches=m), kernels) for m in CUTS for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
         yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
