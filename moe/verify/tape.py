@@ -40,38 +40,38 @@ class Step:
 
 @dataclass
 class Tape:
-    """`forward`: by step and name, the tokens' places and their values, in the order in which they came."""
+    """`forward`: by step and name, the tokens' places, their values and the channel that these begin with, in the order they came in."""
 
-    forward: dict[tuple[int, str], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     length: int = LENGTH  # of a sequence
     batch: int = BATCH  # sequences of a step
 
-    def note(self, step: int, name: str, places_T: Tensor, values: Tensor) -> None:
-        """`values` [..., width] of these tokens. What comes a second time is a pass that was computed again."""
+    def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
+        """`values` [..., width] of these tokens, channels from the `first` on. What comes a second time was computed again."""
         if step >= TAPED:
             return
         held = self.forward.setdefault((step, name), [])
-        if any(torch.equal(places_T, before) for before, _ in held):
+        if any(torch.equal(places_T, before) for before, *_ in held):
             if not name.endswith(AGAIN):
-                self.note(step, name + AGAIN, places_T, values)
+                self.note(step, name + AGAIN, places_T, values, first=first)
             return
-        held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone()))
+        held.append((places_T, values.detach().reshape(len(places_T), -1).float().clone(), first))
 
     def whole(self, step: int, name: str) -> Tensor | None:
         """[tokens of the batch, width]; NaN where nothing was noted; None where nothing was at all."""
         parts = self.forward.get((step, name))
         if not parts:
             return None
-        out = torch.full((self.batch * self.length, parts[0][1].shape[1]), torch.nan)
-        for places_T, values in parts:
-            out[places_T] = values
+        out = torch.full((self.batch * self.length, max(first + values.shape[1] for _, values, first in parts)), torch.nan)
+        for places_T, values, first in parts:
+            out[places_T, first : first + values.shape[1]] = values
         return out
 
 
 def plain(tape: Tape) -> dict[str, Any]:
     """As what torch.load(weights_only=True) reads."""
-    forward = [[step, name, places, values] for (step, name), parts in tape.forward.items() for places, values in parts]
+    forward = [[step, name, *part] for (step, name), parts in tape.forward.items() for part in parts]
     return {"forward": forward, "steps": [vars(step) for step in tape.steps], "length": tape.length, "batch": tape.batch}
 
 
@@ -79,8 +79,8 @@ def of_ranks(parts: list[dict[str, Any]]) -> Tape:
     """One tape from what each rank wrote: tokens from all of them, and pieces of tensors added up."""
     tape = Tape(steps=[Step(**step) for step in parts[0]["steps"]], length=parts[0]["length"], batch=parts[0]["batch"])
     for number, part in enumerate(parts):
-        for step, name, places, values in part["forward"]:
-            tape.forward.setdefault((step, name), []).append((places, values))
+        for step, name, places, values, first in part["forward"]:
+            tape.forward.setdefault((step, name), []).append((places, values, first))
         for mine, theirs in zip(tape.steps, part["steps"], strict=True) if number else ():
             for kind in ("gradients", "moments", "weights"):
                 held = getattr(mine, kind)
@@ -93,7 +93,8 @@ def listen(model: nn.Module, tape: Tape) -> None:
     """Have every part of the model note what it gives while gradients are taken."""
     assert isinstance(model, Transformer)
     now = threading.local()  # replicas of DP run in threads
-    places = next((block.places for block in model.layers if isinstance(block, Block)), None)  # of what is between layers here
+    held = next((block for block in model.layers if isinstance(block, Block)), None)
+    places, first = (None, 0) if held is None else (held.places, held.first_channel)  # of what is between layers here
 
     def between(context: Any) -> Any:
         if places is None:
@@ -108,7 +109,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
             second_pass = context is None and _seen(tape, name, now)
             if torch.is_grad_enabled() and not second_pass:
                 context = context or now.context
-                tape.note(context.step, name, context.position_T, pick(output))
+                tape.note(context.step, name, context.position_T, pick(output), first=0 if pick is _gates else first)
 
         return hook
 
@@ -116,7 +117,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             now.context = between(_context(args, kwargs))
             if layer == 0 and torch.is_grad_enabled():
-                tape.note(now.context.step, "embedding", now.context.position_T, args[0])
+                tape.note(now.context.step, "embedding", now.context.position_T, args[0], first=first)
 
         return hook
 
@@ -150,4 +151,4 @@ def _context(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _seen(tape: Tape, name: str, now: threading.local) -> bool:
     """Whether a part that is not told its tokens runs again: then it is not known which."""
     held = tape.forward.get((now.context.step, name), ())
-    return any(torch.equal(now.context.position_T, places) for places, _ in held)
+    return any(torch.equal(now.context.position_T, places) for places, *_ in held)
