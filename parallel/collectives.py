@@ -90,22 +90,23 @@ def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> 
     return work
 
 
-def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis) -> None:
-    """This rank's part along dim 0 of the sum of the ranks' contiguous `parts` into `out`."""
+def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
+    """This rank's part along dim 0 of the sum of the ranks' contiguous `parts` into `out`; what to wait for, where it is not here."""
     count(axis, "reduce_scatter", parts)
-    _reduce_scatter(out, parts, group=axis.group)
+    work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
+    return work
 
 
 class Started:
-    """A tensor that a broadcast or a sum is on its way to: not to be read, nor what it comes from changed, before `wait`."""
+    """A tensor that a collective is on its way to: not to be read, nor what it comes from (`of`, kept alive) changed, before `wait`."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, work: dist.Work | None, of: Tensor | None = None) -> None:
+        self._tensor, self._work, self._of = tensor, work, of
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._of = None
         return self._tensor
 
 
@@ -124,6 +125,32 @@ def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
         return Started(tensor, None)
     count(axis, "reduce", tensor)
     return Started(tensor, dist.reduce(tensor, dst=axis.ranks[root], op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
+
+
+def start_sum(tensor: Tensor, axis: Axis) -> Started:
+    """The sum of the ranks' contiguous tensors, in place, on all of them."""
+    if axis.size == 1:
+        return Started(tensor, None)
+    count(axis, "all_reduce", tensor)
+    return Started(tensor, dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True))
+
+
+def start_gather(mine: Tensor, axis: Axis) -> Started:
+    """The ranks' tensors one after another along dim 0, on every rank."""
+    mine = mine.contiguous()
+    if axis.size == 1:
+        return Started(mine, None)
+    out = mine.new_empty((axis.size * len(mine), *mine.shape[1:]))
+    return Started(out, gather_into(out, mine, axis, wait=False), mine)
+
+
+def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
+    """This rank's part along dim 0 of the sum of the ranks' tensors."""
+    parts = parts.contiguous()
+    if axis.size == 1:
+        return Started(parts, None)
+    out = parts.new_empty((len(parts) // axis.size, *parts.shape[1:]))
+    return Started(out, scatter_sum_into(out, parts, axis, wait=False), parts)
 
 
 def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:

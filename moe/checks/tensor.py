@@ -15,6 +15,8 @@ def check_tensor(run: Run) -> None:
         raise BadInput("degrees.tp", got=tp, needed="a whole number of at least 1", fix="set degrees.tp to 1")
     if run.tensor.sequence_parallel:
         _check_slices(run)
+    if run.tensor.overlap_chunks > 1:
+        _check_overlap(run)
     if run.tensor.depth is not None and run.tensor.kind != "2.5d":
         raise BadInput(
             "tensor.depth", got=f"{run.tensor.depth} with tensor.kind={run.tensor.kind}", needed="tensor.kind 2.5d", fix="set it to null"
@@ -57,6 +59,24 @@ def _check_slices(run: Run) -> None:
             got=length,
             needed=f"a multiple of {words} with tensor.sequence_parallel",
             fix=f"set it to {max(1, round(length / ways)) * ways}",
+        )
+
+
+def _check_overlap(run: Run) -> None:
+    """Runs of tokens are summed as they come out of one product, of 1D."""
+    if run.degrees.tp == 1 or run.tensor.kind != "1d":
+        raise BadInput(
+            "tensor.overlap_chunks",
+            got=f"{run.tensor.overlap_chunks} with degrees.tp={run.degrees.tp} and tensor.kind={run.tensor.kind}",
+            needed="tensor.kind 1d on several ranks, which sums what a product gives",
+            fix="set tensor.overlap_chunks to 1, or degrees.tp to 2 and tensor.kind to 1d",
+        )
+    if run.tiling.ffn > 1:
+        raise BadInput(
+            "tensor.overlap_chunks",
+            got=f"{run.tensor.overlap_chunks} with tiling.ffn={run.tiling.ffn}",
+            needed="whole networks: of tiles only the last one's product is followed by the sum over tp",
+            fix="set tensor.overlap_chunks or tiling.ffn to 1",
         )
 
 

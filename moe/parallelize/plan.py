@@ -136,18 +136,18 @@ HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
 )  # of tokens in a MoE layer, where not in copies
 
 
-def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied") -> Plan:
+def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied", chunks: int = 1) -> Plan:
     """What no row fits is copied, and its copies see the same tokens: norms, and without `tensor` all that is dense.
 
     In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each:
-    its router, and the networks beside its experts.
+    its router, and the networks beside its experts. `chunks`: as tensor.overlap_chunks.
     """
     return Plan(
         (
             ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
-            *TENSOR[tensor],
+            *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Row) else kind) for pattern, kind in TENSOR[tensor]),
         )
     )
 
@@ -155,7 +155,8 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
 def plan_for(run: sections.Run) -> Plan:
     """The recipe's."""
     kind = f"{run.tensor.kind} sliced" if run.tensor.sequence_parallel else run.tensor.kind
-    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind if run.degrees.tp > 1 else "copied")
+    kind = kind if run.degrees.tp > 1 else "copied"
+    return plan_of(run.dispatch, kernels=run.experts.kernels, tensor=kind, chunks=run.tensor.overlap_chunks)
 
 
 def lay_out(model: nn.Module, plan: Plan | None = None) -> dict[str, Layout]:

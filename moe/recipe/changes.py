@@ -54,7 +54,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "degrees": "dp ep etp tp sp pp",
         "sharding": "kind replicas stage engine reshard prefetch allow_slow",
         "sharding.offload": "optimizer parameters path",
-        "tensor": "kind depth sequence_parallel",
+        "tensor": "kind depth sequence_parallel overlap_chunks",
         "sequence": "kind order heads keep_attention",
         "pipeline": "microbatches chunks layers pipelines energy_plan",
         "tiling": "ffn head",

@@ -206,6 +206,11 @@ class Tensor(Section):
         False,
         description="of 1d and dtensor: between layers each rank of tp has a slice of every sequence, so norms and dropout too",
     )
+    overlap_chunks: int = Field(
+        1,
+        gt=0,
+        description="of 1d: tokens of a layer's second product are cut into so many runs; one is computed, the one before is summed",
+    )
 
 
 class Sequence(Section):

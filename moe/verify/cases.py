@@ -80,8 +80,13 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "ulysses": {"kind": "ulysses"},
     "heads2": {"kind": "ring", "heads": 2},
 }
-SLICES = {"sliced": "1d", "dtensor_sliced": "dtensor"}  # of a case's `tensor` the kinds with tensor.sequence_parallel
-LINES = ("1d", "dtensor", *SLICES)
+FORMS: dict[str, dict[str, Any]] = {  # of a case's `tensor`, beside the kinds alone
+    "sliced": {"kind": "1d", "sequence_parallel": True},
+    "overlapped": {"kind": "1d", "overlap_chunks": 3},
+    "overlapped_sliced": {"kind": "1d", "sequence_parallel": True, "overlap_chunks": 3},
+    "dtensor_sliced": {"kind": "dtensor", "sequence_parallel": True},
+}
+LINES = ("1d", "dtensor", *FORMS)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Case:
     padded: bool = False  # sequences end early: moe/verify/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
     tp: int = 1  # ranks with the same tokens
-    tensor: str = "copied"  # how they share weights: tensor.kind, or a key of SLICES
+    tensor: str = "copied"  # how they share weights: tensor.kind, or a key of FORMS
     parts: int = 1  # on one process: sums within layers taken as so many ranks of tp take them (moe/verify/in_parts.py),
     first_part: int = 0  # from this one on: all-reduces in a ring add up each run of elements from another rank on
     blocks: int = 1  # on one process: products in so many blocks each way, as a grid of tp has them (moe/verify/in_blocks.py)
@@ -145,7 +150,7 @@ class Case:
             "experts": {"num_experts": self.experts, "kernels": "cpu"},
             "degrees": {"dp": self.dp, "pp": self.pp, "tp": self.tp, "sp": self.sp, "ep": self.ep, "etp": self.etp},
             "sequence": self._sequence() if self.sp > 1 else {},
-            "tensor": {"kind": SLICES.get(self.tensor, self.tensor), "sequence_parallel": self.tensor in SLICES},
+            "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
             "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
@@ -358,7 +363,9 @@ def tensor_cases(nproc: int) -> list[Case]:
             found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
         found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
-    return found + _sliced_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
+    return (
+        found + _sliced_cases(nproc) + _overlapped_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
+    )
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
@@ -414,6 +421,18 @@ def _sliced_cases(nproc: int) -> list[Case]:
         for tensor in ("1d", "sliced")
     ]
     return found + (staged + both if nproc >= 4 else [])
+
+
+def _overlapped_cases(nproc: int) -> list[Case]:
+    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients."""
+    if nproc < 2:
+        return []
+    one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
+    found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
+    found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
+    found += [replace(one("dense", "ddp", ep=1, tensor=tensor), precision="bf16") for tensor in ("overlapped", "overlapped_sliced")]
+    staged = [replace(_staged("gshard", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="overlapped_sliced")]
+    return found + (staged if nproc >= 4 else [])
 
 
 def _dtensor_cases(nproc: int) -> list[Case]:

@@ -29,6 +29,7 @@ from parallel.collectives import all_gather, all_reduce, reduce_backward, reduce
 from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh, view_of
+from parallel.tensor.overlapped import row_product
 from parallel.tensor.style import Shape
 
 
@@ -55,19 +56,32 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Inputs of a product over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer that holds the product."""
+    """Inputs of a product over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer that holds the product.
+
+    `chunks` above 1: the sum begins before the product ends (parallel/tensor/overlapped.py), so it fills `product` of the module instead.
+    """
 
     axis: str = "tp"
     sliced: bool = False
+    chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {1: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        if self.chunks > 1:
+            return self._overlap(model, layouts, mesh)
         for path in layers_of(layouts):
             axis = tensor_axis(mesh, path)
             leave = partial(reduce_scatter, axis=axis, dim=1) if self.sliced else partial(all_reduce, axis=axis)
             model.get_submodule(path).leave = leave  # type: ignore[assignment]
+
+    def _overlap(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+        for name in layouts:
+            assert without_tiles(name) == name, f"{name} is a tile: the sum of tiles is what is summed over ranks"
+            axis = tensor_axis(mesh, name.rsplit(".", 2)[0])
+            product = partial(row_product, axis=axis, chunks=self.chunks, sliced=self.sliced)
+            model.get_submodule(name.rpartition(".")[0]).product = product  # type: ignore[assignment]
 
 
 def layers_of(layouts: Mapping[str, Layout]) -> list[str]:

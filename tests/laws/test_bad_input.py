@@ -250,6 +250,16 @@ CASES: list[tuple[str, str, str]] = [
         "set degrees.tp to 2",
     ),
     (
+        T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --tensor.overlap_chunks 2",
+        "tensor.overlap_chunks: got 2 with degrees.tp=2 and tensor.kind=copied, needed tensor.kind 1d on several ranks",
+        "set tensor.overlap_chunks to 1",
+    ),
+    (
+        T + "--nproc 2 --degrees.tp 2 --tensor.overlap_chunks 2 --tiling.ffn 2",
+        "tensor.overlap_chunks: got 2 with tiling.ffn=2, needed whole networks",
+        "set tensor.overlap_chunks or tiling.ffn to 1",
+    ),
+    (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind dtensor --model.num_kv_heads 1",
         "degrees.tp: got 2 with tensor.kind=dtensor, needed a divisor of model.num_kv_heads=1",
         "set tensor.kind to 1d, which holds copies",

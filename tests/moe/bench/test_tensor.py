@@ -13,7 +13,11 @@ from moe.bench import tensor
 def test_every_way_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "WIDTHS", {24: 4})
     monkeypatch.setattr(tensor, "LENGTH", 10)
+    monkeypatch.setattr(tensor, "TOKENS", 8)
+    monkeypatch.setattr(tensor, "LINK_S", 0.001)
     tensor.main(rounds=2, json=str(tmp_path / "tensor.json"))
     rows = json.loads((tmp_path / "tensor.json").read_text())["rows"]
-    assert [row["race"] for row in rows] == [race.name for race in tensor.RACES]
-    assert all(row["apart"] <= tensor.WITHIN and row["ratio"] > 0 for row in rows)
+    races, hidden = rows[: len(tensor.RACES)], rows[len(tensor.RACES) :]
+    assert [row["race"] for row in races] == [race.name for race in tensor.RACES]
+    assert all(row["apart"] <= tensor.WITHIN and row["ratio"] > 0 for row in races)
+    assert [row["expected"] for row in hidden] == [1 / chunks for chunks in tensor.CHUNKS]
