@@ -10,7 +10,8 @@
     all_to_all       all_to_all with the splits exchanged          (also started and finished apart, both ways)
     shift            shift the other way
 
-On an axis of size 1 each is the identity and costs nothing. Sums of a backward pass are fp32, whatever the dtype.
+On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 at least; the other sums
+are in the tensor's dtype.
 Bytes are counted logically, never from time, per axis and collective: calls, bytes handed to the collective, and bytes that leave
 this rank. The counts belong to the axis's communicator (parallel/communicator.py).
 """
