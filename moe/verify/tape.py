@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from moe.model.transformer import Block, Transformer
 from moe.verify.cases import BATCH, LENGTH
+from parallel.tensor.sliced import SlicePlaces
 
 TAPED = 3  # steps: the second one is the first with moments, the third the first after a skipped one
 AGAIN = " again"
@@ -95,11 +96,14 @@ def listen(model: nn.Module, tape: Tape) -> None:
     now = threading.local()  # replicas of DP run in threads
     held = next((block for block in model.layers if isinstance(block, Block)), None)
     places, first = (None, 0) if held is None else (held.places, held.first_channel)  # of what is between layers here
+    axis = places.axis if isinstance(places, SlicePlaces) else None
 
     def between(context: Any) -> Any:
-        if places is None:
+        """Which columns these are is worked out again: the model's own answer may be what is wrong."""
+        if axis is None:
             return context
-        return context.of_columns(places(len(context.position_T) // len(context.sequence_B)))
+        each = len(context.position_T) // len(context.sequence_B) // axis.size
+        return context.of_columns(slice(axis.index * each, (axis.index + 1) * each))
 
     def noted(name: str, pick: Callable[[Any], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.verify.mutations import gradients, optimizer, pipeline, precision, routing
+from moe.verify.mutations import gradients, optimizer, pipeline, precision, routing, sequence, tensor
 from moe.verify.mutations.mutation import Mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -11,4 +11,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     *precision.MUTATIONS,
     *optimizer.MUTATIONS,
     *pipeline.MUTATIONS,
+    *tensor.MUTATIONS,
+    *sequence.MUTATIONS,
 )

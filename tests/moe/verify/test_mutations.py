@@ -35,7 +35,7 @@ def test_what_a_mutation_replaces_is_there_and_is_put_back() -> None:
 
 def test_mutations_are_many_their_layouts_are_those_of_verify_and_each_has_a_source() -> None:
     assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
-    listed = {kind: set(cases(4, kinds=(kind,))) for kind in KINDS}
+    listed = {kind: set(cases(8, kinds=(kind,))) for kind in KINDS}
     assert [m.name for m in MUTATIONS if m.case not in listed[m.kind]] == []
     assert [m.name for m in MUTATIONS if not re.search(r"[\w-]+/[\w-]+(#\d+|: )|arXiv \d{4}\.\d{5}", m.source)] == []
     reported = re.compile(r"[\w-]+/[\w-]+#\d+|arXiv \d{4}\.\d{5}")
