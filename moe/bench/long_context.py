@@ -23,7 +23,7 @@ from moe.launch import exit_codes
 from moe.records.metrics import read
 from moe.records.results import write_json
 
-RECIPE, LIMIT_BYTES, SHORT, TOLERANCE = "long_context_tiny", 1500 * 2**20, 4096, 1e-5
+RECIPE, LIMIT_BYTES, SHORT, TOLERANCE = "long_context_tiny", 1000 * 2**20, 4096, 1e-5
 FLAGS = ("--precision.compute=fp32", "--train.eval_every=0", "--train.measure_speed=false", "--train.report=false")
 ALONE = ("--nproc", "1", "--degrees.sp=1")
 TOGETHER = ("--nproc", "4")
