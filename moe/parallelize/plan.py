@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -20,12 +21,13 @@ from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import style
 from parallel.tensor.dtensor import DTensorColumn, DTensorRow
-from parallel.tensor.grid import ByChannels, Channels, ChannelsNorm
+from parallel.tensor.exchanged import Exchanged
+from parallel.tensor.grid import Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sizes import GRIDS
-from parallel.tensor.sliced import Exchanged, Sliced
+from parallel.tensor.sliced import Sliced
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyRows
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
@@ -42,8 +44,8 @@ def _name_of(path: str) -> str:
 # how ranks hold the tokens of a layer together: over which axis, and how each comes to whole sequences
 SHARED: dict[str, tuple[str, Callable[[Axis], Exchange] | None]] = {
     "copies": ("tp", None),
-    "slices": ("tp", Exchanged),
-    "channels": ("tp_col", ByChannels),
+    "slices": ("tp", partial(Exchanged, dim=1)),
+    "channels": ("tp_col", partial(Exchanged, dim=2)),
 }
 EXPERTS = Stacked("ep", hidden="etp", hidden_dim=HIDDEN_DIM, name_of=_name_of)
 

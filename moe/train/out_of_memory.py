@@ -3,8 +3,9 @@
     with during("the optimizer's step"): ...      leaves its name on an exception that passes
     did_not_fit(error, run, cpu=...)              the line, or None where it was not memory
 
-What to try follows the decision guide, one step at a time: activations first where they are what failed, then the model's
-states: shard them, then the host's memory, then a disk, then the largest layer in tiles.
+What to try follows the decision guide, one step at a time: activations first where they are what failed (a single sequence that is
+larger than the model's states is cut over ranks), then the states: shard them, then the host's memory, then a disk, then the largest
+layer in tiles.
 Source of the order: ZeRO-Infinity (arXiv 2104.07857), section 3.
 """
 
@@ -65,6 +66,9 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
     held = run.train.global_batch // (run.degrees.dp if isinstance(run.degrees.dp, int) else world)
     if where == PASSES and held // microbatches > 1 and microbatches < 4:
         return f"--pipeline.microbatches {2 * microbatches}"
+    if where == PASSES and held // microbatches <= 1 and _is_long(run):
+        more = 2 * max(1, run.degrees.sp)
+        return f"--degrees.sp {more} and start {2 * world} processes: --nproc {2 * world}"
     if world > 1 and s.kind != "fsdp" and (s.kind, s.stage) != ("zero", 3):
         return _ZERO_3
     if not cpu and s.offload.optimizer == "none":
@@ -72,3 +76,9 @@ def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
     if s.offload.parameters != "nvme":
         return f"{_ZERO_3} --sharding.offload.optimizer nvme --sharding.offload.parameters nvme --sharding.offload.path FOLDER_ON_A_DISK"
     return f"--tiling.ffn {4 * run.tiling.ffn}"
+
+
+def _is_long(run: Run) -> bool:
+    """Whether what full recompute keeps of one sequence on a rank, each layer's input, is more than weights, gradients and moments."""
+    m, total = run.model, flops.size(run.model, run.experts, run.router, vocab_size=run.vocab_size).total
+    return 4 * m.max_length * m.d_model * m.num_layers > 16 * total * max(1, run.degrees.sp)

@@ -3,7 +3,7 @@
     x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
     norm          its statistics are of all channels: two numbers a token are exchanged along tp_col
-    MoE layer     a token is routed whole: channels of all against sequences of all, along tp_col, so each token is on one rank; and back
+    MoE layer     a token is routed whole: channels of all against sequences of all (parallel/tensor/exchanged.py)
     3D inside     a layer's inner sequences are others (parallel/tensor/linear_3d.py): what is known of them turns from tp_row to tp_col
 
 Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
@@ -18,10 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from parallel.collectives import Messages, all_gather, all_to_all, gathered, sum_over
+from parallel.collectives import Messages, gathered, sum_over
 from parallel.layout import Layout
 from parallel.mesh import GRID, Axis, Mesh
 from parallel.tensor.style import Shape
@@ -103,33 +102,6 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     means, variances = both.unbind(1)
     overall = means.mean(0)
     return overall, (variances + (means - overall).square()).mean(0)
-
-
-class ByChannels:
-    """How the ranks of tp_col, which have the same tokens, some channels each, come to whole tokens of some sequences each, and back."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def cut(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, D] of each rank to [B / q, L, q D]."""
-        each = [x_BLD.shape[0] // self.axis.size] * self.axis.size
-        rows = all_to_all(x_BLD.contiguous(), self.axis, send=each, receive=each)
-        return rearrange(rows, "(q b) l d -> b l (q d)", q=self.axis.size)
-
-    def join(self, y_BLD: Tensor) -> Tensor:
-        """The way back."""
-        each = [y_BLD.shape[0]] * self.axis.size
-        rows = rearrange(y_BLD, "b l (q d) -> (q b) l d", q=self.axis.size)
-        return all_to_all(rows.contiguous(), self.axis, send=each, receive=each)
-
-    def whole(self, x_BLD: Tensor) -> Tensor:
-        """All channels of all tokens, on every rank."""
-        return all_gather(x_BLD, self.axis, dim=2)
-
-    def mine(self, y_BLD: Tensor) -> Tensor:
-        """This rank's channels of what every rank has."""
-        return y_BLD.chunk(self.axis.size, 2)[self.axis.index].contiguous()
 
 
 @dataclass(frozen=True)

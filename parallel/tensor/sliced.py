@@ -16,15 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from einops import rearrange
-from torch import Tensor, nn
+from torch import nn
 
-from parallel.collectives import all_gather, all_to_all
 from parallel.layout import Layout, dense
 from parallel.mesh import Axis, Mesh
 from parallel.tensor.style import Shape
-
-# B batch, L length of a slice, D model
 
 
 @dataclass(frozen=True)
@@ -52,30 +48,3 @@ class SlicePlaces:
     def __call__(self, length: int) -> slice:
         each = length // self.axis.size
         return slice(self.axis.index * each, (self.axis.index + 1) * each)
-
-
-class Exchanged:
-    """Slices of all sequences to whole ones of some, by all-to-all, and back."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def cut(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, D] of each rank to [B / t, t L, D]."""
-        each = [x_BLD.shape[0] // self.axis.size] * self.axis.size
-        rows = all_to_all(x_BLD.contiguous(), self.axis, send=each, receive=each)
-        return rearrange(rows, "(t b) l d -> b (t l) d", t=self.axis.size)
-
-    def join(self, y_BLD: Tensor) -> Tensor:
-        """The way back."""
-        each = [y_BLD.shape[0]] * self.axis.size
-        rows = rearrange(y_BLD, "b (t l) d -> (t b) l d", t=self.axis.size)
-        return all_to_all(rows.contiguous(), self.axis, send=each, receive=each)
-
-    def whole(self, x_BLD: Tensor) -> Tensor:
-        """All slices of all sequences, on every rank."""
-        return all_gather(x_BLD, self.axis, dim=1)
-
-    def mine(self, y_BLD: Tensor) -> Tensor:
-        """This rank's slice of what every rank has."""
-        return y_BLD.chunk(self.axis.size, 1)[self.axis.index].contiguous()

@@ -51,6 +51,15 @@ def test_other_errors_are_not(error: BaseException) -> None:
     assert did_not_fit(error, run_with(), world=1, cpu=True) is None
 
 
+def test_a_long_sequence_is_cut_over_ranks_until_it_is_not_what_fills_memory() -> None:
+    """One at a time already, and larger than the model: sharding weights would not help."""
+    one = {"global_batch": 1, "eval_sequences": 1}
+    for sp, advice in ((1, "--degrees.sp 2 and start 2 processes: --nproc 2"), (64, "--sharding.kind zero")):
+        values = {"model": {"num_layers": 2, "max_length": 65536}, "train": one, "recompute": {"kind": "full"}, "degrees": {"sp": sp}}
+        assert next_step(build_run(values), PASSES, world=sp, cpu=True).startswith(advice)
+    assert not next_step(build_run(values), STEP, world=1, cpu=True).startswith("--degrees.sp")
+
+
 @pytest.mark.parametrize("where", [WEIGHTS, STATES, RESUMING, PASSES, STEP])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cpu", [True, False])

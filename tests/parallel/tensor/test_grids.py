@@ -20,7 +20,8 @@ from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
 from parallel.tensor import linear_2p5d
-from parallel.tensor.grid import ByChannels, ChannelsNorm
+from parallel.tensor.exchanged import Exchanged
+from parallel.tensor.grid import ChannelsNorm
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
 from parallel.tensor.sizes import GRIDS as GRIDS_OF
@@ -149,7 +150,7 @@ def test_tokens_come_to_one_rank_whole_and_go_back() -> None:
 
     def work(rank: int) -> None:
         axis = process.connect(Degrees(tp=4, tp_col=2), World(rank, 4)).axis("tp_col")
-        mine, exchange = x[..., 3 * axis.index : 3 * axis.index + 3].clone().requires_grad_(), ByChannels(axis)
+        mine, exchange = x[..., 3 * axis.index : 3 * axis.index + 3].clone().requires_grad_(), Exchanged(axis, dim=2)
         assert torch.equal(exchange.cut(mine), x[2 * axis.index : 2 * axis.index + 2])
         assert torch.equal(exchange.whole(mine), x) and torch.equal(exchange.mine(x), mine)
         back = exchange.join(exchange.cut(mine).sin())

@@ -11,7 +11,8 @@ from parallel import process
 from parallel.communicator import Count
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
-from parallel.tensor.sliced import Exchanged, Sliced, SlicePlaces
+from parallel.tensor.exchanged import Exchanged
+from parallel.tensor.sliced import Sliced, SlicePlaces
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import start
 
@@ -26,7 +27,7 @@ def test_slices_become_whole_sequences_and_slices_again() -> None:
     def work(rank: int) -> None:
         axis = process.connect(Degrees(tp=2), World(rank, 2)).axis("tp")
         mine = x[:, rank * L // 2 : (rank + 1) * L // 2].clone().requires_grad_()
-        cut, exchange = x[rank * B // 2 : (rank + 1) * B // 2], Exchanged(axis)
+        cut, exchange = x[rank * B // 2 : (rank + 1) * B // 2], Exchanged(axis, dim=1)
         assert torch.equal(exchange.cut(mine), cut) and torch.equal(exchange.whole(mine), x) and torch.equal(exchange.mine(x), mine)
         back = exchange.join(exchange.cut(mine).sin())
         assert torch.equal(back, mine.sin())
