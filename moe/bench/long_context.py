@@ -5,7 +5,7 @@
     both, of 4,096 tokens, without a limit                                 the same losses
 
 The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it), as in `moe bench fit`. Passed if the ranks train, one process does
-not, and the losses of the short sequences agree; in fp32, so that they can. Linux only.
+not, and the losses of the short sequences agree; in fp32, so that they can. One sequence at a time. Linux only.
 `moe bench long-context --steps 2 --json FILE`, some minutes.
 """
 
@@ -24,7 +24,13 @@ from moe.records.metrics import read
 from moe.records.results import write_json
 
 RECIPE, LIMIT_BYTES, SHORT, TOLERANCE = "long_context_tiny", 1000 * 2**20, 4096, 1e-5
-FLAGS = ("--precision.compute=fp32", "--train.eval_every=0", "--train.measure_speed=false", "--train.report=false")
+FLAGS = (
+    "--pipeline.microbatches=2",
+    "--precision.compute=fp32",
+    "--train.eval_every=0",
+    "--train.measure_speed=false",
+    "--train.report=false",
+)
 ALONE = ("--nproc", "1", "--degrees.sp=1")
 TOGETHER = ("--nproc", "4")
 

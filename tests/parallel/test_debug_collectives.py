@@ -106,8 +106,8 @@ def test_a_disagreement_is_one_line_on_every_rank_in_seconds(number: int, monkey
 
 
 def _of_a_step(rank: int, what: str) -> str:
-    """One step of training, in which rank 1 does something else at one of the step's own sums."""
-    tiny = start(Case("switch", "ddp", 2, 1, 1, "fp32"), rank)
+    """One step of training, in which rank 1 does something else at one of the step's own sums; experts lie apart from the rest on tp."""
+    tiny = start(Case("switch", "ddp", 2, 1, 1, "fp32", tp=2 if what == "expert" else 1), rank)
     if what == "dense" and rank == 1:
         tiny.engine.backward = lambda loss, last: sum_over(torch.ones(3), tiny.mesh.axis("dp"))  # type: ignore[assignment,method-assign]
     if what == "expert" and rank == 1:
