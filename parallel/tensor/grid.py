@@ -12,7 +12,7 @@ Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain_D: Tensor, centred: bool, eps: float, axis: Axis) -> Tensor:
         wide = x.to(gain_D.dtype)
-        mean, variance = _moments(wide, axis) if centred else (wide.new_zeros(()), _mean(wide.square(), axis))
+        mean, variance = _moments(wide, axis) if centred else (wide.new_zeros(()), _means([wide.square()], axis)[0])
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, gain_D, mean, scale)
         ctx.centred, ctx.axis = centred, axis
@@ -85,14 +85,14 @@ class _Normed(torch.autograd.Function):
         unit, wide_grad = (x.to(scale.dtype) - mean) * scale, grad.to(scale.dtype)
         inner = wide_grad * gain_D
         parts = [inner * unit, inner] if ctx.centred else [inner * unit]
-        means = _mean(torch.stack(parts), replace(ctx.axis, label=f"{ctx.axis.label} backward"))
+        means = _means(parts, replace(ctx.axis, label=f"{ctx.axis.label} backward"))
         grad_x = inner - unit * means[0] - (means[1] if ctx.centred else 0)
         return (grad_x * scale).to(x.dtype), (wide_grad * unit).flatten(0, -2).sum(0), None, None, None
 
 
-def _mean(x: Tensor, axis: Axis) -> Tensor:
-    """Over all channels [..., 1]."""
-    return sum_over(x.sum(-1, keepdim=True), axis) / (x.shape[-1] * axis.size)
+def _means(parts: Sequence[Tensor], axis: Axis) -> Tensor:
+    """Of each part over all channels [parts, ..., 1]; one sum over the axis for all."""
+    return sum_over(torch.stack([x.sum(-1, keepdim=True) for x in parts]), axis) / (parts[0].shape[-1] * axis.size)
 
 
 def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def _own_share(real: Any) -> Any:
 
 
 def _own_channels(real: Any) -> Any:
-    return lambda x, axis: x.mean(-1, keepdim=True)
+    return lambda parts, axis: torch.stack([x.mean(-1, keepdim=True) for x in parts])
 
 
 def _own_targets(real: Any) -> Any:
@@ -211,7 +211,7 @@ MUTATIONS = (
         "EleutherAI/gpt-neox#1424",
         "tensor",
         _SQUARE,
-        (Edit("parallel.tensor.grid:_mean", _own_channels),),
+        (Edit("parallel.tensor.grid:_means", _own_channels),),
     ),
     Mutation(
         "embedding_not_transposed",
