@@ -38,8 +38,7 @@ def check_tensor(run: Run) -> None:
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"
         )
-    if run.model.layers_with_experts():
-        _check_sequences(run)
+    _check_sequences(run)
 
 
 def _check_slices(run: Run) -> None:
@@ -110,8 +109,8 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Sides divide heads and hidden units, and channels, a cube's twice; rows of all grids divide the sequences."""
-    m, (depth, _, side), read = run.model, run.tp_grid(), run.sequence_parts()
+    """Sides divide heads and hidden units, and channels, a cube's twice."""
+    m, (depth, _, side) = run.model, run.tp_grid()
     inputs = side * (depth if run.tensor.kind == "3d" else 1)
     sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
     sizes["model.num_kv_heads"] = (m.num_kv_heads or m.num_heads, side)
@@ -127,36 +126,28 @@ def _check_grid(run: Run) -> None:
                 fix=f"set {what} to a multiple of {ways}, or tensor.kind to 1d",
             )
     if run.vocab_size < side:
-        raise BadInput("degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix="use 1d")
-    held = run.train.global_batch // (int(run.degrees.dp) * run.pipeline.microbatches)
-    if held % read:
         raise BadInput(
-            "train.global_batch",
-            got=f"{run.train.global_batch}, {held} sequences of a micro-batch",
-            needed=f"sequences that are a multiple of the {read} rows of tp's grid: each row has its own",
-            fix=f"set it to a multiple of {int(run.degrees.dp) * run.pipeline.microbatches * read}",
-        )
-    if run.train.eval_sequences % (int(run.degrees.dp) * read):
-        unit = int(run.degrees.dp) * read
-        raise BadInput(
-            "train.eval_sequences",
-            got=run.train.eval_sequences,
-            needed=f"a multiple of degrees.dp={run.degrees.dp} times the {read} rows of tp's grid",
-            fix=f"set it to {max(1, round(run.train.eval_sequences / unit)) * unit}",
+            "degrees.tp", got=f"a grid of {shape}", needed=f"at most the vocabulary's {run.vocab_size} a side", fix="set tensor.kind to 1d"
         )
 
 
 def _check_sequences(run: Run) -> None:
-    """A MoE layer's tokens are cut over tp by whole groups of sequences, in training and in evaluation."""
-    tp, group, dp = run.degrees.tp, run.router.spec.group, int(run.degrees.dp)
-    unit = tp * group if isinstance(group, int) else tp
-    words = f"degrees.tp * router.group = {tp} * {group}" if isinstance(group, int) else f"degrees.tp={tp}"
+    """What a data-parallel rank reads is shared out over tp: among the rows of its grids, and whole groups of it for a MoE layer among all.
+
+    In training and in evaluation; nothing where a dense model's ranks all read the same.
+    """
+    tp, group, rows, dp = run.degrees.tp, run.router.spec.group, run.sequence_parts(), int(run.degrees.dp)
+    unit, words, each = rows, f"the {rows} rows of tp's grid", "each row reads an equal part of them"
+    if run.model.layers_with_experts():
+        unit, words, each = tp, f"degrees.tp={tp}", "each rank of tp routes an equal part of them"
+        if isinstance(group, int):
+            unit, words = tp * group, f"degrees.tp * router.group = {tp} * {group}"
     held = run.train.global_batch // (dp * run.pipeline.microbatches)
     if held % unit:
         raise BadInput(
             "degrees.tp",
             got=f"{tp} for {held} sequences of a micro-batch",
-            needed=f"sequences that are a multiple of {words}: each rank of tp routes an equal part of them",
+            needed=f"sequences that are a multiple of {words}: {each}",
             fix=f"set train.global_batch to a multiple of {dp * run.pipeline.microbatches * unit}, or degrees.tp to 1",
         )
     if run.train.eval_sequences % (dp * unit):
