@@ -81,8 +81,9 @@ class TokenShard:
         return len(self.sequences), len(self.columns)
 
     def of_batch(self, batch: Batch) -> Batch:
-        """This rank's part of tokens [num_sequences, length + 1]."""
-        return batch[self.sequences.start : self.sequences.stop][:, self.columns]  # type: ignore[no-any-return]
+        """This rank's part of tokens [num_sequences, length + 1]; a view of it where its columns are one run."""
+        rows, columns = batch[self.sequences.start : self.sequences.stop], self.columns
+        return rows[:, slice(columns[0], columns[-1] + 1) if self._is_run else columns]  # type: ignore[no-any-return]
 
     def inputs(self, part: Batch) -> Batch:
         """Of a part, or of some of its sequences, the tokens that are read [sequences, places]."""
@@ -93,9 +94,13 @@ class TokenShard:
         return self._at(part, 1)
 
     def _at(self, part: Batch, further: int) -> Batch:
-        if len(self.columns) == len(self.positions) + 1:  # one run: a view
+        if self._is_run:
             return part[:, further : further + len(self.positions)]  # type: ignore[no-any-return]
         return part[:, self._where[further]]  # type: ignore[no-any-return]
+
+    @property
+    def _is_run(self) -> bool:
+        return len(self.columns) == len(self.positions) + 1
 
     @cached_property
     def _where(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
