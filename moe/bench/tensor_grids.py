@@ -52,9 +52,10 @@ def run(verb: str, *, nproc: int, json: str | None) -> int:
 
 def shape(kind: str, ranks: int, *, depth: int | None = None) -> tuple[int, int, int]:
     """(depth, rows, columns); one row of ranks where the form is no grid. Raises BadInput where they make none."""
+    sides = range(2, ranks)
     if kind == "2.5d":
-        return linear_2p5d.grid_of(ranks, depth)
-    return grid_of(kind, ranks) if kind in GRIDS else (1, 1, ranks)
+        return linear_2p5d.grid_of(ranks, depth, sides=sides)
+    return grid_of(kind, ranks, sides=sides) if kind in GRIDS else (1, 1, ranks)
 
 
 def measured(kind: str, ranks: int, precision: str) -> list[dict[str, Any]]:

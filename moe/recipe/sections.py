@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
-from parallel.mesh import Degrees
+from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 from parallel.tensor.sizes import GRIDS, LINES, grid_of
 
@@ -361,7 +361,9 @@ class Run(Section):
         """The ranks of tp as (depth, rows, columns). Raises BadInput where they make no grid of the kind that is named."""
         tp, tensor = self.degrees.tp, self.tensor
         if tp > 1 and tensor.kind in GRIDS:
-            return linear_2p5d.grid_of(tp, tensor.depth) if tensor.kind == "2.5d" else grid_of(tensor.kind, tp)
+            heads = math.gcd(self.model.num_heads, self.model.num_kv_heads or self.model.num_heads)
+            sides = divisors(heads)[1:]
+            return linear_2p5d.grid_of(tp, tensor.depth, sides=sides) if tensor.kind == "2.5d" else grid_of(tensor.kind, tp, sides=sides)
         return 1, tp // self.head_copies(), self.head_copies()
 
     def sequence_parts(self) -> int:

@@ -18,18 +18,19 @@ Source: Tesseract (arXiv 2105.14500).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 from parallel.tensor.sizes import refused
 
 
-def grid_of(tp: int, depth: int | None) -> tuple[int, int, int]:
-    """(depth, q, q) of tp ranks; depth None: the smallest above 1. Raises BadInput with the nearest numbers that work."""
+def grid_of(tp: int, depth: int | None, *, sides: Sequence[int]) -> tuple[int, int, int]:
+    """(depth, q, q) of tp ranks; depth None: the smallest above 1. Raises BadInput with the nearest numbers that work; `sides`: for q."""
     depths = [d for d in divisors(tp) if tp // d > 1 and math.isqrt(tp // d) ** 2 == tp // d]
     deeper = [d for d in depths if d > 1]
     if depth is None and not deeper:
-        work = [d * q * q for q in range(2, math.isqrt(tp) + 3) for d in range(2, tp + 3)]
+        work = [d * q * q for q in sides for d in range(2, tp + 3)]
         raise refused("2.5d", tp, "depth * q * q, both at least 2", work)
     if depth is not None and depth not in depths:
         side = max(2, round(math.sqrt(tp / depth)))

@@ -5,23 +5,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from parallel.errors import BadInput
 
 LINES = ("1d", "dtensor")  # ranks on a line, each with heads, hidden units and rows of the vocabulary
 GRIDS = ("2d", "2.5d", "3d")
 
 
-def grid_of(kind: str, tp: int) -> tuple[int, int, int]:
-    """Of 2d or 3d. Raises BadInput with the nearest numbers that work."""
+def grid_of(kind: str, tp: int, *, sides: Sequence[int]) -> tuple[int, int, int]:
+    """Of 2d or 3d. Raises BadInput with the nearest numbers of ranks that work; `sides`: of a grid that the model can have, above 1."""
     power, needed = (2, "a square: q * q") if kind == "2d" else (3, "a cube: q * q * q")
     side = round(tp ** (1 / power))
     if side**power != tp or side < 2:
-        raise refused(kind, tp, needed, [q**power for q in range(2, side + 3)])
+        raise refused(kind, tp, needed, [q**power for q in sides])
     return (1 if kind == "2d" else side), side, side
 
 
 def refused(kind: str, tp: int, needed: str, work: list[int]) -> BadInput:
     """`work`: numbers of ranks that do, of which the nearest are told."""
     near = [max((n for n in work if n < tp), default=0), min((n for n in work if n > tp), default=0)]
-    fix = f"set degrees.tp to {' or '.join(str(n) for n in near if n)}, or tensor.kind to 1d"
+    numbers = " or ".join(str(n) for n in near if n)
+    fix = f"set degrees.tp to {numbers}, or tensor.kind to 1d" if numbers else "set tensor.kind to 1d"
     return BadInput("degrees.tp", got=f"{tp} with tensor.kind={kind}", needed=needed, fix=fix)

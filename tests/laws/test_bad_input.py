@@ -214,7 +214,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 6 --degrees.tp 6 --tensor.kind 2d",
         "degrees.tp: got 6 with tensor.kind=2d, needed a square: q * q",
-        "set degrees.tp to 4 or 9, or tensor.kind to 1d",
+        "set degrees.tp to 4, or tensor.kind to 1d",
     ),
     (T + "--nproc 6 --degrees.tp 6 --tensor.kind 3d", "degrees.tp: got 6 with tensor.kind=3d, needed a cube", "set degrees.tp to 8"),
     (

@@ -166,7 +166,7 @@ def test_tokens_come_to_one_rank_whole_and_go_back() -> None:
     [("2d", 9, None, (1, 3, 3)), ("3d", 64, None, (4, 4, 4)), ("2.5d", 8, None, (2, 2, 2)), ("2.5d", 36, 4, (4, 3, 3))],
 )
 def test_grids_multiply_to_the_ranks(kind: str, tp: int, depth: int | None, grid: tuple[int, int, int]) -> None:
-    assert (linear_2p5d.grid_of(tp, depth) if kind == "2.5d" else grid_of(kind, tp)) == grid
+    assert made(kind, tp, depth=depth) == grid
 
 
 def test_every_number_that_a_refusal_names_makes_a_grid() -> None:
@@ -179,5 +179,6 @@ def test_every_number_that_a_refusal_names_makes_a_grid() -> None:
                 assert named and all(math.prod(made(kind, n)) == n for n in named), (kind, tp, refused)
 
 
-def made(kind: str, tp: int) -> tuple[int, int, int]:
-    return linear_2p5d.grid_of(tp, None) if kind == "2.5d" else grid_of(kind, tp)
+def made(kind: str, tp: int, *, depth: int | None = None) -> tuple[int, int, int]:
+    sides = range(2, 12)
+    return linear_2p5d.grid_of(tp, depth, sides=sides) if kind == "2.5d" else grid_of(kind, tp, sides=sides)
