@@ -69,13 +69,14 @@ def envelope(schedule: Schedule) -> frozenset[Node]:
 def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power: float, most: int | None = None) -> list[int]:
     """Additional forwards that each rank of 1F1B runs ahead: floor(T_B(full) (p - s - 1) / T_F(valley)), none on the last rank.
 
+    At most one more than the rank before: one that waited for more forwards than that rank runs before its first B would wait forever.
     most: how many activations beyond 1F1B's a rank has memory for.
     """
     extra = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
         forward = valley(profile(stage, Action(Op.F, stage, 0)), idle_power)
-        room = microbatches - (ranks - stage)
+        room = min(microbatches - (ranks - stage), extra[-1] + 1 if extra else microbatches)
         wanted = floor(backward.time * (ranks - stage - 1) / forward.time + _EPSILON)
         extra.append(max(0, min(wanted, room, wanted if most is None else most)))
     return extra

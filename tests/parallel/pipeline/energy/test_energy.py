@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,46 @@ def test_extra_warmup_stays_within_memory() -> None:
         1,
         0,
     ]  # valley forward
+
+
+def test_forwards_ahead_never_deadlock_whatever_the_stages_take() -> None:
+    """1,000 draws: ranks in their order, each action as soon as the one before it and its neighbours' are done, reach the end.
+
+    The formula alone, without the limit by the rank before, waits forever in some of these draws.
+    """
+    draw = random.Random(3)
+    ahead = 0
+    for _ in range(1000):
+        p, m = draw.randint(2, 7), draw.randint(1, 20)
+        F, B = ([draw.choice([1, 2, 3, 5, 9]) for _ in range(p)] for _ in range(2))
+        most = draw.choice([None, None, 2, 5])
+        profile = lambda rank, action, F=F, B=B: [Clock(1, (F if action.op is Op.F else B)[action.stage], 0)]  # noqa: E731
+        extra = extra_warmup(p, m, profile, idle_power=0, most=most)
+        warm = [min(m, p - 1 - s + extra[s]) for s in range(p)]
+        orders = [[a for a in order if a.op is not Op.U] for order in one_f_one_b(p, m, extra_warmup=extra).orders]
+        assert [sum(1 for _ in itertools.takewhile(lambda a: a.op is Op.F, order)) for order in orders] == [min(m, w + 1) for w in warm]
+        done: set[tuple[Op, int, int]] = set()
+        while any(orders):
+            ready = [order for order in orders if order and _neighbours(order[0], p) <= done]
+            assert ready, (p, m, F, B, extra)
+            for order in ready:
+                done.add(order.pop(0)[:3])
+        ahead += any(extra)
+    assert ahead > 500
+
+
+def _neighbours(action: Action, p: int) -> set[tuple[Op, int, int]]:
+    op, stage, j = action[:3]
+    if op is Op.F:
+        return {(op, stage - 1, j)} if stage else set()
+    return {(Op.F, stage, j)} | ({(op, stage + 1, j)} if stage + 1 < p else set())
+
+
+@pytest.mark.parametrize("backward", [[2, 5, 5, 5], [1, 9, 9, 1]])
+def test_a_plan_of_stages_that_differ_in_their_backward_keeps_the_time(backward: list[int]) -> None:
+    profile = profiled([0.01] * 4, [b / 100 for b in backward])
+    plan = envpipe(4, 16, profile, idle_power=IDLE_W)
+    assert plan.saved > 0 and plan.slowdown <= 1e-6
 
 
 def check_plan(plan: EnergyPlan, profile: Profile, limit: float) -> None:
