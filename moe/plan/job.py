@@ -1,0 +1,93 @@
+"""A recipe as the planner sees it: network_of(run) is what is trained, plan_of(run) how. Both without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe.plan.activations import compute_bytes
+from moe.recipe.sections import Run
+from moe.recipe.shapes import GATED
+from parallel.plan.job import Experts, Network, Plan
+from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, Storage
+
+
+def network_of(run: Run) -> Network:
+    """The recipe's model. Layers that have different numbers of experts count by their mean."""
+    m = run.model
+    return Network(
+        layers=m.num_layers,
+        width=m.d_model,
+        heads=m.num_heads,
+        hidden=m.d_ff,
+        vocab=run.vocab_size,
+        length=m.max_length,
+        kv_heads=m.num_kv_heads,
+        head_size=m.head_size,
+        gated=m.ffn in GATED,
+        tied=m.tied_embeddings,
+        norm=m.norm,
+        dropout=m.dropout > 0,
+        experts=_experts(run),
+        sparse_layers=m.layers_with_experts(),
+    )
+
+
+def _experts(run: Run) -> Experts | None:
+    m, e, spec = run.model, run.experts, run.router.spec
+    sparse = m.layers_with_experts()
+    if not sparse:
+        return None
+    hidden = e.d_ff or m.d_ff
+    return Experts(
+        count=round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse)),
+        choices=spec.num_choices,
+        hidden=hidden,
+        gated=(e.ffn or m.ffn) in GATED,
+        shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
+        capacity_factor=spec.capacity_factor,
+    )
+
+
+def plan_of(run: Run) -> Plan:
+    """How the recipe trains it. Call `run.resolve(world)` first."""
+    d = run.mesh_degrees()
+    replicas = d.dp * run.pipeline.microbatches
+    return Plan(
+        dp=d.dp,
+        tp=d.tp,
+        sp=d.sp,
+        pp=d.pp,
+        ep=d.ep,
+        etp=d.etp,
+        engine=_engine(run),
+        tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
+        depth=d.tp_depth,
+        sequence=run.sequence.kind,
+        schedule=run.pipeline.schedule,
+        chunks=run.pipeline.chunks or 1,
+        stage_layers=run.pipeline.layers,
+        microbatch=max(1, run.train.global_batch // replicas),
+        microbatches=run.pipeline.microbatches,
+        recompute=run.recompute.kind,
+        recompute_every=run.recompute.every,
+        loss_chunks=run.recompute.loss_chunks,
+        compute_bytes=compute_bytes(run),
+        storage=_storage(run),
+        offload_optimizer=run.sharding.offload.optimizer,
+        offload_parameters=run.sharding.offload.parameters,
+        tiles=run.tiling.ffn,
+        reshard=run.sharding.reshard,
+    )
+
+
+def _engine(run: Run) -> Any:
+    kind, stage = run.sharding.kind, run.sharding.stage
+    return {"dp": "ddp", "zero": f"zero{stage}" if stage else "ddp"}.get(kind, kind)
+
+
+def _storage(run: Run) -> Storage:
+    """Parameters are stored in `master`; DeepSpeed's engine keeps another copy."""
+    copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
+    if run.precision.master == "bf16":
+        return MIXED
+    return FP32_AND_COPY if copied else FP32

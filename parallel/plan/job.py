@@ -1,0 +1,128 @@
+"""What a planner reasons about: a Network, which is trained, and a Plan, how so many ranks train it. Values without tensors.
+
+    Network + Plan            -> memory.py        bytes on each rank
+    Network + Plan + Cluster  -> cost.py          seconds of one step
+    guide.py, mcmc.py, intra_op.py, inter_op.py, annotate.py     return Plans
+
+A recipe gives both (moe/plan/job.py), and so does a line of a table of measured runs. Ranks are pp x dp x sp x tp; experts take the same
+dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel.plan.states import MIXED_FP32_GRADIENTS, Storage
+
+Recomputed = Literal["none", "selective", "full"]
+Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them."""
+
+    count: int
+    choices: int
+    hidden: int
+    gated: bool = False
+    shared_hidden: int = 0
+    capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): ranks of its low-rank queries (0: full) and keys and values."""
+
+    query_rank: int
+    key_rank: int
+    rotary_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
+class Network:
+    """A decoder-only Transformer. `head_size` None: width / heads; `sparse_layers`: those that have experts instead of a dense network."""
+
+    layers: int
+    width: int
+    heads: int
+    hidden: int
+    vocab: int
+    length: int
+    kv_heads: int | None = None
+    head_size: int | None = None
+    gated: bool = False
+    tied: bool = True
+    biases: bool = False
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    learned_positions: bool = False
+    dropout: bool = False
+    experts: Experts | None = None
+    sparse_layers: tuple[int, ...] = ()
+    latent: Latent | None = None
+
+    @property
+    def channels(self) -> int:
+        """Of one head."""
+        return self.head_size or self.width // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads or self.heads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a network is trained. `microbatch`: sequences of one replica at a time; `microbatches`: of a replica in a step.
+
+    tensor `1d` is Megatron-LM's, `sliced` the same with sequence parallelism between layers; sequence names the attention over sp.
+    `storage`: bytes of a parameter's states; `compute_bytes`: of an element of activations.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    sp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    engine: Engine = "ddp"
+    tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
+    depth: int = 1
+    sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    microbatch: int = 1
+    microbatches: int = 1
+    recompute: Recomputed = "none"
+    recompute_every: int = 1
+    loss_chunks: int = 1
+    compute_bytes: int = 2
+    storage: Storage = MIXED_FP32_GRADIENTS
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    tiles: int = 1
+    reshard: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.sp * self.pp
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that the engine's states follow: 0 to 3."""
+        return STAGE_OF[self.engine]
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold copies of the same expert's part."""
+        return self.dp * self.sp * self.tp // (self.ep * self.etp)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step."""
+        return self.dp * self.microbatch * self.microbatches
