@@ -72,7 +72,7 @@ def extra_warmup(ranks: int, microbatches: int, profile: Profile, *, idle_power:
     At most one more than the rank before: one that waited for more forwards than that rank runs before its first B would wait forever.
     most: how many activations beyond 1F1B's a rank has memory for.
     """
-    extra = []
+    extra: list[int] = []
     for stage in range(ranks):
         backward = fastest(profile(stage, Action(Op.B, stage, 0)))
         forward = valley(profile(stage, Action(Op.F, stage, 0)), idle_power)
