@@ -1,0 +1,152 @@
+"""The operators of one forward pass as a value: what searches cut over devices (no torch).
+
+    bld --norm--> bld --ffn.w1 "bld,df->blf"--> blf --act--> blf --ffn.w2 "blf,fd->bld"--> bld
+
+Each operator has a rule in einsum notation. A letter is a factor: it has one role and one size in the whole graph (`dims`). A factor that
+is cut cuts every tensor of the operator that has its letter: a cut of `b` is data parallelism, of `f` Megatron's columns, then rows. A
+factor that the output does not have is summed over: ranks that hold parts of it hold partial sums. Tensors are joined by position:
+attention reads as `bskc` what the keys' product gives as `blkc`, because a query's place and a key's place are cut apart.
+
+    b batch  l length  s length (of keys)  d width  v vocab  k heads (of keys)  g queries (heads of queries for each of keys)
+    c channels (of a head)  f hidden  e experts  u slots (rows of one expert from one sequence)  m expert_hidden  n shared_hidden
+
+Further letters (capitals) stand for a role that has several sizes, as in a model whose layers differ in their number of experts.
+The notation is GShard's (arXiv 2006.16668, section 3.2) and GSPMD's (arXiv 2105.04663, section 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, NamedTuple
+
+Kind = Literal["product", "pointwise", "norm", "lookup", "attention", "dispatch", "combine", "loss"]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A factor's role, such as `hidden`, and its size in the whole model."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`rule`: a term for each of `inputs`, in their order, and for the output, which has the operator's name.
+
+    `flops`: of the whole forward product, 0 for what is no product. `whole`: factors that cannot be cut. `statistics`: factors whose cut
+    leaves only small partial results, one number (or two) for each of the other factors' places: norms, the loss.
+    `layer`: the block that it belongs to; -1: before the first; the number of layers: after the last.
+    """
+
+    name: str
+    kind: Kind
+    rule: str
+    inputs: tuple[str, ...]
+    flops: float = 0.0
+    layer: int = 0
+    whole: str = ""
+    statistics: str = ""
+
+    @cached_property
+    def terms(self) -> tuple[str, ...]:
+        """The letters of each input."""
+        return tuple(self.rule.partition("->")[0].split(","))
+
+    @cached_property
+    def output(self) -> str:
+        """The letters of the output."""
+        return self.rule.partition("->")[2]
+
+    @cached_property
+    def factors(self) -> str:
+        """Every letter once, those of the output first."""
+        return "".join(dict.fromkeys(self.output + "".join(self.terms)))
+
+    @cached_property
+    def summed(self) -> str:
+        """The factors that the output does not have."""
+        return "".join(letter for letter in self.factors if letter not in self.output)
+
+
+class Edge(NamedTuple):
+    """Operator `reader` reads as its input number `place` what operator `writer` gives."""
+
+    writer: str
+    reader: str
+    place: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`operators` in the order in which they run; `parameters` and `inputs` (tokens, targets): the letters of each, by name.
+
+    `itemsize`: bytes of an element of activations. A parameter that several operators read is shared by them (tied embeddings).
+    """
+
+    dims: Mapping[str, Dim]
+    inputs: Mapping[str, str]
+    parameters: Mapping[str, str]
+    operators: tuple[Operator, ...]
+    itemsize: int = 2
+
+    def __post_init__(self) -> None:
+        known = set(self.inputs) | set(self.parameters)
+        for op in self.operators:
+            assert len(op.terms) == len(op.inputs), f"{op.name}: {op.rule} for {op.inputs}"
+            assert set(op.inputs) <= known, f"{op.name} reads what nobody gave before: {set(op.inputs) - known}"
+            assert set(op.factors) <= set(self.dims), f"{op.name}: letters without a size in {op.rule}"
+            for name, term in zip(op.inputs, op.terms, strict=True):
+                there = self.letters(name)
+                assert [self.dims[a].size for a in term] == [self.dims[a].size for a in there], f"{op.name} reads {name} {there} as {term}"
+            assert op.name not in known, f"{op.name} is there twice"
+            known.add(op.name)
+
+    @cached_property
+    def named(self) -> dict[str, Operator]:
+        """Operators by name."""
+        return {op.name: op for op in self.operators}
+
+    def letters(self, value: str) -> str:
+        """Of an input, a parameter or an operator's output."""
+        made = self.__dict__.get("named") or {op.name: op for op in self.operators}
+        return self.inputs.get(value) or self.parameters.get(value) or made[value].output
+
+    def size(self, letters: str) -> int:
+        """Elements of a tensor with these letters."""
+        return prod(self.dims[letter].size for letter in letters)
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Between operators, in the readers' order."""
+        return tuple(Edge(name, op.name, i) for op in self.operators for i, name in enumerate(op.inputs) if name in self.named)
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[Edge, ...]]:
+        """The edges out of each operator."""
+        return {op.name: tuple(edge for edge in self.edges if edge.writer == op.name) for op in self.operators}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(map(self.size, self.parameters.values()))
+
+    @cached_property
+    def flops(self) -> float:
+        """Of one forward pass."""
+        return sum(op.flops for op in self.operators)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The numbers of layers, in order, the ends among them (-1, and one more than the last block's)."""
+        return tuple(sorted({op.layer for op in self.operators}))
+
+    def part(self, layers: range) -> Graph:
+        """The operators of some layers alone; what they read of earlier ones becomes an input."""
+        kept = tuple(op for op in self.operators if op.layer in layers)
+        there, read = {op.name for op in kept}, {name for op in kept for name in op.inputs}
+        given = {name: self.letters(name) for name in sorted(read - there) if name not in self.parameters}
+        parameters = {name: letters for name, letters in self.parameters.items() if name in read}
+        return Graph(self.dims, given, parameters, kept, self.itemsize)
