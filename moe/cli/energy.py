@@ -163,13 +163,14 @@ def _row(plan: EnergyPlan, uniform: EnergyPlan, slowdown: float, source: str) ->
 
 
 def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
+    idle, idle_at_full = plan.timeline.bubbles(), plan.full_clock.bubbles()
     for rank, energy in enumerate(row["energy_j_by_rank"]):
         clocks = row["mhz_by_rank"][rank]
         work = [clock for clock in plan.clocks[rank] if clock.mhz]
         mean = sum(clock.mhz * clock.time for clock in work) / sum(clock.time for clock in work)
         print(
-            f"rank {rank}: {clocks[0]:g} to {clocks[-1]:g} MHz, mean {mean:.0f} · {energy:.4g} J · idle {plan.timeline.bubbles()[rank]:.1%}"
-            f" of ideal, at full clock {plan.full_clock.bubbles()[rank]:.1%} · in flight {row['peak_activations'][rank]},"
+            f"rank {rank}: {clocks[0]:g} to {clocks[-1]:g} MHz, mean {mean:.0f} · {energy:.4g} J · idle {idle[rank]:.1%}"
+            f" of ideal, at full clock {idle_at_full[rank]:.1%} · in flight {row['peak_activations'][rank]},"
             f" at full clock {row['peak_activations_at_full_clock'][rank]}"
         )
     full, uniform = row["full_clock"], row["uniform"]

@@ -8,6 +8,7 @@ The numbers come from parallel/pipeline: a run executes the very schedule that i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -65,7 +66,10 @@ def main(
         return _all(size, costs, json)
     if from_file is not None:
         _refuse_with_file(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks} | {o: size[o] for o in OPTIONS})
-    row, timeline = _row(_from_catalog(name, size) if from_file is None else lambda n: from_file.repeated(n or 1), batches, costs)
+    if from_file is not None:
+        row, timeline = _row(lambda n: from_file.repeated(n or 1), batches, costs, drains=True)
+    else:
+        row, timeline = _row(_from_catalog(name, size), batches, costs, drains=not kind_of(name).continuous)
     print_one(row, timeline)
     if out is not None:
         _write(timeline, out, seconds=recipe is not None)
@@ -92,15 +96,20 @@ def _from_catalog(name: str, size: dict[str, Any]) -> Callable[[int | None], Sch
     )
 
 
-def _row(of_batches: Callable[[int | None], Schedule], batches: int | None, costs: Times | OfRecipe) -> tuple[dict[str, Any], Timeline]:
+def _row(
+    of_batches: Callable[[int | None], Schedule], batches: int | None, costs: Times | OfRecipe, *, drains: bool
+) -> tuple[dict[str, Any], Timeline]:
     schedule = of_batches(batches)
     timeline = costs.run(schedule)
     num_batches = batches or (2 if schedule.name == "two_bw" else 1)
     microbatches = schedule.microbatches // num_batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches until a pipeline that never drains reaches its steady state
-    time_per_batch = period(of_batches, costs.run, batches=fill)
+    if drains:
+        time_per_batch = costs.period(schedule if num_batches == 1 else of_batches(1), fill)
+    else:
+        time_per_batch = period(of_batches, costs.run, batches=fill)
     ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / num_batches
-    versions = weight_versions(schedule)
+    versions, sent = weight_versions(schedule), Counter(transfer.message.source for transfer in timeline.transfers)
     row = {
         "schedule": schedule.name,
         "stages": schedule.num_ranks,
@@ -117,7 +126,7 @@ def _row(of_batches: Callable[[int | None], Schedule], batches: int | None, cost
         "most_kept": max(peak_held(schedule)) * schedule.num_ranks / schedule.num_stages,
         "weight_versions": max(versions),
         "weight_versions_by_rank": list(versions),
-        "messages_by_rank": [sum(t.message.source == rank for t in timeline.transfers) for rank in range(schedule.num_ranks)],
+        "messages_by_rank": [sent[rank] for rank in range(schedule.num_ranks)],
     }
     return row | (costs.of_memory(timeline, num_batches, time_per_batch) if isinstance(costs, OfRecipe) else {}), timeline
 
@@ -128,7 +137,7 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
         own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
         own["chunks"] = size["chunks"] if kind.chunks is None else None
         try:
-            rows.append(_row(_from_catalog(name, own), own["batches"], costs)[0])
+            rows.append(_row(_from_catalog(name, own), own["batches"], costs, drains=not kind.continuous)[0])
         except BadInput as bad:
             if bad.what.startswith("--"):  # the flag is wrong for every schedule
                 raise

@@ -24,13 +24,13 @@ def duration(time: float, row: dict[str, Any]) -> str:
 def print_one(row: dict[str, Any], timeline: Timeline) -> None:
     print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
     print(_said(row))
-    schedule = timeline.schedule
+    schedule, bubbles = timeline.schedule, timeline.bubbles()
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         layers = f" ({_layers(row, stages)})" if "layers_by_stage" in row else ""
         memory = f" · {_memory(row, rank)}" if "memory_gb_by_rank" in row else ""
         print(
-            f"rank {rank}: stages {', '.join(map(str, stages))}{layers} · idle {timeline.bubbles()[rank]:.1%} of ideal"
+            f"rank {rank}: stages {', '.join(map(str, stages))}{layers} · idle {bubbles[rank]:.1%} of ideal"
             f" · in flight {row['peak_activations'][rank]} · weight versions {row['weight_versions_by_rank'][rank]}"
             f" · messages {row['messages_by_rank'][rank]}{memory}"
         )

@@ -10,7 +10,7 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.simulator.held import peak_held, weight_versions
-from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); one 200 Gbit/s card per rank
@@ -37,6 +37,11 @@ class Times:
 
     def run(self, schedule: Schedule) -> Timeline:
         return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+
+    def period(self, schedule: Schedule, batches: int) -> float:
+        """The time of one batch more, of a schedule of one batch that drains."""
+        cost, overlap = self.cost(schedule), self.overlap == "on"
+        return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
 
 
 def times_of(given: dict[str, Any]) -> Times:
@@ -95,6 +100,11 @@ class OfRecipe:
         crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
         transfer = self.transfer_of(schedule)
         return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
+
+    def period(self, schedule: Schedule, batches: int) -> float:
+        """The time of one batch more, of a schedule of one batch that drains."""
+        cost, transfer, overlap = self.cost(schedule), self.transfer_of(schedule), self.overlap == "on"
+        return drained_period(schedule, cost, transfer_time=transfer, overlap=overlap, batches=batches)
 
     def of_memory(self, timeline: Timeline, batches: int, time_per_batch: float) -> dict[str, Any]:
         """The extra values of a table row when there is a model: layers, bytes of each rank, speed."""

@@ -12,13 +12,14 @@ from itertools import combinations
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
+from parallel.pipeline.steps import steps
 
 
 def check(schedule: Schedule) -> Schedule:
     """Return the schedule unchanged. Raises BadInput, one line, if it is incomplete or has a deadlock."""
     _check_whole(schedule)
     _check_updates(schedule)
-    linear(schedule)
+    steps(schedule)
     return schedule
 
 
@@ -27,47 +28,8 @@ def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
 
     sums_block: a rank continues after S only when every replica has reached it.
     """
-    done: set[Node] = set()
-    at = [0] * schedule.num_ranks
-    order: list[Node] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.orders):
-            while at[rank] < len(actions) and done.issuperset(_needs(schedule, Node(rank, at[rank]), sums_block)):
-                order.append(Node(rank, at[rank]))
-                done.add(order[-1])
-                at[rank] += 1
-                moved = True
-    total = sum(len(actions) for actions in schedule.orders)
-    if len(order) < total:
-        raise BadInput(
-            f"schedule {schedule.name}",
-            got=f"a deadlock after {len(order)} of {total} actions: {'; '.join(_waiting(schedule, at, done, sums_block))}",
-            needed="each action after what it needs, on every rank",
-            fix="move what is waited for before the action that holds its rank up",
-        )
-    return order
-
-
-def _needs(schedule: Schedule, node: Node, sums_block: bool) -> tuple[Node, ...]:
-    needs = schedule.needs(node)
-    if sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S:
-        needs += schedule.replicas(Node(node.rank, node.at - 1))
-    return needs
-
-
-def _waiting(schedule: Schedule, at: list[int], done: set[Node], sums_block: bool) -> list[str]:
-    lines = []
-    for rank, index in enumerate(at):
-        if index == len(schedule.orders[rank]):
-            lines.append(f"rank {rank} has ended")
-            continue
-        node = Node(rank, index)
-        missing = [need for need in _needs(schedule, node, sums_block) if need not in done]
-        texts = [f"{schedule.action(need)} of rank {need.rank}" for need in missing]
-        lines.append(f"rank {rank} waits at {schedule.action(node)} for {' and '.join(texts)}")
-    return lines
+    found = steps(schedule, sums_block=sums_block)
+    return [Node(found.ranks[n], n - found.first[found.ranks[n]]) for n in found.order]
 
 
 def _check_whole(schedule: Schedule) -> None:

@@ -28,6 +28,8 @@ class Op(StrEnum):
     S = "S"  # sum of a stage's gradients over the ranks that hold a replica of it
     U = "U"  # update of a stage's weights
 
+    __hash__ = str.__hash__  # enum's own is written in Python, and tables of actions are asked often
+
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 OF_A_BATCH = -1  # the micro-batch number of S and U, which belong to a whole batch
@@ -95,8 +97,16 @@ class Schedule:
     def num_updates(self) -> int:
         return self.microbatches // self.microbatches_per_update
 
+    @cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        held: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        for stage, homes in enumerate(self.homes):
+            for rank in homes:
+                held[rank] += (stage,)
+        return held
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, homes in enumerate(self.homes) if rank in homes)
+        return self._held.get(rank, ())
 
     def nodes(self) -> Iterator[tuple[Node, Action]]:
         for rank, order in enumerate(self.orders):
@@ -224,8 +234,8 @@ def _after(node: Node) -> Node:
 
 
 def _shifted(action: Action, microbatches: int, versions: int) -> Action:
-    at = action.microbatch if action.microbatch == OF_A_BATCH else action.microbatch + microbatches
-    return action._replace(microbatch=at, version=action.version + versions)
+    op, stage, at, version = action
+    return Action(op, stage, at if at == OF_A_BATCH else at + microbatches, version + versions)
 
 
 def flushed(name: str, homes: Sequence[Sequence[int]], microbatches: int, orders: Sequence[Sequence[Action]]) -> Schedule:

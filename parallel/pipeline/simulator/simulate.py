@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from parallel.errors import BadInput
-from parallel.pipeline.check import linear
-from parallel.pipeline.schedule import Action, Message, Node, Op, Schedule
+from parallel.pipeline.schedule import Action, Message, Op, Schedule
+from parallel.pipeline.steps import Steps, steps
 
 Cost = Callable[[int, Action], float]  # time of an action on a rank
 OfMessage = Callable[[Message], float]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An action with its start and end. For S with overlap this is the time on the network, not its rank's."""
 
     action: Action
@@ -28,8 +30,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     message: Message
     start: float
     end: float
@@ -45,14 +46,18 @@ class Timeline:
     transfers: tuple[Transfer, ...]
     overlap: bool
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Time from the first start to the last end."""
         return max(span.end for spans in self.spans for span in spans) - min(spans[0].start for spans in self.spans)
 
+    @cached_property
+    def _busy(self) -> tuple[float, ...]:
+        return tuple(sum(end - start for action, start, end in spans if action.op is not Op.S) for spans in self.spans)
+
     def busy(self, rank: int) -> float:
         """Time in F, B, I, W and U: the rank's ideal time."""
-        return sum(span.end - span.start for span in self.spans[rank] if span.action.op is not Op.S)
+        return self._busy[rank]
 
     def idle(self, rank: int) -> float:
         return self.makespan - self.busy(rank)
@@ -68,7 +73,10 @@ class Timeline:
 
     def sent_bytes(self) -> tuple[float, ...]:
         """Bytes that each rank sends to other ranks between stages."""
-        return tuple(sum(t.num_bytes for t in self.transfers if t.message.source == rank) for rank in range(self.schedule.num_ranks))
+        sent: list[float] = [0] * self.schedule.num_ranks
+        for transfer in self.transfers:
+            sent[transfer.message.source] += transfer.num_bytes
+        return tuple(sent)
 
 
 def costs(
@@ -84,13 +92,21 @@ def costs(
     def of(times: float | Sequence[float], stage: int) -> float:
         return times[stage] if isinstance(times, Sequence) else times
 
+    def first(op: Op, stage: int) -> float:
+        if op is Op.F:
+            return of(forward, stage)
+        if op is Op.U or op is Op.S:
+            return update if op is Op.U else summation
+        whole = of(backward, stage)
+        return {Op.B: whole, Op.I: whole * (1 - weight_share), Op.W: whole * weight_share}[op]
+
+    found: dict[tuple[Op, int], float] = {}  # each is computed once: a planner asks for millions
+
     def cost(rank: int, action: Action) -> float:
-        if action.op is Op.F:
-            return of(forward, action.stage)
-        if action.op in (Op.U, Op.S):
-            return update if action.op is Op.U else summation
-        whole = of(backward, action.stage)
-        return {Op.B: whole, Op.I: whole * (1 - weight_share), Op.W: whole * weight_share}[action.op]
+        key = action[:2]
+        if key not in found:
+            found[key] = first(*key)
+        return found[key]
 
     return cost
 
@@ -104,11 +120,9 @@ def simulate(
     overlap: bool = True,
 ) -> Timeline:
     """Give every action its time. Raises BadInput for a deadlock, and for negative times."""
-    run = _Run(schedule, cost or costs(), _by_message(transfer_time), _by_message(message_bytes), overlap)
-    for node in linear(schedule, sums_block=not overlap):
-        run.step(node)
-    spans = tuple(tuple(run.spans[Node(rank, i)] for i in range(len(order))) for rank, order in enumerate(schedule.orders))
-    return Timeline(schedule, spans, tuple(run.transfers), overlap)
+    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
+    run.all(cost or costs())
+    return run.timeline(message_bytes)
 
 
 def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline] = simulate, *, batches: int = 2) -> float:
@@ -120,72 +134,93 @@ def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline]
     return run(build(batches + 1)).makespan - run(build(batches)).makespan
 
 
-def _by_message(value: float | OfMessage) -> OfMessage:
-    return value if callable(value) else lambda message: value
+def drained_period(
+    schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True, batches: int = 2
+) -> float:
+    """`period` of a schedule of one batch that drains: `schedule.repeated(n)` without making it, by clocks that go on from batch to batch.
+
+    Costs do not depend on the micro-batch here.
+    """
+    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
+    ends = [run.all(cost or costs()) for _ in range(batches + 1)]
+    return ends[-1] - ends[-2]
 
 
 class _Run:
     """The clocks during a simulation: of ranks, of links in each direction, and of each rank's sums."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, transfer_time: OfMessage, message_bytes: OfMessage, overlap: bool) -> None:
-        self.schedule, self.cost, self.transfer_time, self.message_bytes, self.overlap = (
-            schedule,
-            cost,
-            transfer_time,
-            message_bytes,
-            overlap,
-        )
-        self.spans: dict[Node, Span] = {}
-        self.transfers: list[Transfer] = []
-        self._free: list[float] = [0] * schedule.num_ranks
+    def __init__(self, steps: Steps, transfer_time: float | OfMessage, overlap: bool) -> None:
+        self.steps, self.transfer_time, self.overlap = steps, transfer_time, overlap
+        actions, ranks = len(steps.actions), steps.schedule.num_ranks
+        self._starts: list[float] = [0] * actions
+        self._ends: list[float] = [0] * actions
+        self._ready: list[float] = [0] * actions  # when what an action makes for other ranks has reached them
+        self._free: list[float] = [0] * ranks
+        self._summing: list[float] = [0] * ranks
         self._link: dict[tuple[int, int], float] = {}
-        self._summing: list[float] = [0] * schedule.num_ranks
-        self._arrived: dict[Message, float] = {}
-        self._at_sum: dict[tuple[int, int], dict[int, tuple[Node, float]]] = {}
+        self._at_sum: dict[tuple[int, int], dict[int, float]] = {}
 
-    def step(self, node: Node) -> None:
-        """Give one action its time, after all of its needs have theirs."""
-        action = self.schedule.action(node)
-        start = self._free[node.rank]
-        for need in self.schedule.needs(node):
-            if need.rank == node.rank or action.op is Op.U:
-                start = max(start, self.spans[need].end)
-        for message in self.schedule.receives(node):
-            start = max(start, self._arrived[message])
-        if action.op is Op.S:
-            self._sum(node, action, start)
-            return
-        length = self.cost(node.rank, action)
-        if length < 0:
-            raise BadInput("cost", got=f"{length} for {action}", needed="a time of at least 0", fix="give times that are not negative")
-        end = start + length
-        self.spans[node] = Span(action, start, end)
-        self._free[node.rank] = self._send(node, end)
+    def all(self, cost: Cost) -> float:
+        """Give each action its time, after all of its needs have theirs; once more: that of the next batch. Returns the last end."""
+        self._sent: list[tuple[int, float]] = []
+        s, starts, ends, ready, free = self.steps, self._starts, self._ends, self._ready, self._free
+        actions, ranks, source, target, more, pairs = s.actions, s.ranks, s.source, s.target, s.more, s.pairs
+        for n in s.order:
+            rank, action = ranks[n], actions[n]
+            start = free[rank]
+            if source[n] >= 0 and ready[source[n]] > start:
+                start = ready[source[n]]
+            if n in more:
+                start = max([start, *(ready[m] for m in more[n])])
+            length = cost(rank, action)
+            if length < 0:
+                raise BadInput("cost", got=f"{length} for {action}", needed="a time of at least 0", fix="give times that are not negative")
+            if action.op is Op.S:
+                self._sum(n, start, length)
+                continue
+            starts[n], ends[n] = start, start + length
+            free[rank] = ends[n]
+            if pairs and n in pairs:
+                continue
+            if pairs and n - 1 in pairs and target[n - 1] >= 0:
+                free[rank] = self._send(n - 1, ends[n])
+            if target[n] >= 0:
+                free[rank] = max(free[rank], self._send(n, ends[n]))
+        return max(ends)
 
-    def _send(self, node: Node, end: float) -> float:
-        """The time at which the rank is free after an action that ended at `end`."""
-        free = end
-        for message in self.schedule.sends(node):
-            link = (message.source, message.target)
-            start = max(end, self._link.get(link, 0))
-            arrival = start + self.transfer_time(message)
-            self._link[link] = arrival
-            self._arrived[message] = arrival
-            self.transfers.append(Transfer(message, start, arrival, self.message_bytes(message)))
-            free = free if self.overlap else arrival
-        return free
+    def _send(self, maker: int, end: float) -> float:
+        """Send what an action made, at the end of it or of its pair; returns the time at which the rank is free."""
+        took, link = self.transfer_time, (self.steps.ranks[maker], self.steps.target[maker])
+        start = max(end, self._link.get(link, 0))
+        arrival = start + (took(self._message(maker)) if callable(took) else took)
+        self._link[link] = self._ready[maker] = arrival
+        self._sent.append((maker, start))
+        return end if self.overlap else arrival
 
-    def _sum(self, node: Node, action: Action, ready: float) -> None:
+    def _message(self, maker: int) -> Message:
+        op, stage, microbatch, _ = self.steps.actions[maker]
+        return Message(op, stage, microbatch, self.steps.ranks[maker], self.steps.target[maker])
+
+    def _sum(self, n: int, ready: float, length: float) -> None:
         """Handle S: the last replica to reach it starts it on all."""
-        here = self._at_sum.setdefault((action.stage, action.version), {})
-        here[node.rank] = (node, ready)
-        ranks = self.schedule.homes[action.stage]
+        _, stage, _, version = self.steps.actions[n]
+        here = self._at_sum.setdefault((stage, version), {})
+        here[n] = ready
+        ranks = self.steps.schedule.homes[stage]
         if len(here) < len(ranks):
             return
-        start = max([at for _, at in here.values()] + [self._summing[rank] for rank in ranks])
-        end = start + self.cost(node.rank, action)
-        for rank, (place, _) in here.items():
-            self.spans[place] = Span(action, start, end)
-            self._summing[rank] = end
+        del self._at_sum[stage, version]
+        start = max([*here.values(), *(self._summing[rank] for rank in ranks)])
+        for m in here:
+            rank = self.steps.ranks[m]
+            self._starts[m], self._ends[m] = start, start + length
+            self._summing[rank] = self._ready[m] = start + length
             if not self.overlap:
-                self._free[rank] = end
+                self._free[rank] = start + length
+
+    def timeline(self, message_bytes: float | OfMessage) -> Timeline:
+        actions, first = self.steps.actions, self.steps.first
+        spans = tuple(tuple(map(Span, actions[a:b], self._starts[a:b], self._ends[a:b])) for a, b in pairwise(first))
+        sent = ((self._message(maker), start, self._ready[maker]) for maker, start in self._sent)
+        transfers = tuple(Transfer(m, start, end, message_bytes(m) if callable(message_bytes) else message_bytes) for m, start, end in sent)
+        return Timeline(self.steps.schedule, spans, transfers, self.overlap)

@@ -17,8 +17,16 @@ from parallel.pipeline.simulator.simulate import Span, Timeline
 
 def label(schedule: Schedule, action: Action) -> str:
     """F3, or 5F3 with the stage if its rank has several stages."""
-    several = any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.num_ranks))
-    return str(action._replace(version=0)) if several else str(action._replace(version=0))[len(str(action.stage)) :]
+    return _label(action, several=_several(schedule))
+
+
+def _several(schedule: Schedule) -> bool:
+    return any(len(schedule.stages_of(rank)) > 1 for rank in range(schedule.num_ranks))
+
+
+def _label(action: Action, *, several: bool) -> str:
+    named = str(action._replace(version=0))
+    return named if several else named[len(str(action.stage)) :]
 
 
 def text(timeline: Timeline, *, width: int | None = None) -> str:
@@ -26,20 +34,23 @@ def text(timeline: Timeline, *, width: int | None = None) -> str:
 
     width: longer rows are cut, and say so. Actions without a duration are not shown.
     """
-    spans = [span for spans in timeline.spans for span in spans if span.end > span.start and span.action.op is not Op.S]
-    unit = _unit([span.end - span.start for span in spans])
-    size = 1 + max(len(label(timeline.schedule, span.action)) for span in spans)
-    columns = max(round(span.end / unit) for span in spans)
-    head = len(f"rank {timeline.schedule.num_ranks - 1}") + 3
+    seen = [[span for span in spans if span.end > span.start and span.action.op is not Op.S] for spans in timeline.spans]
+    unit = _unit([end - start for spans in seen for _, start, end in spans])
+    several, schedule = _several(timeline.schedule), timeline.schedule
+    longest = {(a.op, a.stage): Action(a.op, a.stage, schedule.microbatches - 1) for spans in seen for a, _, _ in spans}
+    size = 1 + max(len(_label(action, several=several)) for action in longest.values())
+    columns = max(round(spans[-1].end / unit) for spans in seen if spans)
+    head = len(f"rank {schedule.num_ranks - 1}") + 3
     shown = columns if width is None else min(columns, max(1, (width - head - 4) // size))
     rows = []
-    for rank, mine in enumerate(timeline.spans):
-        cells = ["." * (size - 1)] * columns
-        for span in mine:
-            if span.action.op is not Op.S:
-                for column in range(round(span.start / unit), round(span.end / unit)):
-                    cells[column] = label(timeline.schedule, span.action)
-        row = " ".join(cell.ljust(size - 1) for cell in cells[:shown])
+    for rank, mine in enumerate(seen):
+        cells = ["." * (size - 1)] * shown
+        for action, start, end in mine:
+            first = round(start / unit)
+            if first >= shown:
+                break
+            cells[first : min(shown, round(end / unit))] = [_label(action, several=several)] * (min(shown, round(end / unit)) - first)
+        row = " ".join(cell.ljust(size - 1) for cell in cells)
         rows.append(f"{f'rank {rank}':<{head - 3}} | {row}{' ...' if shown < columns else ''}".rstrip())
     return "\n".join(rows)
 
@@ -48,7 +59,7 @@ def _unit(durations: list[float]) -> float:
     """The largest unit that divides all durations; if none above a twelfth of the shortest does, the shortest duration."""
     shortest = min(durations)
     unit = shortest
-    for duration in durations:
+    for duration in dict.fromkeys(durations):
         a, b = unit, duration
         while b > 1e-6 * shortest:
             a, b = b, a % b

@@ -1,0 +1,148 @@
+"""All actions of a schedule in one order, each after what it needs: in bulk what `Schedule.needs`, `receives` and `sends` say one by one.
+
+    number    0   1   2   3   4   5        rank after rank, each in its order
+    action    0F0 0B0 0U  1F0 1B0 1U       source[3] = 0 and target[0] = 1: 1F0 waits for 0F0's message, which goes to rank 1
+    order     0 3 4 5 1 2                  each rank goes as far as it can, in turn, until all have ended
+
+A rank that must wait is set aside until what it waits for is done, so the work is proportional to the number of actions. If all wait, it
+is a deadlock, and the message has every rank's next action with what it waits for. A schedule's steps are found once and kept with it: a
+simulation with other times begins with the clocks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import accumulate
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Op, Schedule
+
+NOBODY = -1
+
+
+class Steps:
+    """A schedule's actions by number, in lists. `order`: the numbers in an order in which each action comes after its needs.
+
+    first: the number of each rank's first action, and at its end the number of all actions. ranks: who does it. source: the maker of
+    the message that it waits for. target: the rank that its message goes to. more: other actions that it waits for: U for S on every
+    replica, a pair for both of its messages. pairs: the first of each pair, whose results leave with those of the second.
+    """
+
+    def __init__(self, schedule: Schedule, *, sums_block: bool) -> None:
+        self.schedule = schedule
+        self.actions: list[Action] = [action for order in schedule.orders for action in order]
+        self.first = [0, *accumulate(map(len, schedule.orders))]
+        self.ranks = [rank for rank, order in enumerate(schedule.orders) for _ in order]
+        self.source, self.target = [NOBODY] * len(self.actions), [NOBODY] * len(self.actions)
+        self.more: dict[int, list[int]] = {}
+        self.pairs = {self.first[node.rank] + node.at for node in schedule.pairs}
+        self._wire(sums_block)
+        self.order = self._in_order()
+
+    def _wire(self, sums_block: bool) -> None:
+        """Fill in source, target and more. What an action needs of its own rank is left out where it comes before it there."""
+        self._index()
+        width, forward, inputs, backward = self._width, self._by_op[Op.F], self._by_op[Op.I], self._by_op[Op.I] | self._by_op[Op.B]
+        source, target, more, ranks = self.source, self.target, self.more, self.ranks
+        needs: Iterable[int | None]
+        for n, (op, stage, microbatch, version) in enumerate(self.actions):
+            rank, key, maker, needs = ranks[n], stage * width + microbatch, None, ()
+            if op is Op.F:
+                maker = forward.get(key - width)
+            elif op is Op.B or op is Op.I:
+                maker, needs = backward.get(key + width), (forward.get(key),)
+            elif op is Op.W:
+                needs = (inputs.get(key),)
+            elif op is Op.U and len(self.schedule.homes[stage]) > 1:
+                more[n] = [*self._of_batch[Op.S, stage, version]]
+            else:
+                needs = self._gradients[rank, stage, version]
+            if version and (op is Op.F or op is Op.B or op is Op.I):
+                needs = (*needs, *(u for u in self._of_batch[Op.U, stage, version] if ranks[u] == rank))
+            first = self.first[rank]
+            if maker is not None and not first <= maker < n:
+                source[n] = maker
+                if ranks[maker] != rank:
+                    target[maker] = rank
+            for need in needs:
+                if need is not None and not first <= need < n:
+                    more.setdefault(n, []).append(need)
+        for n in self.pairs:
+            more[n] = [m for m in (*more.pop(n, ()), source[n + 1], *more.pop(n + 1, ())) if m not in (n, NOBODY)]
+            source[n + 1] = NOBODY
+        for (op, _, _), sums in self._of_batch.items() if sums_block else ():
+            for n in sums if op is Op.S else ():
+                if n + 1 < self.first[ranks[n] + 1]:
+                    more.setdefault(n + 1, []).extend(sums)
+
+    def _index(self) -> None:
+        """Find F, B, I and W by stage * width + micro-batch, S and U by stage and version, and each update's gradients on its rank."""
+        self._width = width = 1 + max((action.microbatch for action in self.actions), default=0)
+        self._by_op: dict[Op, dict[int, int]] = {op: {} for op in COMPUTE}
+        self._of_batch: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
+        self._gradients: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        by_op, gradients, ranks, per_update = self._by_op, self._gradients, self.ranks, self.schedule.microbatches_per_update
+        for n, (op, stage, microbatch, version) in enumerate(self.actions):
+            if microbatch == OF_A_BATCH:
+                self._of_batch[op, stage, version].append(n)
+                continue
+            by_op[op][stage * width + microbatch] = n
+            if op is Op.B or op is Op.W:
+                gradients[ranks[n], stage, microbatch // per_update + 1].append(n)
+
+    def _in_order(self) -> list[int]:
+        num_ranks, source, more, pairs = len(self.first) - 1, self.source, self.more, self.pairs
+        at, done = self.first[:-1], bytearray(len(self.actions))
+        waiting: dict[int, list[int]] = {}
+        turns = list(range(num_ranks))  # round * num_ranks + rank: a heap of who goes on, in which round
+        order: list[int] = []
+        while turns:
+            turn = heappop(turns)
+            rank = turn % num_ranks
+            n, end = at[rank], self.first[rank + 1]
+            while n < end:
+                missing = source[n] if source[n] >= 0 and not done[source[n]] else NOBODY
+                if n in more:
+                    missing = next((m for m in more[n] if not done[m]), missing)
+                if missing >= 0:
+                    waiting.setdefault(missing, []).append(rank)
+                    break
+                order.append(n)
+                for made in (n,) if not pairs else () if n in pairs else (n - 1, n) if n - 1 in pairs else (n,):
+                    done[made] = 1
+                    for other in waiting.pop(made, ()):
+                        heappush(turns, turn - rank + other + (num_ranks if other <= rank else 0))
+                n += 1
+            at[rank] = n
+        if len(order) < len(done):
+            raise self._deadlock(at, done)
+        return order
+
+    def _deadlock(self, at: list[int], done: bytearray) -> BadInput:
+        lines = []
+        for rank, n in enumerate(at):
+            if n == self.first[rank + 1]:
+                lines.append(f"rank {rank} has ended")
+                continue
+            missing = [m for m in (self.source[n], *self.more.get(n, ())) if m >= 0 and not done[m]]
+            texts = [f"{self.actions[m]} of rank {self.ranks[m]}" for m in dict.fromkeys(missing)]
+            lines.append(f"rank {rank} waits at {self.actions[n]} for {' and '.join(texts)}")
+        return BadInput(
+            f"schedule {self.schedule.name}",
+            got=f"a deadlock after {sum(done)} of {len(done)} actions: {'; '.join(lines)}",
+            needed="each action after what it needs, on every rank",
+            fix="move what is waited for before the action that holds its rank up",
+        )
+
+
+def steps(schedule: Schedule, *, sums_block: bool = False) -> Steps:
+    """The schedule's steps. Raises BadInput for a deadlock.
+
+    sums_block: a rank continues after S only when every replica has reached it.
+    """
+    kept: dict[bool, Steps] = schedule.__dict__.setdefault("_steps", {})  # beside the fields, as functools.cached_property does
+    if sums_block not in kept:
+        kept[sums_block] = Steps(schedule, sums_block=sums_block)
+    return kept[sums_block]

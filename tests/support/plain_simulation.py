@@ -1,0 +1,74 @@
+"""The simulator's plain twin: one action after another, by Schedule.needs, receives and sends, with tables keyed by nodes."""
+
+from __future__ import annotations
+
+from parallel.pipeline.schedule import Message, Node, Op, Schedule
+from parallel.pipeline.simulator.simulate import Cost, OfMessage, Span, Transfer
+
+
+def plain_order(schedule: Schedule, *, sums_block: bool) -> tuple[list[Node], list[str]]:
+    """All actions that can run, in order, and for each rank what it waits for at last (empty texts if all ran)."""
+
+    def needs(node: Node) -> tuple[Node, ...]:
+        held = sums_block and node.at and schedule.orders[node.rank][node.at - 1].op is Op.S
+        return schedule.needs(node) + (schedule.replicas(Node(node.rank, node.at - 1)) if held else ())
+
+    done: set[Node] = set()
+    order: list[Node] = []
+    at, moved = [0] * schedule.num_ranks, True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.orders):
+            while at[rank] < len(actions) and done.issuperset(needs(Node(rank, at[rank]))):
+                order.append(Node(rank, at[rank]))
+                done.add(order[-1])
+                at[rank] += 1
+                moved = True
+    waits = []
+    for rank, actions in enumerate(schedule.orders):
+        node = Node(rank, at[rank])
+        missing = [n for n in needs(node) if n not in done] if at[rank] < len(actions) else []
+        waits.append(f"{schedule.action(node)} for {sorted({f'{schedule.action(n)} of {n.rank}' for n in missing})}" if missing else "")
+    return order, waits
+
+
+def plain_simulate(
+    schedule: Schedule, cost: Cost, transfer_time: OfMessage, overlap: bool
+) -> tuple[tuple[tuple[Span, ...], ...], tuple[Transfer, ...]]:
+    """The spans by rank, and the transfers."""
+    spans: dict[Node, Span] = {}
+    transfers: list[Transfer] = []
+    free: list[float] = [0] * schedule.num_ranks
+    summing: list[float] = [0] * schedule.num_ranks
+    link: dict[tuple[int, int], float] = {}
+    arrived: dict[Message, float] = {}
+    at_sum: dict[tuple[int, int], dict[int, tuple[Node, float]]] = {}
+    for node in plain_order(schedule, sums_block=not overlap)[0]:
+        action = schedule.action(node)
+        start = free[node.rank]
+        for need in schedule.needs(node):
+            if need.rank == node.rank or action.op is Op.U:
+                start = max(start, spans[need].end)
+        start = max([start, *(arrived[message] for message in schedule.receives(node))])
+        if action.op is Op.S:
+            here = at_sum.setdefault((action.stage, action.version), {})
+            here[node.rank] = (node, start)
+            ranks = schedule.homes[action.stage]
+            if len(here) == len(ranks):
+                begin = max([since for _, since in here.values()] + [summing[rank] for rank in ranks])
+                end = begin + cost(node.rank, action)
+                for rank, (place, _) in here.items():
+                    spans[place] = Span(action, begin, end)
+                    summing[rank] = end
+                    free[rank] = free[rank] if overlap else end
+            continue
+        end = start + cost(node.rank, action)
+        spans[node] = Span(action, start, end)
+        free[node.rank] = end
+        for message in schedule.sends(node):
+            way = (message.source, message.target)
+            begin = max(end, link.get(way, 0))
+            link[way] = arrived[message] = begin + transfer_time(message)
+            transfers.append(Transfer(message, begin, link[way], 0))
+            free[node.rank] = free[node.rank] if overlap else max(free[node.rank], link[way])
+    return tuple(tuple(spans[Node(rank, i)] for i in range(len(order))) for rank, order in enumerate(schedule.orders)), tuple(transfers)
