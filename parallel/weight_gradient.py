@@ -77,11 +77,16 @@ def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor |
 
     `weight` is the tensor to which the Function was applied, kept as an attribute of ctx: saved tensors may come back as other objects.
     """
-    owed = owed_for(weight)
+    return gradients_or_later((weight,), lambda: (compute(),))[0]
+
+
+def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
+    """The same of several weights at once: their gradients, or so many None."""
+    owed = owed_for(*weights)
     if owed is None:
         return compute()
-    owed.add((weight,), lambda: (compute(),))
-    return None
+    owed.add(weights, compute)
+    return (None,) * len(weights)
 
 
 class _Pay(torch.autograd.Function):

@@ -5,7 +5,8 @@
 `core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
 key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
 and a function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
-Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once.
+Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once, or `products`,
+where x travels for a product: for q, k and v it does so once.
 Rotary angles and the softmax are fp32.
 """
 
@@ -24,7 +25,7 @@ from moe.nn.context import Context
 from moe.nn.linear import Linear
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
-from parallel.data.tiling import Slot, as_it_is
+from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
 
 # B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
 
@@ -129,10 +130,12 @@ class Attention(nn.Module):
         self.core: Core = softmax_core
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
+        self.products: Products = one_by_one
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         x_BLD = self.enter(x_BLD)
-        q_BHLC, k_BKLC, v_BKLC = (rearrange(linear(x_BLD), "b l (h c) -> b h l c", c=self.head_size) for linear in (self.q, self.k, self.v))
+        products = self.products(x_BLD, [self.q, self.k, self.v])
+        q_BHLC, k_BKLC, v_BKLC = (rearrange(y, "b l (h c) -> b h l c", c=self.head_size) for y in products)
         bias = None if self.bias is None else self.bias()
         if bias is None:
             place_L = context.places(x_BLD.shape[1], device=x_BLD.device)

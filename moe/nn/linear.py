@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe.kernels.activation import GATED, activate
 from moe.nn.context import Context
-from parallel.data.tiling import Slot, Tiled, as_it_is, take
+from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
 from parallel.weight_gradient import gradient_or_later, linear
@@ -83,7 +83,8 @@ class Norm(nn.Module):
 class FeedForward(nn.Module):
     """The dense network between attentions: activation(x W1) [* x W3] W2.
 
-    Of some of the hidden units it is their share of the output; who cuts it so fills `enter` and `leave`, of x and of the output.
+    Of some of the hidden units it is their share of the output; who cuts it so fills `enter` and `leave`, of x and of the output, and
+    `products`, of x with w1 and w3, where x would travel for each.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, recast: bool = False) -> None:
@@ -94,11 +95,11 @@ class FeedForward(nn.Module):
         self.w3 = Linear(d_model, d_ff, recast=recast) if ffn in GATED else None
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
+        self.products: Products = one_by_one
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        x_BLD = self.enter(x_BLD)
-        gate = self.w3(x_BLD) if self.w3 is not None else None
-        return self.leave(self.w2(activate(self.w1(x_BLD), gate, self.ffn)))
+        hidden_BLF, *gate = self.products(self.enter(x_BLD), [self.w1] if self.w3 is None else [self.w1, self.w3])
+        return self.leave(self.w2(activate(hidden_BLF, gate[0] if gate else None, self.ffn)))
 
     def in_tiles(self, count: int) -> Tiled:
         """The sum of narrower networks that it is: one for each run of its hidden units."""

@@ -14,7 +14,7 @@ fp32 at least. In checkpoints and for first values tiles do not exist: `layers.0
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from parallel.layout import Tile
 
 Slot = Callable[[Tensor], Tensor]  # what a layer's input or output passes, where ranks share the layer
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # of one x with the matrices of several modules, where x travels once
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
@@ -30,6 +31,11 @@ _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 def as_it_is(x: Tensor) -> Tensor:
     """A slot that nobody has filled."""
     return x
+
+
+def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """The same of products."""
+    return [module(x) for module in modules]
 
 
 class Tiled(nn.Module):

@@ -9,6 +9,7 @@
     2d       P / q^2   (q-1)/q^2 of N I + I O for each product   (q-1)/q^2 of 2 N I + I O, and I O wide
     2.5d     P / q^2   the same with N / d                       the same
     3d       P / q^3   (q-1)/q^3 of N I + I O + N O              (q-1)/q^3 of N O + I O + 2 N I, and I O wide
+    q, k and v are one product of grids, and so are w1 and w3: their outputs together, so x travels once for all of them
     norms of grids     gathers of 2 numbers a token of a row, forward, and sums of 2 backward, wide
 
     kept: 4 N D, what a norm and the products after it read (the norm's wide on a line); 4 N A, q, keys and values for all heads, and what
@@ -58,6 +59,12 @@ class DenseLayer:
         )
 
     @property
+    def fused_products(self) -> tuple[tuple[int, int], ...]:
+        """The same, those of one x together."""
+        q, k, v, out, *into, down = self.products
+        return (self.width, q[1] + k[1] + v[1]), out, (self.width, sum(outputs for _, outputs in into)), down
+
+    @property
     def elements(self) -> int:
         """P above."""
         return sum(inputs * outputs for inputs, outputs in self.products)
@@ -96,7 +103,7 @@ def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fracti
     part, wide = Fraction(side - 1, side**3 if kind == "3d" else side**2), max(WIDE, of.itemsize)
     row = Fraction(2 * of.tokens, depth * side)  # of two norms
     forward, backward = row * 2 * (side - 1) * wide, row * 2 * Fraction(2 * (side - 1), side) * wide
-    for inputs, outputs in of.products:
+    for inputs, outputs in of.fused_products:
         x, w, y = held * inputs, inputs * outputs, held * outputs if kind == "3d" else 0
         forward += part * (x + w + y) * of.itemsize
         backward += part * ((2 * x + w + y) * of.itemsize + w * wide)

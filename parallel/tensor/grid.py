@@ -12,7 +12,7 @@ Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,48 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Messages, gathered, sum_over
+from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import GRID, Axis, Mesh
 from parallel.tensor.style import Shape
 
 # B sequences, L length, D channels here, N tokens here
+
+
+Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x W^T of one x and each of several W
+
+
+def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
+    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of the layer around it, if it has one.
+
+    `made(label)`: what multiplies, with a name for where ranks disagree.
+    """
+    around = path.rpartition(".")[0]
+    layer = model.get_submodule(around)
+    model.get_submodule(path).product = of_one(made(without_tiles(path)))  # type: ignore[assignment]
+    if of_layer and hasattr(layer, "products"):
+        layer.products = partial(_of_modules, multiply=made(without_tiles(around)))  # type: ignore[assignment]
+
+
+def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
+    """Its product with one matrix."""
+    return lambda x, weight: multiply(x, [weight])[0]
+
+
+def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
+    """Their weights are read here, in their layer: ZeRO-3 finds that out and gathers them with it."""
+    return multiply(x, [module.weight for module in modules])
+
+
+def together(tensors: Sequence[Tensor], *, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """One after another along dim, in this dtype; a single one is not copied for it."""
+    cast = [tensor.to(dtype or tensor.dtype) for tensor in tensors]
+    return cast[0] if len(cast) == 1 else torch.cat(cast, dim)
+
+
+def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Runs of its last dim, each in memory of its own: one that is kept keeps no other."""
+    return (y,) if len(sizes) == 1 else tuple(part.contiguous() for part in y.split(list(sizes), -1))
 
 
 @dataclass(frozen=True)

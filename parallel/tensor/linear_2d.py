@@ -7,7 +7,8 @@
     backward    dx_it = sum over j of dy_ij W_tj^T, summed to column t       dW_tj = sum over i of x_it^T dy_ij, summed to row t
 
 The outputs lie as the inputs do, so nothing is gathered between layers: 1/q^2 of the weights, of their gradients and of all activations
-a rank, and one block of another rank's beside them at a time (two, with the one on its way).
+a rank, and one block of another rank's beside them at a time (two, with the one on its way). Several products of one x (q, k and v; w1
+and w3) are one, of their matrices together, so x travels once for all.
 
 Cost of a product, sent by a rank: (q - 1) of its blocks of x and W forward, twice as much backward. A row's ranks have the same tokens,
 a column's have others: the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
@@ -15,7 +16,7 @@ a column's have others: the loss is summed over rows. Sources: SUMMA (van de Gei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,68 +26,69 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import start_broadcast, start_sum_to
-from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import GRID, Axis, Mesh
 from parallel.precision import gradient_dtype
+from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
-from parallel.weight_gradient import gradient_or_later
+from parallel.weight_gradient import gradients_or_later
 
 # N tokens of this rank's row, I inputs and O outputs of this rank's block; X, Y the same of others
 
 
 @dataclass(frozen=True)
 class Block:
-    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills the slot `product` of its module."""
+    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:
-            path = name.rpartition(".")[0]
-            model.get_submodule(path).product = product_of(mesh, without_tiles(path))  # type: ignore[assignment]
+            fill_products(model, name.rpartition(".")[0], partial(products_of, mesh))
 
 
-def product_of(mesh: Mesh, label: str) -> partial[Tensor]:
-    """`product` on this rank's row and column of the grid."""
+def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
+    """`products` on this rank's row and column of the grid."""
     row, column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
-    return partial(product, row=row, column=column)
+    return partial(products, row=row, column=column)
 
 
-def product(x: Tensor, weight_OI: Tensor, *, row: Axis, column: Axis) -> Tensor:
-    """x W^T [..., O] in x's dtype, of blocks x [..., I] and W [O, I] in any dtype; `row`, `column`: the ranks of this rank's.
+def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
+    """Of each W x W^T [..., O] in x's dtype, of blocks x [..., I] and W [O, I] in any dtype; `row`, `column`: the ranks of this rank's.
 
     Partial products are added up in fp32 at least. Kept for the backward pass are the rank's own blocks.
     """
-    out: Tensor = _Summa.apply(x, weight_OI, row, column)
-    return out
+    found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
+    return found
 
 
 class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, row: Axis, column: Axis) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        ctx.weight, ctx.row, ctx.column = weight_OI, row, column
+    def forward(ctx: Any, x: Tensor, row: Axis, column: Axis, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights_OI)
+        ctx.weights, ctx.row, ctx.column = weights_OI, row, column
         total: Tensor | None = None
-        for x_NI, matrix_OI in zip(blocks(x, row), blocks(weight_OI.to(x.dtype), column), strict=True):
+        for x_NI, matrix_OI in zip(blocks(x, row), blocks(together(weights_OI, dtype=x.dtype), column), strict=True):
             share = F.linear(x_NI, matrix_OI)
             total = share.to(torch.promote_types(x.dtype, torch.float32)) if total is None else total.add_(share)
         assert total is not None
-        return total.to(x.dtype)
+        return apart(total.to(x.dtype), [len(weight) for weight in weights_OI])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, weight_OI = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights_OI = ctx.saved_tensors
         row, column = (replace(axis, label=f"{axis.label} backward") for axis in (ctx.row, ctx.column))
-        dtype = gradient_dtype(ctx.weight)
-        grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(weight_OI.to(grad.dtype), column)), row)
+        dtype, grad = gradient_dtype(ctx.weights[0]), together(grads, dim=-1)
+        grad_x = summed((grad @ matrix_OI for matrix_OI in blocks(together(weights_OI, dtype=grad.dtype), column)), row)
+        sizes = [len(weight) for weight in weights_OI]
 
-        def of_weight() -> Tensor:
+        def of_weights() -> Sequence[Tensor]:
             grad_ON = grad.flatten(0, -2).t()
-            return summed(((grad_ON @ x_NI.flatten(0, -2)).to(dtype) for x_NI in blocks(x, row)), column)
+            found = summed(((grad_ON @ x_NI.flatten(0, -2)).to(dtype) for x_NI in blocks(x, row)), column)
+            return torch.split(found, sizes)
 
-        return grad_x, gradient_or_later(ctx.weight, of_weight), None, None
+        return grad_x, None, None, *gradients_or_later(ctx.weights, of_weights)
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:

@@ -8,7 +8,8 @@
     backward    gather dy over k | gather W over i | multiply | sum dx over j          gather x over j | multiply | sum dW over i
 
 A second product (a layer's last one) has j and k the other way round, so it gives what lies as x did. What is gathered for a product is
-freed after it and gathered again in the backward pass, so no activation stays at more than 1/q^3.
+freed after it and gathered again in the backward pass, so no activation stays at more than 1/q^3. Several products of one x (q, k and v;
+w1 and w3) are one, of their matrices together, so x is gathered once for all.
 
 Cost of a product, sent by a rank, in its parts of x, W and y: (q - 1) (x + W + y) forward and (q - 1) (2 x + 2 W + y) backward; a part is
 1/q^3 of the tensor, so a rank sends less than in two dimensions on as many ranks. Source: 3D parallelism (arXiv 2105.14450).
@@ -16,7 +17,7 @@ Cost of a product, sent by a rank, in its parts of x, W and y: (q - 1) (x + W + 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -26,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import gathered, scattered_sum
-from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import GRID, Axis, Mesh
 from parallel.precision import gradient_dtype
+from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
-from parallel.weight_gradient import gradient_or_later
+from parallel.weight_gradient import gradients_or_later
 
 # i, j, k are places on tp_depth, tp_row and tp_col; I inputs, O outputs of a weight that was gathered
 
@@ -41,7 +42,10 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 @dataclass(frozen=True)
 class Cube:
-    """A weight [out, in] over the whole cube; `place`: of the products between two norms, a first one or the second."""
+    """A weight [out, in] over the whole cube; `place`: of the products between two norms, a first one or the second.
+
+    Fills `product` of its module, and `products` of the layer if it is a first one: those of one x.
+    """
 
     place: Literal["first", "second"]
 
@@ -52,44 +56,45 @@ class Cube:
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:
-            path = name.rpartition(".")[0]
-            model.get_submodule(path).product = product_of(mesh, self.place, without_tiles(path))  # type: ignore[assignment]
+            fill_products(model, name.rpartition(".")[0], partial(products_of, mesh, self.place), of_layer=self.place == "first")
 
 
-def product_of(mesh: Mesh, place: str, label: str) -> partial[Tensor]:
-    """`product` on this rank's lines of the cube."""
+def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
+    """`products` on this rank's lines of the cube."""
     *faces, deep = FACES[place]
     into, out, depth = (replace(mesh.axis(str(axis)), label=label) for axis in (*faces, "tp_depth"))
-    return partial(product, into=into, out=out, depth=depth, deep=deep)
+    return partial(products, into=into, out=out, depth=depth, deep=deep)
 
 
-def product(x: Tensor, weight_OI: Tensor, *, into: Axis, out: Axis, depth: Axis, deep: int) -> Tensor:
-    """x W^T in x's dtype, of parts [B, ..., channels] of x and of W [O, I], its dim `deep` in q parts, in any dtype.
+def products(x: Tensor, weights_OI: Sequence[Tensor], *, into: Axis, out: Axis, depth: Axis, deep: int) -> Sequence[Tensor]:
+    """Of each W x W^T in x's dtype, of parts [B, ..., channels] of x and of W [O, I], its dim `deep` in q parts, in any dtype.
 
     `into`: the ranks whose sequences are gathered; `out`: those over which the result is summed and its sequences are shared out, so
     that the sequences of the result are others.
     """
-    y: Tensor = _Product.apply(x, weight_OI, into, out, depth, deep)
-    return y
+    found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, *weights_OI)
+    return found
 
 
-class _Product(torch.autograd.Function):
+class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, into: Axis, out: Axis, depth: Axis, deep: int) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        ctx.weight, ctx.axes, ctx.deep = weight_OI, (into, out, depth), deep
-        matrix_OI = gathered(weight_OI.to(x.dtype), depth, dim=deep)
-        return scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
+    def forward(ctx: Any, x: Tensor, into: Axis, out: Axis, depth: Axis, deep: int, *weights_OI: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights_OI)
+        ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
+        matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
+        y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
+        return apart(y, [len(weight) for weight in weights_OI])  # whose outputs are whole: depth cuts a first product's inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_OI = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights_OI = ctx.saved_tensors
         into, out, depth = (replace(axis, label=f"{axis.label} backward") for axis in ctx.axes)
-        dtype, deep, whole_grad = gradient_dtype(ctx.weight), ctx.deep, gathered(grad, out)
-        grad_x = scattered_sum(whole_grad @ gathered(weight_OI.to(grad.dtype), depth, dim=deep), into)
+        dtype, deep, whole_grad = gradient_dtype(ctx.weights[0]), ctx.deep, gathered(together(grads, dim=-1), out)
+        grad_x = scattered_sum(whole_grad @ gathered(together(weights_OI, dtype=grads[0].dtype), depth, dim=deep), into)
+        sizes = [len(weight) for weight in weights_OI]
 
-        def of_weight() -> Tensor:
+        def of_weights() -> Sequence[Tensor]:
             grad_ON = whole_grad.flatten(0, -2).t()
-            return scattered_sum((grad_ON @ gathered(x, into).flatten(0, -2)).to(dtype), depth, dim=deep)
+            return torch.split(scattered_sum((grad_ON @ gathered(x, into).flatten(0, -2)).to(dtype), depth, dim=deep), sizes)
 
-        return grad_x, gradient_or_later(ctx.weight, of_weight), None, None, None, None
+        return grad_x, None, None, None, None, *gradients_or_later(ctx.weights, of_weights)

@@ -23,7 +23,7 @@ from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import GRID, Mesh
 from parallel.tensor import linear_2d, linear_3d
-from parallel.tensor.grid import Turn, transposed
+from parallel.tensor.grid import Turn, of_one, transposed
 from parallel.tensor.style import Shape
 from parallel.tensor.vocabulary import joined, merged
 
@@ -57,7 +57,7 @@ class BlockRows:
         self.size = size
         self.row, self.column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))
         self.grid = replace(mesh.axis("tp_row", "tp_col"), label=label)
-        self.product = linear_2d.product_of(mesh, label)
+        self.product = of_one(linear_2d.products_of(mesh, label))
 
     def tokens(self, tokens: Tensor) -> Tensor:
         return gathered(tokens, self.column)
@@ -91,7 +91,7 @@ class CubeRows:
         self.size = size
         self.row, self.depth = (replace(mesh.axis(axis), label=label) for axis in ("tp_row", "tp_depth"))
         self.turn = Turn(self.row, replace(mesh.axis("tp_col"), label=label))
-        self.product = linear_3d.product_of(mesh, "first", label)
+        self.product = of_one(linear_3d.products_of(mesh, "first", label))
 
     def tokens(self, tokens: Tensor) -> Tensor:
         return gathered(tokens, self.row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING, Rows, look_up, summed_loss
 from parallel import process
+from parallel.data.tiling import Products, one_by_one
 from parallel.errors import BadInput
 from parallel.gradients import sum_gradients
 from parallel.layout import Layout
@@ -28,10 +30,11 @@ from parallel.tensor.sizes import GRIDS as GRIDS_OF
 from parallel.tensor.sizes import grid_of
 from parallel.tensor.style import Plan, Style, apply, lay_out
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
+from parallel.weight_gradient import put_off
 from tests.support.ranks import run_on_ranks
 
-# B sequences, L length, D model, H hidden units, V vocabulary
-B, L, D, HIDDEN, V = 12, 3, 12, 24, 11
+# B sequences, L length, D model, V vocabulary; GATE: each gates a run of hidden units
+B, L, D, HIDDEN, GATE, V = 12, 3, 12, 36, 12, 11
 GRIDS = {
     "2d": Degrees(tp=4, tp_col=2),
     "2d of 9": Degrees(tp=9, tp_col=3),
@@ -56,25 +59,36 @@ class PlainNorm(nn.Module):
         return centred / (centred.square().mean(-1, keepdim=True) + (1e-5 if self.kind == "layernorm" else 1e-6)).sqrt() * self.weight
 
 
-class Two(nn.Module):
-    """Two products with an activation between them, which is what a layer's look like from outside."""
+class Network(nn.Module):
+    """Two products of one x, and one of what comes of both: what a layer's look like from outside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.one, self.two = Norm(D, "layernorm"), Linear(D, HIDDEN), Linear(HIDDEN, D)
+        self.one, self.gate, self.two = Linear(D, HIDDEN), Linear(D, GATE), Linear(HIDDEN, D)
+        self.products: Products = one_by_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, gate = self.products(x, [self.one, self.gate])
+        return self.two(F.silu(one) * gate.repeat_interleave(HIDDEN // GATE, dim=-1))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.network = Norm(D, "layernorm"), Network()
         self.table, self.last = Rows(slice(0, V), D), Norm(D, "rmsnorm")
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
         x = look_up(tokens_BL, self.table)
-        x = x + self.two(F.silu(self.one(self.norm(x))))
+        x = x + self.network(self.norm(x))
         return x, summed_loss(self.last(x), targets_BL, self.table, chunks=chunks)
 
 
 def plan(kind: str) -> Plan:
     cube = kind == "3d"
     rows: tuple[tuple[str, Style], ...] = (
-        ("one.weight", Cube("first") if cube else Block()),
-        ("two.weight", Cube("second") if cube else Block()),
+        ("network.two.weight", Cube("second") if cube else Block()),
+        ("network.*.weight", Cube("first") if cube else Block()),
         ("table.weight", VocabularyCube() if cube else VocabularyBlock()),
         ("norm.weight", ChannelsNorm()),
         ("last.weight", ChannelsNorm()),
@@ -82,9 +96,9 @@ def plan(kind: str) -> Plan:
     return Plan(rows)
 
 
-def held(kind: str, mesh: Mesh) -> tuple[Two, dict[str, Layout]]:
+def held(kind: str, mesh: Mesh) -> tuple[Small, dict[str, Layout]]:
     with torch.device("meta"):
-        model = Two()
+        model = Small()
     layouts = lay_out(model, plan(kind), tiled_dim=lambda _: 0)
     if mesh.degrees.tp > 1:
         apply(model, plan(kind), layouts, mesh)
@@ -108,9 +122,14 @@ def part_of(mesh: Mesh) -> tuple[slice, slice]:
     return slice(place.index * each, (place.index + 1) * each), slice(column * width, (column + 1) * width)
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("2d", 1), ("2d of 9", 2), ("2.5d", 1), ("3d", 1), ("3d", 2)])
-def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int) -> None:
-    """Embedding, norms, two products and the loss: this rank's part of the output, each weight's gradient once copies are summed."""
+@pytest.mark.parametrize(
+    ("kind", "chunks", "waits"), [("2d", 1, True), ("2d of 9", 2, False), ("2.5d", 1, False), ("3d", 1, True), ("3d", 2, False)]
+)
+def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int, waits: bool) -> None:
+    """Embedding, norms, products and the loss: this rank's part of the output, each weight's gradient once copies are summed.
+
+    `waits`: gradients of weights are put off, all of one x together.
+    """
     whole, _ = held(kind, Mesh.of(Degrees()))
     weights = drawn((B, L, D), "weights of outputs")
     x, _ = whole(TOKENS, TARGETS, 1)
@@ -124,7 +143,11 @@ def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int) -> None:
         model, layouts = held(kind, mesh)
         sequences, channels = part_of(mesh)
         x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
-        ((x * weights[sequences, :, channels]).sum() + loss).backward()
+        with put_off() if waits else nullcontext() as owed:
+            ((x * weights[sequences, :, channels]).sum() + loss).backward()
+        if owed is not None:
+            assert model.network.one.weight.grad is None and model.network.gate.weight.grad is None
+            owed.pay()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         sum_gradients(grads, layouts, mesh)
         boxes = {name: [(run.start, run.stop) for run in layouts[name].region(mesh)] for name in grads}
