@@ -20,85 +20,24 @@ import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle  # noqa: E402
+from matplotlib.patches import Patch, Rectangle  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from moe.bench.tensor_grids import PAPER, forms_of  # noqa: E402
+from over_ranks import SEQUENCE, TENSOR  # noqa: E402
+from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note  # noqa: E402
+
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import capacity, kept_choices  # noqa: E402
 from moe.train.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
-from parallel.layout import Layout  # noqa: E402
-from parallel.mesh import Degrees, Mesh  # noqa: E402
+from parallel.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
 from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
-from parallel.plan.tensor import cost  # noqa: E402
-from parallel.sequence.balanced import steps, task  # noqa: E402
-from parallel.sequence.order import ORDERS, Order  # noqa: E402
-from parallel.tensor.linear_1d import Column, Row  # noqa: E402
-from parallel.tensor.linear_2d import Block  # noqa: E402
-from parallel.tensor.linear_3d import Cube  # noqa: E402
-
-INK, SOFT, LINE = "#1f2933", "#52606d", "#9aa5b1"
-GREY, WHITE = "#e4e7eb", "#ffffff"
-EXPERTS = ("#f4a259", "#5b8e7d", "#8cb4d9", "#bc6c8f")  # orange, green, blue, plum: apart for colour-blind readers by lightness too
-plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 12, "text.color": INK, "axes.edgecolor": LINE, "savefig.facecolor": WHITE})
-
-
-def canvas(width: float, height: float) -> Axes:
-    """An empty page in units of a tenth of an inch."""
-    figure = plt.figure(figsize=(width / 10, height / 10))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(0, width)
-    axes.set_ylim(0, height)
-    axes.axis("off")
-    return axes
-
-
-def box(
-    axes: Axes, x: float, y: float, w: float, h: float, text: str = "", *, fill: str = WHITE, size: float = 12, bold: bool = False
-) -> None:
-    """A rounded box with its lower left corner at (x, y)."""
-    axes.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.8", facecolor=fill, edgecolor=INK, linewidth=1.2))
-    axes.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size, fontweight="bold" if bold else "normal")
-
-
-def cell(axes: Axes, x: float, y: float, text: str, *, fill: str, w: float = 5, h: float = 4, dropped: bool = False) -> None:
-    """One token or row."""
-    axes.add_patch(
-        Rectangle((x, y), w, h, facecolor=WHITE if dropped else fill, edgecolor=fill if dropped else INK, linewidth=2.2 if dropped else 1)
-    )
-    axes.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=11, color=SOFT if dropped else INK)
-    if dropped:
-        axes.plot([x + 0.7, x + w - 0.7], [y + 0.7, y + h - 0.7], color=fill, linewidth=2)
-
-
-def arrow(
-    axes: Axes, start: tuple[float, float], end: tuple[float, float], *, color: str = INK, bend: float = 0, width: float = 1.6
-) -> None:
-    axes.add_patch(
-        FancyArrowPatch(
-            start,
-            end,
-            arrowstyle="-|>",
-            mutation_scale=14,
-            color=color,
-            linewidth=width,
-            connectionstyle=f"arc3,rad={bend}",
-            shrinkA=0,
-            shrinkB=0,
-        )
-    )
-
-
-def note(axes: Axes, x: float, y: float, text: str, *, size: float = 11, color: str = SOFT, ha: str = "center", bold: bool = False) -> None:
-    axes.text(x, y, text, ha=ha, va="center", fontsize=size, color=color, fontweight="bold" if bold else "normal", linespacing=1.4)
-
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
@@ -232,37 +171,6 @@ def mesh() -> Axes:
     said = {name: " and ".join("{" + ", ".join(map(str, g)) + "}" for g in degrees.groups(name)) for name in ("ep", "edp")}
     note(axes, 92, 10, f"black: rows travel over ep, groups {said['ep']}\nblue: expert gradients are summed over edp, groups {said['edp']}")
     note(axes, 60, 2.5, "Degrees(dp=4, ep=2), four experts: each expert has edp = dp / ep = 2 copies.", color=INK)
-    return axes
-
-
-def tensor_1d() -> Axes:
-    """A feed-forward network of 8 hidden units on two ranks: which units are where, and where the ranks meet."""
-    column, row = Column().layout("w1", (8, 5)), Row().layout("w2", (5, 8))
-    axes = canvas(120, 56)
-    box(axes, 2, 24, 11, 8, "x [b, s, h]\nwhole", fill=GREY, size=11)
-    box(axes, 107, 24, 11, 8, "y [b, s, h]\nwhole", fill=GREY, size=11)
-    for x, label, forward, backward in ((20, "f", "identity", "sum over tp"), (92, "g", "sum over tp", "identity")):
-        box(axes, x, 11, 6, 34, label, fill=WHITE, size=16, bold=True)
-        note(axes, x + 3, 6, f"forward: {forward}\nbackward: {backward}", size=10)
-    arrow(axes, (13.3, 28), (19.7, 28))
-    arrow(axes, (98.3, 28), (106.7, 28))
-    for rank in range(2):
-        mesh, y, fill = Mesh.of(Degrees(tp=2), rank), 34 - 22 * rank, EXPERTS[2 * rank + 1]
-        units, inputs = column.region(mesh)[0], row.region(mesh)[1]
-        assert units == inputs
-        numbers = range(units.start, units.stop)
-        note(axes, 59, y + 15.5, f"rank {rank}: hidden units {', '.join(map(str, numbers))} of 8", color=INK, bold=True)
-        for i in range(4):
-            axes.add_patch(Rectangle((32 + 2.6 * i, y), 2.6, 9, facecolor=fill, edgecolor=WHITE))
-            axes.add_patch(Rectangle((72, y - 0.3 + 2.4 * i), 13, 2.4, facecolor=fill, edgecolor=WHITE))
-        box(axes, 48, y + 1.5, 19, 6, "activation,\nunit by unit", fill=WHITE, size=10.5)
-        note(axes, 37.2, y + 11.2, "columns of W1", size=10.5)
-        note(axes, 78.5, y + 11.2, "the same rows of W2", size=10.5)
-        for start, end in (((26.3, 28), (31.5, y + 4.5)), ((85.5, y + 4.5), (91.7, 28))):
-            arrow(axes, start, end)
-        arrow(axes, (42.8, y + 4.5), (47.7, y + 4.5))
-        arrow(axes, (67.3, y + 4.5), (71.5, y + 4.5))
-    note(axes, 60, 53.5, "1D: one sum forward and one backward for each layer, and nothing in between", bold=True, color=INK, size=13)
     return axes
 
 
@@ -439,150 +347,7 @@ def _packed(axes: Axes, packing: Packing, *, filled: bool) -> None:
             axes.text(placed.start + length / 2, rank, found[1] or found[2], ha="center", va="center", fontsize=7, clip_on=True)
 
 
-def sequence() -> Axes:
-    """Four ranks: who holds which places, and who computes which block when, in a causal ring and in LightSeq."""
-    axes, size = canvas(124, 48), 4
-    note(axes, 31, 44.5, "which rank holds which place (16 places)", bold=True, color=INK)
-    for row, kind in enumerate(ORDERS):
-        y = 36 - 6.5 * row
-        note(axes, 1, y + 2, kind, color=INK, ha="left")
-        for rank in range(size):
-            for place in Order(kind, size, 16).places(rank):
-                cell(axes, 15 + 2.9 * place, y, str(rank), fill=EXPERTS[rank], w=2.6)
-    for row, kind in enumerate(ORDERS):
-        order = Order(kind, size, 16)
-        work = [sum(order.seen(rank, other) for other in range(size)) for rank in range(size)]
-        note(axes, 1, 15 - 4 * row, f"{kind}: pairs of query and key a rank: {', '.join(map(str, work))}", color=INK, ha="left")
-    for x, title, tasks in (
-        (68, "ring, contiguous", lambda rank, step: (rank, rank - step) if rank >= step else None),
-        (97, "LightSeq", lambda rank, step: (job.queries, job.keys) if (job := task(rank, step, size)) else None),
-    ):
-        rows = range(size if title.startswith("ring") else steps(size))
-        note(axes, x + 12, 44.5, title, bold=True, color=INK)
-        for rank in range(size):
-            note(axes, x + 2.7 + 6 * rank, 40.5, f"rank {rank}", size=9)
-            for step in rows:
-                done = tasks(rank, step)
-                if done is not None:
-                    cell(axes, x + 6 * rank, 34 - 6 * step, f"q{done[0]}k{done[1]}", fill=EXPERTS[done[0]], w=5.4)
-                else:
-                    cell(axes, x + 6 * rank, 34 - 6 * step, "waits", fill=GREY, w=5.4)
-        for step in rows:
-            note(axes, x - 0.6, 36 - 6 * step, f"{step}", ha="right")
-        idle = sum(tasks(rank, step) is None for rank in range(size) for step in rows)
-        note(axes, x + 12, 34 - 6 * len(rows) + 2, f"idle: {idle} of {size * len(rows)} blocks", color=INK)
-    note(axes, 94, 3, "q3k1: queries of rank 3 with keys of rank 1; the colour is the queries' rank", size=10)
-    return axes
-
-
-WORDS = {
-    "2D": (
-        "y on rank (i, j) is a sum over t:",
-        "x of rank (i, t) comes along row i,",
-        "W of rank (t, j) along column j,",
-        "then both multiply: q steps (SUMMA)",
-    ),
-    "3D": (
-        "gather x over rows, W over depth,",
-        "multiply, sum over columns and share out",
-        "the sequences: y lies as x with rows and",
-        "columns exchanged; a second product",
-        "turns it back",
-    ),
-}
-
-
-def tensor_grids() -> Axes:
-    """An 8 x 8 weight and 8 sequences of 8 channels: what each rank holds of them in 2D and in 3D."""
-    axes = canvas(104, 58)
-    for top, title, degrees, style in (
-        (32, "2D, 2 x 2 ranks", Degrees(tp=4, tp_col=2), Block()),
-        (2, "3D, 2 x 2 x 2 ranks", Degrees(tp=8, tp_col=2, tp_depth=2), Cube("first")),
-    ):
-        layout, meshes = style.layout("w", (8, 8)), [Mesh.of(degrees, rank) for rank in range(degrees.tp)]
-        note(axes, 2, top + 25, title, bold=True, color=INK, ha="left")
-        held = [("x: sequences down, channels across", 4, 2.4, [(read(m), *columns_of(m)) for m in meshes])]
-        held += [("W: outputs down, inputs across", 34, 2.4, [m_w(layout, m) for m in meshes])]
-        for words, left, unit, parts in held:
-            note(axes, left + 4 * unit, top + 21.4, words, size=9.5)
-            for rank, (down, start, stop) in enumerate(parts):
-                colour = EXPERTS[rank % 4]
-                w, h = unit * (stop - start), unit * (down.stop - down.start)
-                corner = (left + unit * start, top + 19 - unit * down.stop)
-                axes.add_patch(Rectangle(corner, w, h, facecolor=colour, edgecolor=WHITE, alpha=1.0 if rank < 4 else 0.55))
-                note(axes, corner[0] + w / 2, corner[1] + h / 2, str(rank), size=9, color=INK)
-        lines = WORDS[title[:2]]
-        for number, line in enumerate(lines):
-            note(axes, 62, top + 17 - 3.6 * number, line, ha="left", color=INK, size=11)
-    return axes
-
-
-def read(mesh: Mesh) -> slice:
-    """Of 8 sequences."""
-    axis = mesh.axis("tp_depth", "tp_row")
-    return slice(axis.index * 8 // axis.size, (axis.index + 1) * 8 // axis.size)
-
-
-def columns_of(mesh: Mesh) -> tuple[int, int]:
-    """Of 8 channels: from, to."""
-    axis = mesh.axis("tp_col")
-    return axis.index * 8 // axis.size, (axis.index + 1) * 8 // axis.size
-
-
-def m_w(layout: Layout, mesh: Mesh) -> tuple[slice, int, int]:
-    """A part of W: outputs, and inputs from, to."""
-    outputs, inputs = layout.region(mesh)
-    return outputs, inputs.start, inputs.stop
-
-
-def tensor_costs() -> Axes:
-    """A layer as wide as GPT-3's on more and more ranks: what a rank holds, keeps and sends; and where 3D begins to send less than 1D."""
-    figure, panels = plt.subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-    colours = dict(zip(("1d", "sliced", "2d", "2.5d", "3d"), (INK, SOFT, *EXPERTS[:3]), strict=True))
-    names = {"1d": "1D", "sliced": "1D, slices", "2d": "2D", "2.5d": "2.5D, depth 2", "3d": "3D"}
-
-    def grids(kind: str, ranks: int) -> tuple[int, int, int] | None:
-        found = [grid for name, grid in forms_of(ranks) if name == kind and (kind != "2.5d" or grid[0] == 2)]
-        return found[0] if found else None
-
-    rows = json.loads((HERE.parent / "benchmarks" / "comm-tensor.json").read_text())["rows"]
-    run = {(row["kind"], row["ranks"]) for row in rows if row["passed"]}  # on so many ranks what was sent is the formula, to the byte
-    for axes, what, label in zip(
-        panels, ("weights", "kept", "sent"), ("weights", "kept for the backward pass", "sent, both passes"), strict=False
-    ):
-        for kind, colour in colours.items():
-            line = kind in ("1d", "sliced")
-            shapes = [(ranks, grids(kind, ranks)) for ranks in range(2, 513) if not line or ranks & (ranks - 1) == 0]
-            known = [(ranks, cost(kind, grid, PAPER)) for ranks, grid in shapes if grid is not None]
-            values = [(found.forward + found.backward if what == "sent" else getattr(found, what)) / 2**20 for _, found in known]
-            axes.plot([ranks for ranks, _ in known], values, color=colour, marker=".", label=names[kind])
-            counted = [at for at in zip([ranks for ranks, _ in known], values, strict=True) if (f"tensor {kind}", at[0]) in run]
-            axes.plot(*zip(*counted, strict=True), "o", color=colour, fillstyle="none", markersize=9)
-        axes.set(xscale="log", yscale="log", title=f"{label}, MiB a rank", xlabel="ranks")
-        axes.set_xticks([2, 8, 64, 512], ["2", "8", "64", "512"])
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("")
-    widths = [2**n for n in range(9, 16)]
-    for kind in ("2d", "2.5d", "3d"):
-        for ranks, style in ((64, "-"), (512, ":")):
-            grid = grids(kind, ranks)
-            if grid is None:
-                continue
-            ratios = []
-            for width in widths:
-                of = replace(PAPER, width=width, heads=width // 128, kv_heads=width // 128, hidden=4 * width)
-                one, found = cost("1d", (1, 1, ranks), of), cost(kind, grid, of)
-                ratios.append((found.forward + found.backward) / (one.forward + one.backward))
-            panels[3].plot(widths, ratios, style, color=colours[kind], label=f"{names[kind]}, {ranks} ranks")
-    panels[3].axhline(1, color=LINE)
-    panels[3].set(yticks=[0.1, 0.3, 1, 3])
-    panels[3].set(xscale="log", yscale="log", title="sent, of what 1D sends", xlabel="width (8,192 tokens)")
-    panels[0].legend(fontsize=9)
-    panels[3].legend(fontsize=7.5)
-    return panels[0]
-
-
-DRAWN = (layer, groups, mesh, tensor_1d, tensor_grids, tensor_costs, exchange, memory, schedules, pipelines, kfac, sequence)
+DRAWN = (layer, groups, mesh, *TENSOR, *SEQUENCE, exchange, memory, schedules, pipelines, kfac)
 PICTURES: dict[str, Callable[[], Axes]] = {f.__name__: f for f in DRAWN}
 
 

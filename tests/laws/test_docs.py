@@ -79,7 +79,8 @@ def test_python_of_the_readme_runs(number: int, tmp_path: Path) -> None:
 
 
 def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -> None:
-    drawn = set(re.findall(r"^def (\w+)\(\) -> Axes:", (ROOT / "docs/pictures/draw.py").read_text(encoding="utf-8"), flags=re.M))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/pictures").glob("*.py"))
+    drawn = set(re.findall(r"^def (\w+)\(\) -> Axes:", text, flags=re.M))
     files = {path.stem for path in (ROOT / "docs/pictures").glob("*.png")}
     shown = {name for page in PAGES for name in re.findall(r"pictures/(\w+)\.png\)", page.read_text(encoding="utf-8"))}
     assert files == drawn == shown
