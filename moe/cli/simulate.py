@@ -1,6 +1,7 @@
 """`moe simulate`: draws a pipeline schedule and counts its costs without starting a process, or compares all schedules in a table.
 
     moe simulate chimera --stages 4 --microbatches 8 --out chimera.png
+    moe simulate search --stages 4 --memory 4 --out o.csv    an order found (moe/cli/simulate_search.py)
     moe simulate 1f1b --stages 4 --recipe switch_base        stages cut from the recipe's model, seconds and GB
 
 The numbers come from parallel/pipeline: a run executes the very schedule that is drawn here. Times: moe/cli/simulate_times.py.
@@ -14,6 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from moe.cli.simulate_search import NAME, refuse_elsewhere, searched
 from moe.cli.simulate_text import print_all, print_one
 from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
 from moe.launch import exit_codes
@@ -41,6 +43,8 @@ def main(
     batches: int | None = None,
     vertical_sync: str | None = None,
     pipelines: int | None = None,
+    placement: str | None = None,
+    memory: float | None = None,
     out: Path | None = None,
     json: Path | None = None,
     **times: Any,
@@ -52,6 +56,7 @@ def main(
         raise BadInput("--out", got=str(out), needed="one schedule to draw", fix=f"moe simulate 1f1b --out {out}")
     size = {"stages": stages, "microbatches": microbatches, "chunks": chunks, "batches": batches, "pipelines": pipelines}
     _at_least_1(size)
+    refuse_elsewhere(name, placement=placement, memory=memory)
     if overrides and recipe is None:
         flag = next(iter(overrides))
         raise BadInput(f"--{flag}", got="it without a recipe", needed="--recipe RECIPE, whose value it is", fix="--recipe dense_tiny")
@@ -66,6 +71,8 @@ def main(
         return _all(size, costs, json)
     if from_file is not None:
         _refuse_with_file(name, {"stages": stages, "microbatches": microbatches, "chunks": chunks} | {o: size[o] for o in OPTIONS})
+    if name == NAME:
+        from_file = searched(size, costs, placement=placement, memory=memory)
     if from_file is not None:
         row, timeline = _row(lambda n: from_file.repeated(n or 1), batches, costs, drains=True)
     else:

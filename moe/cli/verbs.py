@@ -123,6 +123,10 @@ class Simulate:
         None, "of pipedream: every stage reads the version that the first reads; off by default"
     )
     pipelines: int | None = _flag(None, "of chimera: half of them down, half up; 2 by default")
+    placement: Literal["line", "loop", "v"] | None = _flag(
+        None, "of search: stages on ranks, one each (default), as interleaved has them (--chunks), or as zb_v has them"
+    )
+    memory: float | None = _flag(None, "of search: the most that a rank may keep, in micro-batches of all its layers; no limit by default")
     tflops: float | None = _flag(None, "with --recipe: what a rank reaches; 140 by default, an A100 in 16 bits")
     link_gb_s: float | None = _flag(None, "with --recipe: from a rank to another, each way; 25 by default, 200 Gbit/s")
     forward_time: str | None = _flag(

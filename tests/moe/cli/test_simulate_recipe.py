@@ -108,3 +108,21 @@ def test_options_of_one_schedule(tmp_path: Path) -> None:
     assert cli.main(["simulate", "--vertical-sync", "on", "--pipelines", "4", "--json", str(tmp_path / "all.json")]) == 0
     rows = {row["schedule"]: row for row in rows_of(tmp_path / "all.json")}
     assert rows["chimera"] == four and rows["pipedream"]["weight_versions_by_rank"] == [4] * 4
+
+
+def test_a_searched_order_is_written_and_read_and_has_flags_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "order.csv")
+    flags = ["--stages", "2", "--microbatches", "3", "--placement", "v", "--memory", "2"]
+    assert cli.main(["simulate", "search", *flags, "--out", out, "--json", str(tmp_path / "one.json")]) == 0
+    assert cli.main(["simulate", out, "--json", str(tmp_path / "read.json")]) == 0
+    one, read = (json.loads((tmp_path / f"{name}.json").read_text())["rows"][0] for name in ("one", "read"))
+    assert one["makespan"] == read["makespan"] and one["most_kept"] <= 2 and one["chunks"] == 2
+    for words, said in (
+        (["1f1b", "--memory", "2"], "--memory: got it with 1f1b, needed moe simulate search"),
+        (["--placement", "v"], "--placement: got it with all schedules"),
+        (["search", "--memory", "0.5"], "--memory: got 0.5, needed at least 1"),
+        (["search", "--chunks", "2"], "--chunks: got it with --placement line"),
+        (["search", "--pipelines", "2"], "--pipelines: got it with search"),
+    ):
+        assert cli.main(["simulate", *words]) == 2
+        assert said in capsys.readouterr().err

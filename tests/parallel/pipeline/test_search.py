@@ -1,0 +1,138 @@
+"""Laws of searched orders: never slower than the catalog at equal memory, within the limit, never below the optimum of brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from parallel.errors import BadInput
+from parallel.pipeline.order_file import read_order, write_order
+from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules.search import PLACEMENTS, search
+from parallel.pipeline.simulator.held import peak_held
+from parallel.pipeline.simulator.simulate import costs
+from tests.support.plain_simulation import plain_simulate
+
+ON = {"line": ["1f1b", "gpipe", "naive", "zb_h1", "zb_h2"], "loop": ["interleaved", "looped_bfs"], "v": ["zb_v", "dualpipe_v"]}
+
+
+def took(schedule: Schedule, F: Sequence[int], B: Sequence[int], share: float, transfer: float) -> float:
+    """By the simulator's plain twin."""
+    spans, _ = plain_simulate(schedule, costs(F, B, weight_share=share), lambda message: transfer, overlap=True)
+    return max(span.end for row in spans for span in row)
+
+
+def test_never_slower_than_the_catalog_at_equal_memory() -> None:
+    """300 draws of unequal stages, a share of W and a time of messages. The limit is what one of the schedules keeps."""
+    draw = random.Random(11)
+    compared = faster = 0
+    for _ in range(300):
+        placement = draw.choice(PLACEMENTS)
+        p, m = draw.randint(2, 3 if placement != "line" else 4), draw.randint(1, 5)
+        rivals = []
+        for name in ON[placement]:
+            if not (name == "interleaved" and m % p) and not (name == "dualpipe_v" and m < 2 * p):
+                rivals.append(make_schedule(name, ranks=p, microbatches=m))
+        if not rivals:
+            continue
+        v = 1 if placement == "line" else 2
+        F, B = ([draw.randint(1, 9) for _ in range(p * v)] for _ in range(2))
+        share, transfer = draw.choice([0.25, 0.5, 0.75]), draw.choice([0, 0, 1, 2])
+        memory = max(peak_held(draw.choice(rivals))) / v
+        cost = costs(F, B, weight_share=share)
+        found = search(placement, p, m, cost, chunks=v, transfer_time=transfer, memory=memory, rounds=10)
+        assert max(peak_held(found)) <= memory * v and found.homes == rivals[0].homes
+        time = took(found, F, B, share, transfer)
+        for rival in rivals:
+            if max(peak_held(rival)) <= memory * v:
+                compared += 1
+                other = took(rival, F, B, share, transfer)
+                assert time <= other * (1 + 1e-12), (rival.name, p, m, F, B)
+                faster += time < other
+    assert compared > 400 and faster > 250
+
+
+def optimum(p: int, m: int, F: Sequence[int], I: Sequence[int], W: Sequence[int], most: int, limit: float) -> float:  # noqa: E741
+    """The least time of any orders on a line, or `limit` if none takes less: all of them, depth first, with bounds from below.
+
+    Actions of one kind go by micro-batch, as micro-batches are alike. An order is built by start times, so that each is met once.
+    """
+    best = limit
+    last = p - 1
+
+    def go(free: list[float], counts: list[list[int]], ends: list[list[list[float]]], since: tuple[float, int]) -> None:
+        nonlocal best
+        f, i, w = counts
+        left = [(m - f[r]) * F[r] + (m - i[r]) * I[r] + (m - w[r]) * W[r] for r in range(p)]
+        if max(free[r] + left[r] for r in range(p)) >= best:
+            return
+        down = [m - i[r] and free[r] + (m - i[r]) * I[r] + sum(I[:r]) + W[0] for r in range(p)]
+        if max(down) >= best:
+            return
+        if not any(left):
+            best = max(free)
+            return
+        for r in range(p):
+            ways = []
+            if f[r] < m and f[r] - w[r] < most and (r == 0 or f[r - 1] > f[r]):
+                ways.append((0, F[r], ends[0][r - 1][f[r]] if r else 0))
+            if i[r] < f[r] and (r == last or i[r + 1] > i[r]):
+                ways.append((1, I[r], ends[1][r + 1][i[r]] if r < last else 0))
+            if w[r] < i[r]:
+                ways.append((2, W[r], 0))
+            for kind, length, arrival in ways:
+                start = max(free[r], arrival)
+                if (start, r) < since:
+                    continue
+                before = free[r]
+                free[r] = start + length
+                counts[kind][r] += 1
+                ends[kind][r].append(free[r])
+                go(free, counts, ends, (start, r))
+                ends[kind][r].pop()
+                counts[kind][r] -= 1
+                free[r] = before
+
+    go([0.0] * p, [[0] * p for _ in range(3)], [[[] for _ in range(p)] for _ in range(3)], (0.0, 0))
+    return best
+
+
+@pytest.mark.parametrize(("p", "m", "draws"), [(2, 1, 5), (2, 2, 15), (2, 3, 15), (3, 1, 5), (3, 2, 10), (3, 3, 4)])
+def test_small_cases_against_every_order(p: int, m: int, draws: int) -> None:
+    """No order is faster, in these draws, whose stages differ in each time and whose memory holds 1 to m micro-batches."""
+    draw = random.Random(10 * p + m)
+    for _ in range(draws):
+        F, I, W = ([draw.randint(1, 5) for _ in range(p)] for _ in range(3))  # noqa: E741
+        most = draw.randint(1, m)
+        times = {Op.F: F, Op.I: I, Op.W: W, Op.B: [a + b for a, b in zip(I, W, strict=True)]}
+        found = search("line", p, m, lambda rank, a, times=times: times.get(a.op, [0] * p)[a.stage], memory=most)
+        spans, _ = plain_simulate(found, lambda rank, a, times=times: times.get(a.op, [0] * p)[a.stage], lambda message: 0, overlap=True)
+        time = max(span.end for row in spans for span in row)
+        assert optimum(p, m, F, I, W, most, time + 1) == time, (F, I, W, most)
+
+
+def test_a_searched_order_is_a_file_like_any_other(tmp_path: object) -> None:
+    found = search("v", 2, 3, costs(1, 2), memory=2)
+    write_order(found, f"{tmp_path}/order.csv")
+    assert read_order(f"{tmp_path}/order.csv").orders == found.orders
+    assert search("v", 2, 3, costs(1, 2), memory=2) == found  # the same each time
+
+
+def test_a_memory_in_which_nothing_fits_is_refused() -> None:
+    with pytest.raises(BadInput, match="memory: got 0.5, needed at least 1"):
+        search("line", 2, 2, costs(1, 2), memory=0.5)
+    assert max(peak_held(search("v", 3, 4, costs(1, 2), memory=1))) == 2
+
+
+@pytest.mark.parametrize(("name", "placement", "p", "m", "least"), [("zb_v", "v", 4, 4, 1.1), ("zb_h2", "line", 4, 4, 1.05)])
+def test_few_microbatches_gain_most(name: str, placement: str, p: int, m: int, least: float) -> None:
+    """Where zb_v and zb_h2 have too few micro-batches to fill, at the memory that they keep."""
+    assert name in SCHEDULES
+    rival = make_schedule(name, ranks=p, microbatches=m)
+    v = rival.num_stages // p
+    found = search(placement, p, m, costs(1, 2), memory=max(peak_held(rival)) / v)
+    stages = [1] * (p * v)
+    assert took(rival, stages, [2] * p * v, 0.5, 0) >= least * took(found, stages, [2] * p * v, 0.5, 0)
