@@ -147,6 +147,7 @@ def _row(table: str, number: int, line: dict[str, str]) -> Row:
     cells = Cells(line)
     network, stack = network_of(cells), software_of(cells)
     plan = plan_of(cells, network, stack)
+    _same_work(cells, network, plan)
     kind, memory = _memory(cells)
     return Row(
         table=table,
@@ -206,17 +207,35 @@ def seconds_of(cells: Cells, network: Network, plan: Plan) -> float | None:
         tflops = peak * (cells.number("mfu_pct") or 0) / 100 if peak else None
     if not tflops:
         return None
-    return step_flops(network, tokens, counts_recompute=counts_recompute(cells)) / (tflops * 1e12 * plan.world)
+    flops = step_flops(network, tokens, counts_recompute=counts_recompute(cells), pairs=pairs(cells))
+    return flops / (tflops * 1e12 * plan.world)
+
+
+def _same_work(cells: Cells, network: Network, plan: Plan) -> None:
+    """Raises NotUsable where seconds and TFLOP/s, both stated, are of different batches or networks: half as much work again, or less."""
+    seconds, tflops = cells.number("iteration_time_s"), cells.number("measured_tflops_per_gpu")
+    if seconds and tflops and "global_batch" not in cells.inferred:
+        done = seconds * tflops * 1e12 * plan.world
+        flops = step_flops(network, plan.global_batch * network.length, counts_recompute=counts_recompute(cells))
+        if not 1 / 1.5 < flops / done < 1.5:
+            raise NotUsable(f"seconds and TFLOP/s make {done:.2g} FLOPs, the network and batch {flops:.2g}")
 
 
 def counts_recompute(cells: Cells) -> bool:
     """Whether the source's TFLOP/s have the forward pass twice, as those of the SC21 paper and of BLOOM."""
     said = f"{cells.text('source')} {cells.text('notes')}".lower()
-    stated = "count recompute" in said or "counts recompute" in said or "sc21" in said
+    stated = "count recompute" in said or "counts recompute" in said or "sc21" in said or "readme jan 2021" in said
     return stated and cells.text("recompute").lower().startswith("full")
 
 
-def step_flops(network: Network, tokens: float, *, counts_recompute: bool) -> float:
+def pairs(cells: Cells) -> Literal["all", "causal"]:
+    """Which pairs of attention the source's TFLOP/s count: Megatron-Core's own since 2025 those of a causal mask, as rows of the model
+    zoo that state both TFLOP/s and seconds show within a thousandth."""
+    said = f"{cells.text('source')} {cells.text('seen')}".lower()
+    return "causal" if "modelzoo" in said or "megatron-bridge" in said or "megatron bridge" in said else "all"
+
+
+def step_flops(network: Network, tokens: float, *, counts_recompute: bool, pairs: Literal["all", "causal"] = "all") -> float:
     """Of one step as publications count: all pairs of attention, the head once; with recomputation layers run forward twice."""
     inner, keys = network.heads * network.channels, network.groups * network.channels
     attention = 2.0 * network.width * (2 * inner + 2 * keys)
@@ -224,7 +243,7 @@ def step_flops(network: Network, tokens: float, *, counts_recompute: bool) -> fl
     sparse = 0.0
     if e := network.experts:
         sparse = 2.0 * network.width * ((3 if e.gated else 2) * (e.choices * e.hidden + e.shared_hidden) + e.count)
-    cores = 4.0 * inner * network.length * network.layers
+    cores = (4.0 if pairs == "all" else 2.0) * inner * network.length * network.layers
     networks = dense * (network.layers - len(network.sparse_layers)) + sparse * len(network.sparse_layers)
     layers = attention * network.layers + networks + cores
     return tokens * ((4 if counts_recompute else 3) * layers + 3 * 2.0 * network.width * network.vocab)

@@ -63,6 +63,7 @@ def plan_of(run: Run) -> Plan:
         tensor="sliced" if run.tensor.sequence_parallel and run.tensor.kind == "1d" else run.tensor.kind,
         depth=d.tp_depth,
         sequence=run.sequence.kind,
+        order=run.sequence.places,
         schedule=run.pipeline.schedule,
         chunks=run.pipeline.chunks or 1,
         stage_layers=run.pipeline.layers,

@@ -230,7 +230,7 @@ class Sequence(Section):
         return sp if self.kind == "ulysses" else self.heads if sp > 1 else 1
 
     @property
-    def places(self) -> str:
+    def places(self) -> Literal["contiguous", "striped", "zigzag"]:
         """The order, chosen where it was not given."""
         return self.order or ("zigzag" if self.kind == "ring" else "contiguous")
 

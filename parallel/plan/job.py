@@ -79,7 +79,8 @@ class Network:
 class Plan:
     """How a network is trained. `microbatch`: sequences of one replica at a time; `microbatches`: of a replica in a step.
 
-    tensor `1d` is Megatron-LM's, `sliced` the same with sequence parallelism between layers; sequence names the attention over sp.
+    tensor `1d` is Megatron-LM's, `sliced` the same with sequence parallelism between layers; sequence names the attention over sp,
+    `order` the places that a rank holds (contiguous ones leave early ranks waiting).
     `storage`: bytes of a parameter's states; `compute_bytes`: of an element of activations.
     """
 
@@ -93,6 +94,7 @@ class Plan:
     tensor: Literal["1d", "sliced", "2d", "2.5d", "3d", "dtensor", "copied"] = "1d"
     depth: int = 1
     sequence: Literal["ring", "lightseq", "colossal_ring", "ulysses"] = "ring"
+    order: Literal["contiguous", "striped", "zigzag"] = "zigzag"
     schedule: str = "1f1b"
     chunks: int = 1
     stage_layers: tuple[int, ...] | None = None

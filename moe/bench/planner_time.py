@@ -1,0 +1,167 @@
+"""Predicted step times against measured ones: errors by table, with and without a factor.
+
+    predictions(rows)   each row that states a speed: cluster and program by its text, step_time of parallel/plan/cost.py
+    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: times the median of the other rows' ratios
+
+Rankings are in moe/bench/planner_choice.py. What a row does not state of its program is by year and source (PROGRAM_OF), the same for all
+rows of a source.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from moe.bench.tables import Row
+from parallel.plan.cluster import Cluster, load_cluster
+from parallel.plan.cost import Time, step_time
+from parallel.plan.job import Plan
+from parallel.plan.program import PROGRAMS, Program
+
+# Words of a GPU's description -> cluster file; the first that is found counts.
+CLUSTER_OF = (
+    ("jeanzay", "jeanzay"),
+    ("500w", "h100-500w-8"),
+    ("gb200", "gb200-72"),
+    ("gb300", "gb200-72"),
+    ("b200", "b200-8"),
+    ("h200", "h200-8"),
+    ("h800", "h800-8"),
+    ("h100", "h100-8"),
+    ("a100-40", "a100-40-8"),
+    ("a100-sxm4-40", "a100-40-8"),
+    ("a100_40", "a100-40-8"),
+    ("a100", "a100-80-8"),
+    ("p3.16xlarge", "v100-8"),
+    ("v100", "v100-32"),
+)
+# Words of a row's source -> program.
+PROGRAM_OF = (
+    ("torchtitan", "fsdp"),
+    ("llm-foundry", "fsdp"),
+    ("llm_foundry", "fsdp"),
+    ("nanotron", "nanotron"),
+    ("modelzoo", "megatron-core"),
+    ("bridge", "megatron-core"),
+    ("megatron-core", "megatron-core"),
+    ("vocabulary parallelism", "megatron-core"),
+    ("korthikanti", "megatron-2022"),
+    ("megatron-lm", "megatron-2021"),
+    ("vtrain", "megatron-deepspeed"),
+    ("bloom", "megatron-deepspeed"),
+    ("bigscience", "megatron-deepspeed"),
+    ("mt-nlg", "megatron-deepspeed"),
+    ("alpa", "xla"),
+    ("deepspeed", "deepspeed"),
+)
+REAL_ROUTING = 1.3  # busiest rank's rows over the mean when a router routes as it likes: assumed for rows that say so
+
+
+@dataclass(frozen=True)
+class Predicted:
+    row: Row
+    time: Time
+    cluster: str
+    program: str
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        assert self.row.seconds
+        return self.time.step / self.row.seconds
+
+
+def cluster_of(row: Row) -> Cluster | None:
+    """With as many nodes as the row has GPUs; None where no file describes its GPU."""
+    name = next((name for word, name in CLUSTER_OF if word in row.gpu.lower()), None)
+    if name is None:
+        return None
+    return _nodes(name, -(-row.gpus // _file(name).devices_per_node))
+
+
+@lru_cache
+def _file(name: str) -> Cluster:
+    return load_cluster(name)
+
+
+@lru_cache
+def _nodes(name: str, nodes: int) -> Cluster:
+    return _file(name).of(nodes)
+
+
+def program_of(row: Row) -> Program:
+    """By source, then by what precision, plan and notes say."""
+    said = f"{row.cells['source']} {row.cells['source_ref']} {row.cells['seen']}".lower()
+    name = next((name for word, name in PROGRAM_OF if word in said), "megatron-core")
+    notes, precision = row.cells["notes"].lower(), row.precision.lower()
+    if name == "fsdp" and "compile" in precision:
+        name = "fsdp-compiled"
+    if name == "megatron-core" and row.plan.stage == 3:
+        name = "megatron-fsdp"
+    if name == "megatron-deepspeed" and "bf16" in precision and row.plan.pp > 1:
+        name = "megatron-deepspeed-bf16"
+    if name == "megatron-2021" and row.plan.stage == 3:
+        name = "deepspeed-zero3-2021"
+    program = PROGRAMS[name]
+    if "deepep" in notes or "hybridep" in notes:
+        program = replace(program, dispatch="by_node")
+    if "async tp" in notes or "asynctp" in notes or "asynctp" in precision:
+        program = replace(program, tensor_beside=0.7)
+    if "1f1b overlap" in notes:
+        program = replace(program, experts_beside=0.7)
+    if "8" in precision.replace("bf16", "").replace("fp16", ""):
+        program = replace(program, products="fp8")
+    return program
+
+
+def plan_of(row: Row) -> Plan:
+    """The row's plan with what only time depends on: orders of places, and shards that stay gathered."""
+    plan, said = row.plan, f"{row.cells['source']} {row.cells['notes']}".lower()
+    if "torchtitan" in said:  # rings over contiguous places until 2025; no gathers for each micro-batch with stages
+        plan = replace(plan, order="contiguous", reshard=plan.pp == 1)
+    if "overlap on" in said and plan.stage == 0:  # gathers of parameters beside the forward pass are the distributed optimizer's
+        plan = replace(plan, engine="zero1")
+    return plan
+
+
+def predictions(rows: Iterable[Row]) -> list[Predicted]:
+    """Of rows that ran, were measured, and whose GPU is known."""
+    made = []
+    for row in rows:
+        cluster = cluster_of(row)
+        if row.seconds is None or row.status != "ok" or row.formula or cluster is None:
+            continue
+        program, plan = program_of(row), plan_of(row)
+        imbalance = REAL_ROUTING if "real routing" in row.cells["notes"].lower() else 1.0
+        made.append(Predicted(row, step_time(row.network, plan, cluster, program, imbalance=imbalance), cluster.name, program.name))
+    return made
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of |predicted / measured - 1| over so many rows; `bias`: with its sign."""
+
+    rows: int
+    mean: float
+    median: float
+    largest: float
+    bias: float
+    calibrated: float
+
+
+def errors(made: Sequence[Predicted]) -> Errors | None:
+    """None without rows. `calibrated`: mean after each row's prediction is divided by the median ratio of the others of its cluster."""
+    if not made:
+        return None
+    off = [one.ratio - 1 for one in made]
+    sizes = sorted(map(abs, off))
+    left = [abs(one.ratio / _others(made, one) - 1) for one in made]
+    return Errors(len(made), statistics.mean(sizes), statistics.median(sizes), sizes[-1], statistics.mean(off), statistics.mean(left))
+
+
+def _others(made: Sequence[Predicted], one: Predicted) -> float:
+    """The median ratio of the other rows of this cluster and program: what one run before it would have taught."""
+    ratios = [other.ratio for other in made if other is not one and (other.cluster, other.program) == (one.cluster, one.program)]
+    return statistics.median(ratios) if ratios else 1.0

@@ -1,0 +1,157 @@
+"""A cluster as a planner sees it: devices, nodes, and how long collectives take between them.
+
+    Cluster    Device (device.py)  x  devices_per_node  x  nodes
+    inside     links between the devices of a node: measured times of collectives by ranks and bytes, else latency + bytes / bandwidth
+    between    a node's network, all its adapters together: groups that use it at the same time share it
+    host, disk a device's way to its host's memory, a node's to its disk
+
+Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is the file h100-8 with 4 nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from parallel.errors import BadInput
+from parallel.plan.device import Device
+
+FOLDER = Path(__file__).parent / "clusters"
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Links within a node. GB/s of `bus`: what each rank sends (and receives) in a ring, by the number of ranks.
+
+    `times`: microseconds of a collective by ranks and bytes, where they were measured; `hop_us`: from one device to the next.
+    """
+
+    bus_gb_s: dict[int, float] = field(hash=False)
+    latency_us: float
+    hop_us: float
+    pair_gb_s: float
+    sum_bus_gb_s: dict[int, float] | None = field(default=None, hash=False)  # of all-reduces, where switches add up: they send less
+    times: dict[str, dict[int, dict[int, float]]] = field(default_factory=dict, hash=False)
+
+    def bus(self, ranks: int, *, sums: bool = False) -> float:
+        """Bytes per second that each of so many ranks sends. `sums`: of an all-reduce."""
+        table = self.sum_bus_gb_s if sums and self.sum_bus_gb_s else self.bus_gb_s
+        known = min((n for n in table if n >= ranks), default=max(table))
+        return table[known] * 1e9
+
+
+@dataclass(frozen=True)
+class Between:
+    """A node's network: `node_gb_s` in each direction, `device_gb_s` at most for one device (its own adapter, or all of them),
+    `share` of it that collectives reach; `latency_us` of a step of a ring, `tree_us` of a tree, `exchange_us` of an all-to-all by nodes."""
+
+    node_gb_s: float
+    device_gb_s: float
+    share: float
+    latency_us: float
+    tree_us: float
+    exchange_share: float = 0.7
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from."""
+
+    name: str
+    device: Device
+    devices_per_node: int
+    nodes: int
+    inside: Inside
+    between: Between
+    host_gb_s: float = 20.0
+    host_adam_per_s: float = 4e9
+    disk_gb_s: float = 3.0
+    sources: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.devices_per_node * self.nodes
+
+    def of(self, nodes: int) -> Cluster:
+        """The same kind of nodes, so many."""
+        return replace(self, nodes=nodes)
+
+    def holding(self, ranks: int) -> Cluster:
+        """As many nodes as so many ranks need."""
+        return self.of(-(-ranks // self.devices_per_node))
+
+
+def cluster_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A shipped cluster by name, with `xN` after it for N nodes, or a file. Raises BadInput for an unknown one, with the list."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise BadInput("cluster", got=name, needed="a file that exists", fix=f"give its path, or one of {', '.join(cluster_names())}")
+        return _read(path)
+    known = cluster_names()
+    if name in known:
+        return _read(FOLDER / f"{name}.yaml")
+    found = re.fullmatch(r"(.+)x([1-9]\d*)", name)
+    if found and found[1] in known:
+        return _read(FOLDER / f"{found[1]}.yaml").of(int(found[2]))
+    raise BadInput(
+        "cluster", got=name, needed=f"one of {', '.join(known)}", fix=f"take one of them, as {known[0]}x4 for 4 nodes, or a .yaml file"
+    )
+
+
+def _read(path: Path) -> Cluster:
+    what = f"cluster file {path.name}"
+    try:
+        told = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as wrong:
+        line = str(wrong).splitlines()[0]
+        raise BadInput(what, got=line, needed="YAML", fix="mend that line") from None
+    if not isinstance(told, dict):
+        raise BadInput(what, got=type(told).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
+    try:
+        return cluster_of(told, name=path.stem)
+    except (KeyError, TypeError, ValueError, AttributeError) as wrong:
+        said = f"no key {wrong}" if isinstance(wrong, KeyError) else str(wrong)
+        fix = f"write it as {FOLDER.name}/a100-80-8.yaml does"
+        raise BadInput(what, got=said, needed="the keys of a cluster", fix=fix) from None
+
+
+def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
+    """A cluster from the mapping that its file holds."""
+    device, inside = dict(told["device"]), dict(told["inside"])
+    device["attention"] = tuple(device["attention"])
+    times = {
+        kind: {int(ranks): {int(size): float(us) for size, us in row.items()} for ranks, row in table.items()}
+        for kind, table in inside.pop("times", {}).items()
+    }
+    return Cluster(
+        name=name,
+        device=Device(**device),
+        devices_per_node=int(told["devices_per_node"]),
+        nodes=int(told.get("nodes", 1)),
+        inside=Inside(**inside, times=times),
+        between=Between(**told["between"]),
+        host_gb_s=float(told.get("host_gb_s", 20)),
+        host_adam_per_s=float(told.get("host_adam_per_s", 4e9)),
+        disk_gb_s=float(told.get("disk_gb_s", 3)),
+        sources=tuple(told.get("sources", ())),
+    )
+
+
+def told_of(cluster: Cluster) -> dict[str, Any]:
+    """The mapping from which cluster_of makes the cluster again."""
+    from dataclasses import asdict
+
+    told = asdict(cluster)
+    told.pop("name")
+    told["device"]["attention"] = list(cluster.device.attention)
+    told["sources"] = list(cluster.sources)
+    return told

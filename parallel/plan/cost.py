@@ -1,0 +1,394 @@
+"""Seconds of one training step of a plan on a cluster, by purpose, without a device.
+
+    step_time(network, plan, cluster)
+        stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (layer_time.py)
+        pipeline                    1F1B          T = sum t_i + (m - 1) max t_i;   GPipe: the same of its forward and of its backward wave
+                                    interleaved   T = m max t_i + (sum t_i - max t_i) / chunks
+                                    others        the project's simulator, on these times
+        + gradients and parameters  what the backward pass does not hide
+        + optimizer                 bytes of states over the memory's (or the host's) bandwidth
+
+The identity for 1F1B is exact where stages are alike or the last is the slowest, as with a head; else it is too long. The breakdown is of
+the slowest stage; its entries add up to the step. Sources: Narayanan et al. (arXiv 2104.04473) for pipelines, ZeRO (1910.02054) section 7
+for volumes, GShard (2006.16668) for experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.plan.cluster import Cluster
+from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
+from parallel.plan.job import Network, Plan
+from parallel.plan.layer_time import Pass, head_time, layer_time, tokens_of
+from parallel.plan.program import OWN, Program
+
+OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
+ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
+ADAM_BYTES = 26  # per element: two moments and the master copy read and written, parameters written; the gradient is read twice more
+ALONE = 0.3  # of the faster of host and device, not beside the slower: steps of small layers at 1 to 8 sequences lie on such lines
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step of the slowest stage, by purpose; they add up to `step`.
+
+    `launch`: of the host, where it is slower than its device, and of the engine. `gradients`, `parameters`: sums and gathers that nothing
+    hides; `hidden`: seconds of both that are beside products (not part of the sum). `joules`: of all devices.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    tensor: float = 0.0
+    sequence: float = 0.0
+    experts: float = 0.0
+    launch: float = 0.0
+    transfer: float = 0.0
+    bubble: float = 0.0
+    gradients: float = 0.0
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+    hidden: float = 0.0
+    joules: float = 0.0
+
+    @property
+    def step(self) -> float:
+        return float(sum(getattr(self, name) for name in PARTS))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds that add up to the step."""
+        return {name: getattr(self, name) for name in PARTS}
+
+
+PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One micro-batch on one stage. `again`: what is computed again in the backward pass; `weights`: seconds of weights' gradients."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+    weights: float
+    launch_forward: float
+    launch_backward: float
+
+    @property
+    def ahead(self) -> float:
+        return self.forward.device + self.launch_forward
+
+    @property
+    def back(self) -> float:
+        return self.backward.device + self.again.device + self.launch_backward
+
+    @property
+    def total(self) -> float:
+        return self.ahead + self.back
+
+
+def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program = OWN, *, imbalance: float = 1.0) -> Time:
+    """Time of one step. `imbalance`: rows of the busiest rank's experts over the mean. The cluster's number of nodes is not checked."""
+    counts = stage_layers(network, plan)
+    held = [_held(network, plan, n, i) for i, n in enumerate(counts)]
+    stages = [
+        _stage(network, plan, cluster, program, imbalance, *key, _accumulated(plan, cluster, program, *own))
+        for key, own in zip(_kinds(network, plan, counts), held, strict=True)
+    ]
+    slowest = max(stages, key=lambda stage: stage.total)
+    sent = _transfer(network, plan, cluster, program)
+    m = plan.microbatches
+    pipeline = pipeline_time(plan, [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages], sent)
+    sums = max(
+        (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(counts) - 1, stages.index(slowest)}), key=sum
+    )
+    optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
+    busy = m * (slowest.total + 2 * sent * _crossings(plan))
+    whole = slowest.forward + slowest.backward + slowest.again
+    return Time(
+        forward=m * slowest.forward.compute,
+        backward=m * slowest.backward.compute,
+        recompute=m * slowest.again.compute,
+        tensor=m * whole.tensor,
+        sequence=m * whole.sequence,
+        experts=m * whole.experts,
+        launch=m * (slowest.launch_forward + slowest.launch_backward),
+        transfer=busy - m * slowest.total,
+        bubble=pipeline - busy,
+        gradients=sums[0],
+        parameters=sums[1],
+        optimizer=optimizer,
+        offload=offload,
+        hidden=sums[2],
+        joules=_energy(plan, cluster, m * whole.compute, pipeline + sums[0] + sums[1] + optimizer + offload),
+    )
+
+
+def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:
+    """Layers of each of a rank's stages together, by place in the pipeline; where they do not divide, the ends get fewer."""
+    if plan.stage_layers and len(plan.stage_layers) == plan.pp:
+        return plan.stage_layers
+    share, more = divmod(network.layers, plan.pp)
+    first = (plan.pp - more) // 2
+    return tuple(share + (1 if first <= i < first + more else 0) for i in range(plan.pp))
+
+
+def _kinds(network: Network, plan: Plan, counts: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+    """(dense layers, sparse layers, whether it has the head) of each stage."""
+    sparse, out, at = set(network.sparse_layers), [], 0
+    for i, count in enumerate(counts):
+        with_experts = sum(1 for layer in range(at, at + count) if layer in sparse) if sparse else 0
+        out.append((count - with_experts, with_experts, i == len(counts) - 1))
+        at += count
+    return out
+
+
+@lru_cache(maxsize=50_000)
+def _cached(
+    network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, recompute: str, dense: int, sparse: int, head: bool
+) -> Stage:
+    forward, backward, again, weights = Pass(), Pass(), Pass(), 0.0
+    for count, kind in ((dense, False), (sparse, True)):
+        if count == 0:
+            continue
+        layer = layer_time(network, plan, cluster, program, sparse=kind, imbalance=imbalance)
+        forward, backward, weights = (
+            forward + layer.forward.times(count),
+            backward + layer.backward.times(count),
+            weights + count * layer.weights,
+        )
+        share = 1 / plan.recompute_every
+        if recompute == "full":
+            again += layer.forward.times(count * share)
+        elif recompute == "selective" and program.again is not None:
+            again += layer.forward.times(count * share * program.again)
+        elif recompute == "selective" and program.attention == "scores":
+            again += layer.core.times(count * share)
+    if head:
+        last = head_time(network, plan, cluster, program)
+        forward, backward, weights = forward + last[0], backward + last[1], weights + last[2]
+    launch = program.launch_us * 1e-6
+    nested = (dense + sparse) * program.checkpoint_us * 1e-6 if recompute == "full" else 0.0
+    host_forward = launch * forward.kernels + nested
+    host_backward = launch * (program.backward_launch * backward.kernels + again.kernels) + nested
+    return Stage(
+        forward,
+        backward,
+        again,
+        weights,
+        (1 + program.engine) * _together(host_forward, forward.device) - forward.device,
+        (1 + program.engine) * _together(host_backward, backward.device + again.device) - backward.device - again.device,
+    )
+
+
+def _together(host: float, device: float) -> float:
+    """Seconds of a pass that a host launches and a device computes: the slower of the two, and the part of the other in which neither
+    helps, because the host waits for a result or the device has run out of work."""
+    return max(host, device) + ALONE * min(host, device)
+
+
+def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> float:
+    """Seconds in which the gradients of one micro-batch are added to those before."""
+    if plan.microbatches == 1:
+        return 0.0
+    g = plan.storage.gradients
+    each = g if program.accumulates == "within" else 2 * g + ACCUMULATE_BYTES
+    return each * (dense + expert) / cluster.device.bandwidth
+
+
+def _stage(
+    network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, dense: int, sparse: int, head: bool, adds: float
+) -> Stage:
+    key = Plan(
+        dp=plan.dp,
+        tp=plan.tp,
+        sp=plan.sp,
+        pp=plan.pp,
+        ep=plan.ep,
+        etp=plan.etp,
+        tensor=plan.tensor,
+        depth=plan.depth,
+        sequence=plan.sequence,
+        order=plan.order,
+        microbatch=plan.microbatch,
+        compute_bytes=plan.compute_bytes,
+        recompute_every=plan.recompute_every,
+    )
+    made = _cached(network, key, cluster, program, imbalance, plan.recompute, dense, sparse, head)
+    return replace(made, backward=replace(made.backward, compute=made.backward.compute + adds)) if adds else made
+
+
+def _crossings(plan: Plan) -> int:
+    """Messages that a rank waits for in one direction for each micro-batch."""
+    return 0 if plan.pp == 1 else plan.chunks
+
+
+def _transfer(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
+    """Seconds of one message between stages that a rank waits for."""
+    if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "beside"):
+        return 0.0
+    stride = plan.tp * plan.sp * plan.dp
+    size = tokens_of(network, plan) * network.width * plan.compute_bytes
+    parted = plan.tp > 1 and (program.transfers == "parts" or plan.tensor == "sliced")
+    one = send(cluster, size / (plan.tp if parted else 1), stride=stride, sharing=cluster.devices_per_node)
+    if parted and plan.tensor != "sliced":
+        one += gather(cluster, group_of(plan.tp, 1, cluster.devices_per_node, plan.world), size)
+    return one
+
+
+def pipeline_time(plan: Plan, forward: list[float], backward: list[float], weights: list[float], sent: float = 0.0) -> float:
+    """Seconds from the first forward to the last backward pass, by the times of each stage for one micro-batch.
+
+    `weights`: the part of `backward` that is the weights' gradients; `sent`: of a message, waited for once in each direction.
+    """
+    m, waits = plan.microbatches, 2 * sent * _crossings(plan)
+    total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
+    if plan.pp == 1:
+        return m * total[0]
+    if plan.schedule == "naive":
+        return m * sum(total)
+    if plan.schedule == "gpipe":  # a wave of forward passes, then one of backward passes, each as fast as its slowest stage
+        ways = ([x + waits / 2 for x in forward], [x + waits / 2 for x in backward])
+        return sum(sum(way) + (m - 1) * max(way) for way in ways)
+    if plan.schedule in ("1f1b", "pipedream", "two_bw"):
+        return sum(total) + (m - 1) * max(total)
+    if plan.schedule == "interleaved":
+        return m * max(total) + (sum(total) - max(total)) / plan.chunks
+    return _simulated(plan, tuple(forward), tuple(backward), tuple(weights), sent)
+
+
+def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], weights: tuple[float, ...], sent: float) -> float:
+    """By the simulator. Times are rounded to a thousandth of the longest, so that similar plans share a simulation."""
+    unit = max(max(forward), max(backward)) / 1000
+    rounded = [tuple(round(x / unit) for x in times) for times in (forward, backward, weights)]
+    return _makespan(plan.schedule, plan.pp, plan.microbatches, plan.chunks, *rounded, round(sent / unit)) * unit
+
+
+@lru_cache(maxsize=5_000)
+def _makespan(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    forward: tuple[int, ...],
+    backward: tuple[int, ...],
+    weights: tuple[int, ...],
+    sent: int,
+) -> float:
+    made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks if chunks > 1 else None)
+    per = made.num_stages // ranks
+    of = [made.homes[stage][0] for stage in range(made.num_stages)]
+    times = [[values[rank] / per for rank in of] for values in (forward, backward)]
+    share = sum(weights) / max(1, sum(backward))
+    return simulate(made, costs(*times, weight_share=min(0.99, share)), transfer_time=sent).makespan
+
+
+def _held(network: Network, plan: Plan, layers: int, stage: int) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank of a stage, after tensor parallelism and the cut of experts."""
+    d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
+    attention = d * (2 * a + 2 * k)
+    if network.latent:
+        late, h = network.latent, network.heads
+        q = d * late.query_rank + late.query_rank * h * (network.channels + late.rotary_size)
+        q = q if late.query_rank else d * h * (network.channels + late.rotary_size)
+        attention = q + d * (late.key_rank + late.rotary_size) + late.key_rank * h * (network.channels + late.value_size)
+        attention += h * late.value_size * d
+    share = len(network.sparse_layers) / network.layers if network.layers else 0.0
+    e = network.experts
+    dense_ffn = d * network.hidden * (3 if network.gated else 2)
+    beside = d * e.shared_hidden * (3 if e.gated else 2) + d * e.count if e else 0
+    dense = layers * (attention + (1 - share) * dense_ffn + share * beside)
+    ends = (1 if stage == 0 else 0) + (1 if stage == plan.pp - 1 and (plan.pp > 1 or not network.tied) else 0)
+    expert = layers * share * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
+    parts = plan.tp // plan.depth if plan.tensor == "2.5d" else 1 if plan.tensor == "copied" else plan.tp
+    return (dense + ends * network.vocab * d) / parts, expert
+
+
+def _sharing(
+    network: Network, plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float, stage: Stage
+) -> tuple[float, float, float]:
+    """Seconds of gradients' sums and of parameters' gathers that nothing hides, and of both that products hide."""
+    world, per_node = plan.world, cluster.devices_per_node
+    copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
+    apart = plan.ep * plan.etp
+    expert_copies = group_of(max(1, plan.edp), apart, per_node, world) if expert else Group(1, 1)
+    wide, narrow = plan.storage.gradients, plan.compute_bytes
+    wide = narrow if program.sent_gradients == "computed" else wide
+    if plan.stage == 0:
+        sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
+        exposed = _beside_backward(sums, stage, program)
+        return exposed, 0.0, max(0.0, sums - exposed)
+    parts = ((copies, dense), (expert_copies, expert))
+    reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
+    gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
+    m = plan.microbatches
+    if plan.stage == 1:
+        exposed = _beside_backward(reduced, stage, program)
+        if program.parameters == "beside":
+            waited, hidden = _beside(gathered, stage.ahead, program)
+            return exposed, waited, max(0.0, reduced - exposed) + hidden
+        return exposed, gathered, max(0.0, reduced - exposed)
+    if plan.stage == 2:
+        each, hidden = _beside(reduced, stage.back, program)
+        return m * each, gathered, m * hidden
+    forward, hidden_forward = _beside(gathered, stage.ahead, program)
+    if plan.pp > 1 and not plan.reshard:  # parameters stay gathered, and gradients whole, for all micro-batches of the step
+        exposed = _beside_backward(reduced, stage, program)
+        return exposed, gathered, max(0.0, reduced - exposed)
+    again = gathered if plan.reshard else 0.0
+    backward, hidden_backward = _beside(again + reduced, stage.back, program)
+    first = gathered / max(1, network.layers)
+    return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
+
+
+def _limited(program: Program, seconds: float, group: Group, num_bytes: float, plan: Plan) -> float:
+    if plan.stage < 3 or program.gather_gb_s is None or group.size == 1:
+        return seconds
+    return max(seconds, (group.size - 1) / group.size * num_bytes / (program.gather_gb_s * 1e9))
+
+
+def _beside(seconds: float, window: float, program: Program) -> tuple[float, float]:
+    """(waited for, hidden) of collectives beside so many seconds of products, which they slow down meanwhile."""
+    share = 1.0 if program.gathers == "beside" else 0.67
+    hidden = min(seconds, window * share) if share == 1.0 else min(seconds * share, window)
+    return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden
+
+
+def _beside_backward(seconds: float, stage: Stage, program: Program) -> float:
+    """Waited for, of sums once a step: the last bucket, about a tenth of the backward pass, has nothing left to hide it."""
+    return seconds if program.gradients == "after" else _beside(seconds, 0.9 * stage.back, program)[0]
+
+
+def _update(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> tuple[float, float]:
+    """Seconds of the optimizer on the device, and of what is offloaded: messages to the host and back, its AdamW, the disk."""
+    shared = plan.dp * plan.sp if plan.stage >= 1 else 1
+    expert_shared = max(1, plan.edp) if plan.stage >= 1 else 1
+    elements = dense / shared + expert / expert_shared
+    g = plan.storage.gradients
+    whole = g * (dense + expert) / (shared if plan.stage >= 2 else 1)  # gradients set to zero
+    step, host = program.step_ms * 1e-3, cluster.host_gb_s * 1e9
+    on_device = ((ADAM_BYTES + 2 * g) * elements + whole) / cluster.device.bandwidth + step
+    ranks = min(cluster.devices_per_node, plan.world)
+    offload = 0.0
+    if plan.offload_optimizer != "none":
+        on_device = whole / cluster.device.bandwidth + step
+        offload += elements * (plan.storage.gradients + plan.compute_bytes) / host + elements * ranks / cluster.host_adam_per_s
+        if plan.offload_optimizer == "nvme":
+            offload += 2 * elements * ranks * plan.storage.optimizer / (cluster.disk_gb_s * 1e9)
+    if plan.offload_parameters != "none":
+        once = (dense + expert) / shared * plan.compute_bytes
+        rate = host if plan.offload_parameters == "cpu" else cluster.disk_gb_s * 1e9 / ranks
+        offload += 2 * plan.microbatches * once / rate
+    return on_device, offload
+
+
+def _energy(plan: Plan, cluster: Cluster, busy: float, step: float) -> float:
+    """Joules of all devices: idle power for the step, and what products add while they run."""
+    device = cluster.device
+    return plan.world * (device.idle_watts * step + (device.watts - device.idle_watts) * min(busy, step))

@@ -1,0 +1,367 @@
+"""Seconds of one layer, and of the head, for one micro-batch on one rank: products, attention, what streams, and collectives within it.
+
+    n tokens of the rank, D width, A and K inner widths of queries and keys, F hidden units; t ranks of tensor parallelism
+
+    products forward    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
+    backward            two for each: of the input's gradient, and of the weights'
+    streamed            norms 4 D, sums of residuals 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes of 16 bits
+    scores              where attention writes them: 6 bytes a score forward, 5 more with dropout; about twice that backward
+    1d                  2 all-reduces of n D forward, 2 backward; sliced: 2 gathers and 2 reduce-scatters each way
+
+Bytes of grids and of attention over sp are those of tensor.py and attention.py. A device's times are in device.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from parallel.plan import attention as sequence_attention
+from parallel.plan import tensor as tensor_parallel
+from parallel.plan.cluster import Cluster
+from parallel.plan.collective_times import Group, all_reduce, all_to_all, gather, group_of
+from parallel.plan.job import Network, Plan
+from parallel.plan.program import Program
+
+KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
+BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
+LOGIT_BYTES = (30.0, 16.0)  # forward and backward: 16 bits to fp32, maximum, difference, exponential, sum, quotient; and the gradient
+
+DISPATCH_KERNELS = 45  # of a router, and of rows gathered, sorted, counted and brought back: as many each way
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds on the device, and of collectives that nothing hides; kernels that the host launches."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    sequence: float = 0.0
+    experts: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.compute + other.compute,
+            self.tensor + other.tensor,
+            self.sequence + other.sequence,
+            self.experts + other.experts,
+            self.kernels + other.kernels,
+        )
+
+    def times(self, count: float) -> Pass:
+        return Pass(*(count * part for part in (self.compute, self.tensor, self.sequence, self.experts, self.kernels)))
+
+    @property
+    def device(self) -> float:
+        return self.compute + self.tensor + self.sequence + self.experts
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`core`: attention between q, k and v alone; `weights`: of `backward`, the weights' gradients."""
+
+    forward: Pass
+    backward: Pass
+    core: Pass
+    weights: float
+
+
+def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
+    """One layer of a network. `sparse`: with experts, of which the busiest rank's get `imbalance` times the mean."""
+    return _layer(_only(network, sparse), _of_layer(plan), cluster, program, sparse, imbalance)
+
+
+def _only(network: Network, sparse: bool) -> Network:
+    """What a layer depends on, so that networks of several depths share it."""
+    return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None)
+
+
+def _of_layer(plan: Plan) -> Plan:
+    return Plan(
+        dp=plan.dp,
+        tp=plan.tp,
+        sp=plan.sp,
+        pp=plan.pp,
+        ep=plan.ep,
+        etp=plan.etp,
+        tensor=plan.tensor,
+        depth=plan.depth,
+        sequence=plan.sequence,
+        order=plan.order,
+        microbatch=plan.microbatch,
+        compute_bytes=plan.compute_bytes,
+    )
+
+
+@lru_cache(maxsize=100_000)
+def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, sparse: bool, imbalance: float) -> Layer:
+    core_forward, core_backward = _core(network, plan, cluster, program)
+    forward, backward, weights = _projections(network, plan, cluster, program)
+    if sparse:
+        ffn = _experts(network, plan, cluster, program, imbalance)
+    else:
+        ffn = _ffn(network, plan, cluster, network.hidden, network.gated, program)
+    tensor_forward, tensor_backward = _tensor(network, plan, cluster, program, sparse=sparse)
+    return Layer(
+        forward + core_forward + ffn[0] + tensor_forward,
+        backward + core_backward + ffn[1] + tensor_backward,
+        core_forward,
+        weights + ffn[2],
+    )
+
+
+def tokens_of(network: Network, plan: Plan) -> float:
+    """Of one micro-batch on one rank."""
+    return plan.microbatch * network.length / plan.sp
+
+
+def _kind(plan: Plan, program: Program) -> str:
+    return "fp8" if program.products == "fp8" else KIND[plan.compute_bytes]
+
+
+def _casts(program: Program, products: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Bytes of casts to 8 bits, forward and backward: each operand is read for its largest value, read again, and written twice, once
+    transposed. Forward the input and the weights, backward the gradient."""
+    if program.products != "fp8":
+        return 0.0, 0.0
+    return sum(6 * (m * k + k * n) for m, n, k in products), sum(6 * m * n for m, n, k in products)
+
+
+def _sides(plan: Plan) -> tuple[float, float]:
+    """By how much tensor parallelism divides a rank's tokens, and what its products make of them."""
+    if plan.tensor in ("1d", "sliced", "dtensor", "copied"):
+        return 1, plan.tp
+    if plan.tensor == "3d":
+        side = round(plan.tp ** (1 / 3))
+        return side * side, side
+    side = round((plan.tp / plan.depth) ** 0.5)
+    return side * plan.depth, side
+
+
+def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: float = 1) -> tuple[float, float, float]:
+    """Seconds of a product forward, of its input's gradient and of its weights'."""
+    device = cluster.device
+    return (
+        device.product(m, n, k, count=count, kind=kind),
+        device.product(m, k, n, count=count, kind=kind),
+        device.product(k, n, m, count=count, kind=kind),
+    )
+
+
+def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
+    """Into queries, keys and values and out of them; norms and sums of residuals of the whole layer."""
+    n, kind = tokens_of(network, plan), _kind(plan, program)
+    rows, parts = _sides(plan)
+    n /= rows
+    d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
+    t = plan.tp if plan.tensor == "copied" else 1
+    parts = 1 if t > 1 else parts
+    if network.latent is None:
+        products = [(n, (a + 2 * max(k / parts, network.channels) * parts) / parts, d), (n, d, a / parts)]
+    else:
+        late, h = network.latent, network.heads
+        head = network.channels + late.rotary_size
+        query = [(n, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
+        products = [
+            *query,
+            (n, late.key_rank + late.rotary_size, d),
+            (n, h * (network.channels + late.value_size) / parts, late.key_rank),
+            (n, d, h * late.value_size / parts),
+        ]
+    times = [_three(cluster, kind, *product) for product in products]
+    whole = n / plan.tp if plan.tensor == "sliced" else n
+    item = max(2, plan.compute_bytes)
+    norms = (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * item * d * whole
+    inside = 2 * item * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
+    stream = (norms + inside) * program.pointwise
+    device = cluster.device
+    casts = [device.stream(of) for of in _casts(program, products)]
+    return (
+        Pass(compute=sum(f for f, _, _ in times) + device.stream(stream, kernels=6) + casts[0], kernels=12 + len(times)),
+        Pass(
+            compute=sum(x + w for _, x, w in times) + device.stream(BACKWARD_STREAM * stream, kernels=8) + casts[1],
+            kernels=16 + 2 * len(times),
+        ),
+        sum(w for _, _, w in times),
+    )
+
+
+def _ffn(
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    hidden: float,
+    gated: bool,
+    program: Program,
+    *,
+    rows: float | None = None,
+    count: float = 1,
+) -> tuple[Pass, Pass, float]:
+    """A dense network of so many hidden units, or `count` of them at once with `rows` tokens each."""
+    divided, parts = _sides(plan)
+    n = tokens_of(network, plan) / divided if rows is None else rows
+    f = hidden / (parts if rows is None else plan.etp)
+    kind, d, device = _kind(plan, program), network.width, cluster.device
+    one = count if program.experts == "grouped" else 1
+    again = 1 if program.experts == "grouped" else count
+    up = _three(cluster, kind, n, f * (2 if gated else 1), d, one)
+    down = _three(cluster, kind, n, d, f, one)
+    item = max(2, plan.compute_bytes)
+    stream = (3 if gated else 2) * item * f * n * count * program.pointwise
+    casts = [device.stream(count * of) for of in _casts(program, [(n, f * (2 if gated else 1), d), (n, d, f)])]
+    return (
+        Pass(compute=(up[0] + down[0]) * again + device.stream(stream, kernels=1) + casts[0], kernels=2 * again + 2),
+        Pass(
+            compute=(up[1] + up[2] + down[1] + down[2]) * again + device.stream(BACKWARD_STREAM * stream, kernels=2) + casts[1],
+            kernels=4 * again + 3,
+        ),
+        (up[2] + down[2]) * again,
+    )
+
+
+def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
+    """Attention between q, k and v, with what it sends over sp."""
+    device, kind = cluster.device, KIND[plan.compute_bytes]
+    rows, parts = _sides(plan)
+    heads = network.heads / (parts if plan.tensor != "copied" else 1)
+    batch = plan.microbatch / (rows if plan.tensor not in ("1d", "sliced", "dtensor", "copied") else 1)
+    value = network.latent.value_size if network.latent else network.channels
+    key = network.channels + (network.latent.rotary_size if network.latent else 0)
+    scores = batch * heads * network.length**2 / plan.sp
+    if program.attention == "fused":
+        flops = 2 * (key + value) * scores / 2 * _uneven(plan)  # causal: half of the scores
+        forward, backward = device.fused_attention(flops, kind=kind), device.fused_attention(2.5 * flops, backward=True, kind=kind)
+        passes = Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
+    else:
+        count, length = batch * heads, network.length
+        product = device.product(length / plan.sp, length, network.channels, count=count, kind=kind)
+        value_time = device.product(length / plan.sp, network.channels, length, count=count, kind=kind)
+        drop = 5 if network.dropout else 0
+        forward = product + value_time + device.stream((4 + drop) * scores, kernels=2)
+        backward = 2 * (product + value_time) + device.stream((6 + drop) * scores, kernels=2)
+        passes = Pass(compute=forward, kernels=8), Pass(compute=backward, kernels=10)
+    return _over_sequence(network, plan, cluster, *passes)
+
+
+def _uneven(plan: Plan) -> float:
+    """The work of the busiest rank over the mean. Of a ring over contiguous places the last rank sees all N blocks, its own by half."""
+    if plan.sequence == "colossal_ring" and plan.sp > 1:
+        return 2.0  # whole scores, masked
+    return (2 * plan.sp - 1) / plan.sp if plan.sequence == "ring" and plan.order == "contiguous" else 1.0
+
+
+def _over_sequence(network: Network, plan: Plan, cluster: Cluster, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
+    """Keys travel while blocks are computed: the first wait is the only one, if links keep up. Exchanges of heads are waited for."""
+    if plan.sp == 1:
+        return forward, backward
+    heads, groups = max(1, network.heads // plan.tp), max(1, network.groups // plan.tp)
+    of = sequence_attention.Attention(plan.microbatch, network.length, heads, groups, network.channels, plan.compute_bytes)
+    cost = sequence_attention.cost(plan.sequence, plan.sp, of)
+    group = group_of(plan.sp, plan.tp, cluster.devices_per_node, plan.world)
+    out = []
+    for one, sent in ((forward, cost.forward / plan.sp), (backward, cost.backward / plan.sp)):
+        if plan.sequence == "ulysses":
+            exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
+        else:
+            ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
+            exposed = max(0.0, ring - one.compute) + ring / plan.sp
+        out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
+    return out[0], out[1]
+
+
+def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool) -> tuple[Pass, Pass]:
+    if plan.tp == 1 or plan.tensor == "copied":
+        return Pass(), Pass()
+    n = tokens_of(network, plan)
+    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
+    left = 1 - program.tensor_beside
+    if plan.tensor in ("1d", "dtensor", "sliced"):
+        size = n * network.width * plan.compute_bytes
+        sums = 1.0 if sparse else 2.0  # tokens of a layer with experts are cut already
+        if plan.tensor == "sliced":
+            one = 2 * gather(cluster, group, size)
+            pair, kernels = sums * one, sums
+        else:
+            one = all_reduce(cluster, group, size)
+            pair, kernels = sums * one, sums / 2
+            if sparse:
+                pair += gather(cluster, group, size)
+        return Pass(tensor=left * pair, kernels=kernels), Pass(tensor=left * pair, kernels=kernels)
+    return _on_grid(network, plan, cluster, group, left)
+
+
+def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> tuple[Pass, Pass]:
+    """2D, 2.5D and 3D: bytes of tensor.py over the slowest link of the grid, with a message a step of each product."""
+    of = tensor_parallel.DenseLayer(
+        round(tokens_of(network, plan)),
+        network.width,
+        network.heads,
+        network.channels,
+        network.groups,
+        network.hidden,
+        network.gated,
+        plan.compute_bytes,
+    )
+    depth = plan.depth if plan.tensor == "2.5d" else 1
+    side = round(plan.tp ** (1 / 3)) if plan.tensor == "3d" else round((plan.tp / depth) ** 0.5)
+    grid = (side, side, side) if plan.tensor == "3d" else (depth, side, side)
+    cost = tensor_parallel.cost(plan.tensor, grid, of)
+    messages = len(of.products) * side
+    out = []
+    for sent, times in ((cost.forward, 2), (cost.backward, 4)):
+        alone = gather(cluster, group, 0.0) + messages * times * cluster.inside.latency_us * 1e-6
+        moved = gather(cluster, group, sent * group.size / (group.size - 1))
+        out.append(Pass(tensor=left * (alone + moved), kernels=times * messages))
+    return out[0], out[1]
+
+
+def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[Pass, Pass, float]:
+    """Router, rows there and back, and the experts' networks. Tokens that tp holds in copies are cut first."""
+    e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
+    assert e is not None
+    n, d = tokens_of(network, plan) / plan.tp, network.width
+    factor = imbalance if e.capacity_factor is None else max(1.0, e.capacity_factor)
+    choices = n * e.choices
+    rows = choices * factor * plan.etp / max(1, plan.etp)
+    per_expert = choices * plan.ep * plan.etp / e.count * factor
+    local = max(1.0, e.count / plan.ep)
+    forward, backward, weights = _ffn(network, plan, cluster, e.hidden, e.gated, program, rows=per_expert, count=local)
+    router = 3 * device.product(n, e.count, d, kind="tf32")
+    moved = 4 * 2 * item * rows * d  # gathered, sorted, brought back in order, summed
+    forward += Pass(compute=router / 3 + device.stream(moved, kernels=8), kernels=DISPATCH_KERNELS)
+    backward += Pass(compute=2 * router / 3 + device.stream(moved, kernels=10), kernels=DISPATCH_KERNELS)
+    if e.shared_hidden:
+        beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
+        forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
+    group = group_of(plan.ep, plan.etp, cluster.devices_per_node, plan.world)
+    size = choices * factor * d * item
+    ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
+    way = all_to_all(cluster, group, size * ranks, copies=nodes / ranks)
+    if plan.etp > 1:
+        inner = group_of(plan.etp, 1, cluster.devices_per_node, plan.world)
+        way += gather(cluster, inner, size * plan.etp)
+    sent = Pass(experts=2 * way * (1 - program.experts_beside), kernels=4 if plan.ep * plan.etp > 1 else 0)
+    return forward + sent, backward + sent, weights
+
+
+def _copies(choices: int, places: int) -> float:
+    """What is sent when a token goes once to each place that needs it: the places expected among its choices, over its choices."""
+    return places * (1 - (1 - 1 / places) ** choices) / choices
+
+
+@lru_cache(maxsize=20_000)
+def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
+    """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient."""
+    rows, _ = _sides(plan)
+    parts = plan.tp / rows if plan.tensor not in ("1d", "sliced", "dtensor") else plan.tp
+    n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
+    kind = KIND[max(2, plan.compute_bytes)]
+    step = 64 if plan.tp > 1 or network.vocab > 1000 else 1
+    v = -(-v // step) * step  # as programs pad it
+    f, x, w = _three(cluster, kind, n, v, network.width)
+    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
+    sums = all_reduce(cluster, group, n * network.width * plan.compute_bytes) if plan.tp > 1 else 0.0
+    forward = Pass(compute=f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8), tensor=sums, kernels=14)
+    backward = Pass(compute=x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4), tensor=sums, kernels=12)
+    return forward, backward, w

@@ -1,0 +1,150 @@
+"""The time of a step: pipelines against the simulator, parts against counted bytes, and laws between plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.simulator.simulate import costs, simulate
+from parallel.plan.cluster import load_cluster
+from parallel.plan.collective_times import all_reduce, gather, group_of
+from parallel.plan.cost import PARTS, pipeline_time, stage_layers, step_time
+from parallel.plan.job import Experts, Network, Plan
+from parallel.plan.program import OWN, PROGRAMS
+
+A100 = load_cluster("a100-80-8")
+DENSE = Network(layers=24, width=2048, heads=16, hidden=8192, vocab=50304, length=1024)
+SPARSE = replace(DENSE, experts=Experts(count=16, choices=2, hidden=4096), sparse_layers=tuple(range(1, 24, 2)))
+FUSED = PROGRAMS["megatron-core"]
+
+
+def seconds(network: Network = DENSE, **how: object) -> float:
+    plan = Plan(**how)  # type: ignore[arg-type]
+    return step_time(network, plan, A100.holding(plan.world), FUSED).step
+
+
+def simulated(schedule: str, forward: list[int], backward: list[int], m: int, chunks: int) -> float:
+    made = make_schedule(schedule, ranks=len(forward), microbatches=m, chunks=chunks if chunks > 1 else None)
+    of = [made.homes[stage][0] for stage in range(made.num_stages)]
+    return simulate(made, costs([forward[r] / chunks for r in of], [backward[r] / chunks for r in of])).makespan
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("gpipe", 1), ("naive", 1)])
+def test_closed_forms_are_the_simulator_where_stages_are_alike_or_the_last_is_slowest(schedule: str, chunks: int) -> None:
+    draw = random.Random(3)
+    for _ in range(12):
+        p = draw.choice([2, 3, 4])
+        m = p * draw.choice([1, 2, 4])
+        forward = [5] * (p - 1) + [draw.randint(5, 11)]
+        backward = [2 * x for x in forward]
+        plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=chunks)
+        assert pipeline_time(plan, forward, backward, [0.0] * p) == pytest.approx(simulated(schedule, forward, backward, m, chunks))
+
+
+def test_other_stages_make_gpipe_exact_and_1f1b_a_bound() -> None:
+    draw = random.Random(4)
+    for _ in range(25):
+        p = draw.choice([2, 3, 5])
+        m, forward = p * draw.choice([1, 3]), [draw.randint(3, 9) for _ in range(p)]
+        backward = [draw.randint(4, 20) for _ in range(p)]
+        gpipe = pipeline_time(Plan(pp=p, microbatches=m, schedule="gpipe"), forward, backward, [0.0] * p)
+        assert gpipe == pytest.approx(simulated("gpipe", forward, backward, m, 1))
+        one = pipeline_time(Plan(pp=p, microbatches=m), forward, backward, [0.0] * p)
+        assert one >= simulated("1f1b", forward, backward, m, 1) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v", "chimera"])
+def test_other_schedules_take_what_the_simulator_says(schedule: str) -> None:
+    chunks = 2 if schedule in ("zb_v", "dualpipe_v") else 1
+    plan = Plan(pp=4, microbatches=8, schedule=schedule, chunks=chunks)
+    forward, backward, weights = [4.0] * 4, [8.0] * 4, [4.0] * 4
+    got = pipeline_time(plan, forward, backward, weights)
+    ideal = 8 * 12
+    assert ideal <= got * (1 + 1e-9) and got <= ideal + 3 * 12 + 1e-9  # no less than the work, no more than 1F1B's bubble
+
+
+def test_parts_add_up_and_none_is_negative() -> None:
+    for network in (DENSE, SPARSE):
+        for plan in (
+            Plan(dp=2, tp=2, pp=2, microbatch=2, microbatches=4, recompute="full", tensor="sliced"),
+            Plan(dp=8, ep=4, engine="zero1", microbatches=2),
+            Plan(dp=4, ep=2, etp=2, engine="fsdp", microbatches=2, offload_optimizer="nvme"),
+            Plan(dp=2, sp=4, sequence="ulysses", engine="zero2", microbatches=2, offload_parameters="cpu"),
+            Plan(tp=4, tensor="2d", microbatches=2),
+            Plan(tp=8, tensor="3d", microbatches=2),
+            Plan(tp=8, depth=2, tensor="2.5d", microbatches=2),
+        ):
+            time = step_time(network, plan, A100, OWN)
+            assert sum(time.parts.values()) == pytest.approx(time.step) and set(time.parts) == set(PARTS)
+            assert min(time.parts.values()) >= 0 and time.hidden >= 0 and time.joules > 0
+
+
+def test_a_step_takes_at_least_the_operations_of_its_products() -> None:
+    plan = Plan(microbatch=8, microbatches=2)
+    products = 24 * 12 * 2048**2 + 50304 * 2048
+    flops = 6 * products * plan.global_batch * DENSE.length
+    time = step_time(DENSE, plan, A100, FUSED)
+    assert 1.0 < time.step * A100.device.rate() / flops < 1.6
+
+
+def test_gradients_are_summed_once_a_step_and_by_the_stage() -> None:
+    """`after` hides nothing: an all-reduce of all gradients; ZeRO-1 a reduce-scatter, and a gather of 16 bits."""
+    program, held = PROGRAMS["megatron-2021"], 24 * 12 * 2048**2 + 50304 * 2048
+    group, cluster = group_of(16, 1, 8, 16), A100.of(2)
+    for m in (1, 4):
+        ddp = step_time(DENSE, Plan(dp=16, microbatches=m), cluster, program)
+        assert ddp.gradients == pytest.approx(all_reduce(cluster, group, 4 * held)) and ddp.parameters == 0
+        zero = step_time(DENSE, Plan(dp=16, microbatches=m, engine="zero1"), cluster, program)
+        assert zero.gradients == pytest.approx(gather(cluster, group, 4 * held))
+        assert zero.parameters == pytest.approx(gather(cluster, group, 2 * held))
+        assert zero.optimizer < ddp.optimizer
+
+
+def test_sums_beside_the_backward_pass_cost_less_and_fsdp_pays_by_the_micro_batch() -> None:
+    beside, after = FUSED, replace(FUSED, gradients="after")
+    plan = Plan(dp=16, microbatch=4, microbatches=2)
+    times = [step_time(DENSE, plan, A100.of(2), program) for program in (beside, after)]
+    assert times[0].step < times[1].step and times[0].hidden > 0
+    sent = [step_time(DENSE, replace(plan, engine="fsdp", microbatches=m, microbatch=8 // m), A100.of(2), beside) for m in (1, 2, 4, 8)]
+    waited = [time.gradients + time.parameters for time in sent]
+    assert waited == sorted(waited)
+
+
+def test_recomputation_offload_and_real_routing_cost_time() -> None:
+    base = seconds(microbatches=4, microbatch=2)
+    assert base < seconds(microbatches=4, microbatch=2, recompute="full") < 1.5 * base
+    assert seconds(dp=4, engine="zero2") < seconds(dp=4, engine="zero2", offload_optimizer="cpu")
+    assert seconds(dp=4, engine="zero2", offload_optimizer="cpu") < seconds(dp=4, engine="zero2", offload_optimizer="nvme")
+    plan = Plan(dp=8, ep=8, microbatch=4)
+    even, uneven = (step_time(SPARSE, plan, A100, FUSED, imbalance=x).step for x in (1.0, 1.5))
+    assert even < uneven < 1.5 * even
+
+
+def test_small_work_is_bound_by_the_host_that_launches_it() -> None:
+    small = replace(DENSE, width=512, hidden=2048, heads=8)
+    slow, quick = (step_time(small, Plan(microbatches=4), A100, replace(FUSED, launch_us=us)) for us in (50.0, 1.0))
+    assert slow.launch > slow.forward and slow.step > 3 * quick.step
+
+
+def test_tensor_parallelism_beyond_a_node_does_not_pay() -> None:
+    wide = replace(DENSE, layers=12, width=8192, hidden=32768, heads=64)
+    within = step_time(wide, Plan(tp=8, dp=2, microbatch=2, microbatches=16, tensor="sliced"), A100.of(2), FUSED).step
+    beyond = step_time(wide, Plan(tp=16, microbatch=2, microbatches=32, tensor="sliced"), A100.of(2), FUSED).step
+    assert within < beyond
+
+
+def test_a_ring_over_contiguous_places_waits_for_its_last_rank() -> None:
+    long = replace(DENSE, length=65536)
+    times = {order: step_time(long, Plan(sp=4, order=order), A100, FUSED).forward for order in ("zigzag", "contiguous")}  # type: ignore[arg-type]
+    products = step_time(replace(long, length=16384), Plan(), A100, FUSED).forward
+    assert times["contiguous"] > 1.3 * times["zigzag"] and times["zigzag"] > 0.9 * products
+
+
+def test_layers_that_do_not_divide_leave_the_ends_the_fewest() -> None:
+    for layers in range(5, 24):
+        for p in (2, 3, 4, 5):
+            counts = stage_layers(replace(DENSE, layers=layers), Plan(pp=p))
+            assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)
