@@ -34,16 +34,10 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
             needed="ddp, or zero of stage 1: dp is one process",
             fix="set sharding.kind to ddp",
         )
-    gathers = s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)
-    if gathers and not s.allow_slow:
-        kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
-        raise BadInput(
-            "sharding.kind",
-            got=f"{kind} with degrees.pp={pp}",
-            needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
-            fix="set sharding.kind to zero and stage to 1, or sharding.allow_slow to true (FSDP that keeps weights gathered)",
-        )
-    if (gathers or s.engine == "fsdp") and splits_backward(schedule):
+    slow = slow_sharding(run)
+    if slow is not None and not s.allow_slow:
+        raise slow
+    if (slow is not None or s.engine == "fsdp") and splits_backward(schedule):
         raise BadInput(
             "pipeline.schedule",
             got=f"{name} with weights that FSDP shards",
@@ -57,6 +51,20 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
             needed="none: stages are how this model fits",
             fix="set it to none, or degrees.pp to 1",
         )
+
+
+def slow_sharding(run: Run) -> BadInput | None:
+    """Why the recipe's sharding is slow beside stages, which is refused unless sharding.allow_slow is true; None where it is not."""
+    s = run.sharding
+    if run.degrees.pp == 1 or not (s.kind == "fsdp" or (s.kind == "zero" and s.stage >= 2)):
+        return None
+    kind = "fsdp" if s.kind == "fsdp" else f"zero stage {s.stage}"
+    return BadInput(
+        "sharding.kind",
+        got=f"{kind} with degrees.pp={run.degrees.pp}",
+        needed="ddp, or zero of stage 1: gradients (and weights) would be scattered and gathered for every micro-batch",
+        fix="set sharding.kind to zero and stage to 1, or sharding.allow_slow to true (FSDP that keeps weights gathered)",
+    )
 
 
 def _check_continuous(run: Run) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.cli import verbs
 from moe.cli.flags import check_words
-from moe.cli.verbs import Bench, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from moe.cli.verbs import Bench, Combinations, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
@@ -203,6 +203,10 @@ def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
     return [{"key": key, "value": value, "origin": origins[key]} for key, value in flat(run).items()]
 
 
+def _combinations(flags: Combinations, _: dict[str, str]) -> int:
+    return _call("moe.cli.combinations", out=_text(flags.out), json=_text(flags.json))
+
+
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
     from moe.recipe.load import recipe_names, recipe_path
 
@@ -244,6 +248,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "energy": _energy,
     "convert": _convert,
     "show": _show,
+    "combinations": _combinations,
     "recipes": _recipes,
     "doctor": _doctor,
 }

@@ -64,8 +64,9 @@ class Verify:
     nproc: int = _flag(2, "layouts of up to so many processes")
     json: Path | None = _flag(None, "also write the table as JSON")
     kinds: str = _flag(
-        "data,expert,tensor,sequence,pipeline",
-        "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; sequence: sp; pipeline: schedules",
+        "data,expert,tensor,sequence,pipeline,hybrid",
+        "data: engines, precisions; expert: routers, ways that rows travel; tensor: tp; sequence: sp; pipeline: schedules; "
+        "hybrid: all together, with --nproc 8",
     )
     only: str | None = _flag(None, "only layouts, or mutations, whose name holds this text")
     mutations: bool = _flag(False, "put faults that training systems had into the running code: each must be found, and its layer named")
@@ -195,6 +196,14 @@ class Show:
 
 
 @dataclasses.dataclass(frozen=True)
+class Combinations:
+    """Print what goes with what: which kinds run together, which are not recommended and which are refused, each with its reason."""
+
+    out: Path | None = _flag(None, "write the page (Markdown) there instead")
+    json: Path | None = _flag(None, "also write a row for each pair as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipes:
     """List the recipes by name."""
 
@@ -216,6 +225,7 @@ VERBS: dict[str, type] = {
     "energy": Energy,
     "convert": Convert,
     "show": Show,
+    "combinations": Combinations,
     "recipes": Recipes,
     "doctor": Doctor,
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe.checks.sequence import without_effect
 from moe.checks.together import check_run
+from moe.checks.verdict import not_recommended
 from moe.data import open_data
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
@@ -135,7 +136,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
-    for line in (*without_effect(run), *resumed.unused(allowed)):
+    for line in (*without_effect(run), *(f"not recommended: {reason}" for reason in not_recommended(run)), *resumed.unused(allowed)):
         progress.note(line)
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")

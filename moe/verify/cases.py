@@ -6,6 +6,8 @@
     --kinds sequence every way that slices of sequences attend  x  models and routers  x  engines  x  precision  x  recompute
     --kinds pipeline every schedule  x  (pp, dp, ep)  x  dense and sparse models  x  precision  x  recompute  (+ zero1, fsdp)
 
+moe/verify/kinds.py lists them, and those of `--kinds hybrid`, which moe/verify/hybrid.py makes of everything here.
+
 Sizes differ from each other, so that swapped dims fail. Where a preset counts over what one rank holds (capacity group
 `rank`, balance over a micro-batch), which depends on the layout by definition, the model here counts over a sequence.
 """
@@ -18,14 +20,12 @@ from typing import Any
 
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
 from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 BATCH, LENGTH, EXPERTS = 12, 10, 8
 SLICED = 24  # the length of sequences that are cut, which 2 * sp divides for sp 2, 3 and 4
 OVERFLOWS = 1  # the step at which a gradient is made infinite, where a case asks for it
-KINDS = ("data", "expert", "tensor", "sequence", "pipeline")
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -187,22 +187,7 @@ def sharding_of(kind: str) -> dict[str, Any]:
     return {"kind": "zero", "stage": int(stage), "offload": offload}
 
 
-def cases(nproc: int, *, kinds: tuple[str, ...] = KINDS) -> list[Case]:
-    """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    of_kind = {
-        "data": _all_data_cases,
-        "expert": expert_cases,
-        "tensor": tensor_cases,
-        "sequence": sequence_cases,
-        "pipeline": pipeline_cases,
-    }
-    return [case for kind in KINDS if kind in kinds for case in of_kind[kind](nproc)]
-
-
-def _all_data_cases(nproc: int) -> list[Case]:
+def all_data_cases(nproc: int) -> list[Case]:
     found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
     return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc)
 

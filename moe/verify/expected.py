@@ -46,7 +46,10 @@ def twin_of(case: Case) -> Case:
         parts, blocks = (case.tp if case.tensor in LINES else 1), (2 if case.tensor in GRIDS else 1)
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))
         twin = replace(twin, parts=parts, blocks=blocks)
-    return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches) if case.delayed else twin
+    if case.delayed:
+        return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches)
+    own = case.dp * case.microbatches
+    return replace(twin, microbatches=own) if case.precision != "fp32" and own not in (1, *CUTS) else twin
 
 
 def alone(twin: Case) -> Case:
@@ -64,11 +67,12 @@ def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:
     partial results, products in blocks, and attention in slices, whose results are rounded before they merge.
     """
     one = alone(twin)
+    own = () if twin.delayed or twin.microbatches == 1 else (twin.microbatches,)  # of a larger batch, in more parts
     yield one, "reference"
-    yield from ((replace(one, microbatches=m), kernels) for m in CUTS for kernels in ("cpu", "reference"))
+    yield from ((replace(one, microbatches=m), kernels) for m in (*CUTS, *own) for kernels in ("cpu", "reference"))
     cut = replace(one, head_tiles=twin.head_tiles, chunks=twin.chunks, parts=twin.parts, blocks=twin.blocks)
     if cut != one:
-        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS))
+        yield from ((replace(cut, microbatches=m), "cpu") for m in (1, *CUTS, *own))
         yield from ((replace(cut, first_part=part), "cpu") for part in range(1, cut.parts if cut.parts > 2 else 1))  # a + b is b + a
     if twin.slices:
         yield from ((replace(one, slices=slices), "cpu") for slices in SLICES)

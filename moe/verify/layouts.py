@@ -144,7 +144,7 @@ def _streamed(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape |
     for count in (1, STEPS - 1):
         steps += stream(
             executor,
-            [shard.of_batch(batch(len(steps) + n)) for n in range(count)],
+            [shard.of_batch(batch(len(steps) + n, length=case.length, size=case.batch)) for n in range(count)],
             schedule=schedule_of(run, batches=count),
             shard=shard,
             world=mesh.axis("world"),

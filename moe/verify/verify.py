@@ -19,9 +19,11 @@ import torch
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from moe.verify.cases import Case, cases
+from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, twin_of
+from moe.verify.hybrid import WORLD, as_json, covering, described
+from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
 from moe.verify.where import Standard
 
@@ -34,7 +36,7 @@ def main(
     nproc: int = 2,
     json: str | None = None,
     only: str | None = None,
-    kinds: str = "data,expert,tensor,sequence,pipeline",
+    kinds: str = ",".join(KINDS),
     say: Say = say_now,
 ) -> int:
     """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it."""
@@ -57,9 +59,12 @@ def main(
             say(_line(row["layout"], row["kind"], world, row["precision"], *cells, "pass" if row["passed"] else "FAIL"))
     _say_where(failed, expected, say)
     _say_sums(rows, expected, nproc, time.perf_counter() - started, say)
+    pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
+    for line in [] if pairs is None else described(pairs):
+        say(line)
     if json:
         tolerances = {name_of(twin): e.tolerance for twin, e in expected.items() if twin.precision != "fp32"}
-        write_json(json, verb="verify", rows=rows, tolerances=tolerances)
+        write_json(json, verb="verify", rows=rows, tolerances=tolerances, **({} if pairs is None else as_json(pairs)))
     return exit_codes.of(bool(rows) and not failed)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from moe.cli.main import main as moe
-from moe.verify.cases import KINDS, Case, cases
+from moe.verify.cases import Case
+from moe.verify.kinds import KINDS, cases
 from moe.verify.mutations import run
 from moe.verify.mutations.every import MUTATIONS
 from moe.verify.mutations.mutation import Edit, Mutation, applied

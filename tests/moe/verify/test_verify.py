@@ -29,9 +29,10 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, Case, cases, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, Case, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, reorderings, twin_of
+from moe.verify.kinds import cases
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
 from parallel.clip import GradientNorm

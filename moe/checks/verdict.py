@@ -1,0 +1,75 @@
+"""What a recipe's combination is: it runs, it runs but is not recommended, or it is refused; with the reason.
+
+    refused           check_run raises BadInput (moe/checks/together.py)
+    not recommended   it runs, and the result is right; but another recipe does the same work with less time, memory or doubt
+    runs              all others
+
+The table of all pairs is docs/parallel/combinations.md, made from these verdicts by `moe combinations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moe.checks.pipeline import slow_sharding
+from moe.checks.together import check_run
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+Status = Literal["runs", "not recommended", "refused"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`advice`: why it is not recommended, each a line; `refused`: why it cannot run."""
+
+    status: Status
+    advice: tuple[str, ...] = ()
+    refused: BadInput | None = None
+
+
+def verdict(run: Run, world_size: int) -> Verdict:
+    """Of a recipe on so many processes."""
+    try:
+        run = check_run(run, world_size)
+    except BadInput as refused:
+        return Verdict("refused", refused=refused)
+    advice = not_recommended(run)
+    return Verdict("not recommended", tuple(advice)) if advice else Verdict("runs")
+
+
+def not_recommended(run: Run) -> list[str]:
+    """Of a resolved run that the checks accept: each reason with what to take instead."""
+    return [*_pipeline(run), *_sequence(run), *_tensor(run)]
+
+
+def _pipeline(run: Run) -> Iterator[str]:
+    if run.degrees.pp == 1:
+        return
+    slow = slow_sharding(run)
+    if slow is not None:
+        yield f"{slow.what} with degrees.pp: {slow.needed.partition(': ')[2]}; better: zero of stage 1"
+    name = run.pipeline.schedule
+    if name == "naive":
+        yield "pipeline.schedule naive: one rank works at a time; better: 1f1b"
+    if name in ("pipedream", "two_bw"):
+        yield f"pipeline.schedule {name}: gradients are of older weights, so the losses are not those of one process; better: zb_h1"
+
+
+def _sequence(run: Run) -> Iterator[str]:
+    sequence = run.sequence
+    if run.degrees.sp == 1:
+        return
+    if sequence.kind == "ring" and sequence.places == "contiguous" and sequence.heads_of(run.degrees.sp) < run.degrees.sp:
+        yield "sequence.order contiguous: under a causal mask the first ranks wait for the last ones; better: zigzag"
+    if sequence.kind == "colossal_ring":
+        yield "sequence.kind colossal_ring: keeps whole scores, whose memory grows with the square of the length; better: ring"
+    if run.recompute.kind == "full" and not sequence.keep_attention:
+        yield "recompute.kind full with degrees.sp: keys travel a second time; better: also sequence.keep_attention true"
+
+
+def _tensor(run: Run) -> Iterator[str]:
+    if run.degrees.tp > 1 and run.tensor.kind == "copied":
+        yield "tensor.kind copied: every rank of tp does the same work, a check of engines; better: 1d"

@@ -1,0 +1,30 @@
+"""The layouts of each kind that `moe verify --kinds` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe.verify.cases import Case, all_data_cases, expert_cases, pipeline_cases, sequence_cases, tensor_cases
+from moe.verify.hybrid import WORLD, hybrid_cases
+from parallel.errors import BadInput
+
+KINDS: dict[str, Callable[[int], list[Case]]] = {
+    "data": all_data_cases,
+    "expert": expert_cases,
+    "tensor": tensor_cases,
+    "sequence": sequence_cases,
+    "pipeline": pipeline_cases,
+    "hybrid": hybrid_cases,
+}
+
+
+def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
+    """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not, and one without layouts."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
+    if kinds == ("hybrid",) and nproc < WORLD:
+        raise BadInput(
+            "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have so many", fix=f"--nproc {WORLD}"
+        )
+    return [case for kind in KINDS if kind in kinds for case in KINDS[kind](nproc)]

@@ -1,0 +1,117 @@
+"""A small set of rows in which every value of a factor meets every value of each other factor, where the two go together.
+
+    factors   a: 1 2    b: x y    c: p q r            12 rows have everything, 6 have every pair:
+              (1, x, p) (2, y, p) (1, y, q) (2, x, q) (1, x, r) (2, y, r)
+
+Faults of combinations mostly need two values to meet, seldom three (Kuhn, Wallace, Gallo 2004), so a set of pairs finds most of them.
+Greedy, one row after another, as AETG (Cohen, Dalal, Fredman, Patton 1997): a row begins with a pair that no row has, and each
+further factor takes the value that brings the most new pairs and is not refused. Nothing is random: the same factors and the same
+refusals give the same rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from parallel.errors import BadInput
+
+Choice = dict[str, str]  # a value of each factor, or of some
+Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors, each with a value, in the order of the factors
+
+
+@dataclass(frozen=True)
+class Covering:
+    """`rows`: a value of every factor each. `met`: in how many rows each pair is; `refused`: the others, each with its reason."""
+
+    rows: tuple[Choice, ...]
+    met: dict[Pair, int]
+    refused: dict[Pair, BadInput]
+
+
+def every_pair(factors: Mapping[str, Sequence[str]]) -> Iterator[Pair]:
+    """Two values of two factors, the factors in their order."""
+    for one, other in combinations(factors, 2):
+        yield from (((one, a), (other, b)) for a in factors[one] for b in factors[other])
+
+
+def pairs_of(row: Choice, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
+    """Of the factors that the row has."""
+    return list(combinations([(factor, row[factor]) for factor in factors if factor in row], 2))
+
+
+def together(pairs: Sequence[Pair]) -> list[str]:
+    """Many pairs in few lines: `schedule zb_h1, zb_h2 x data fsdp, zero2` where all four are among them."""
+    lines = []
+    for factors in dict.fromkeys((one[0], other[0]) for one, other in pairs):
+        partners: dict[str, list[str]] = {}
+        for one, other in pairs:
+            if (one[0], other[0]) == factors:
+                partners.setdefault(one[1], []).append(other[1])
+        for others in dict.fromkeys(map(tuple, partners.values())):
+            ones = [value for value, found in partners.items() if tuple(found) == others]
+            lines.append(f"{factors[0]} {', '.join(ones)} x {factors[1]} {', '.join(others)}")
+    return lines
+
+
+def cover(
+    factors: Mapping[str, Sequence[str]],
+    *,
+    complete: Callable[[Choice], Choice],
+    refuse: Callable[[Choice], BadInput | None],
+    first_of: Sequence[str] = (),
+) -> Covering:
+    """Rows that have every pair which is not refused.
+
+    complete: the simplest row with the given values. refuse: why a row cannot be, or None. A pair is refused if the simplest row with it
+    is. first_of: factors of which, where several values bring as much, the first is taken, not the one that was taken least.
+    """
+    said: dict[tuple[str, ...], BadInput | None] = {}
+
+    def why_not(chosen: Choice) -> BadInput | None:
+        row = complete(chosen)
+        key = tuple(row[factor] for factor in factors)
+        if key not in said:
+            said[key] = refuse(row)
+        return said[key]
+
+    reasons = {pair: why_not(dict(pair)) for pair in every_pair(factors)}
+    left = dict.fromkeys(pair for pair, reason in reasons.items() if reason is None)
+    met: Counter[Pair] = Counter()
+    used: Counter[tuple[str, str]] = Counter()
+    rows: list[Choice] = []
+    while left:
+        row = dict(next(iter(left)))
+        while len(row) < len(factors):
+            row |= _next(row, factors, left, used, reasons, why_not, first_of)
+        rows.append({factor: row[factor] for factor in factors})
+        used.update(row.items())
+        for pair in pairs_of(row, factors):
+            met[pair] += 1
+            left.pop(pair, None)
+    return Covering(tuple(rows), dict(met), {pair: reason for pair, reason in reasons.items() if reason is not None})
+
+
+def _next(
+    row: Choice,
+    factors: Mapping[str, Sequence[str]],
+    left: Mapping[Pair, None],
+    used: Counter[tuple[str, str]],
+    reasons: Mapping[Pair, BadInput | None],
+    why_not: Callable[[Choice], BadInput | None],
+    first_of: Sequence[str],
+) -> Choice:
+    """One more factor and its value: those that bring the most new pairs; the simplest value is always possible."""
+
+    def brought(factor: str, value: str) -> list[Pair]:
+        return [pair for pair in pairs_of(row | {factor: value}, factors) if (factor, value) in pair]
+
+    options = [(factor, value) for factor in factors if factor not in row for value in factors[factor]]
+    gains = {option: sum(pair in left for pair in brought(*option)) for option in options}
+    options.sort(key=lambda option: (-gains[option], 0 if option[0] in first_of else used[option]))
+    for factor, value in options:
+        if all(reasons[pair] is None for pair in brought(factor, value)) and why_not(row | {factor: value}) is None:
+            return {factor: value}
+    raise AssertionError(f"no value goes with {row}, though the simplest ones do")

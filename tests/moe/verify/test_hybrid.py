@@ -1,0 +1,141 @@
+"""The rows of `--kinds hybrid`: every pair that may be is in one, the same each time. Arithmetic alone; no rank runs."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import combinations, product
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.verify import hybrid
+from moe.verify.cases import Case
+from moe.verify.hybrid import FACTORS, WORLD, Idle, case_of, covering, described, hybrid_cases
+from moe.verify.kinds import cases
+from moe.verify.pairwise import Choice, Covering, cover, every_pair, together
+from parallel.errors import BadInput
+
+
+@cache
+def made() -> Covering:
+    return covering()
+
+
+@cache
+def rows_made() -> list[Case]:
+    return [case_of(row, world=WORLD) for row in made().rows]
+
+
+def values_of(case: Case) -> Choice:
+    """A case's values read back from what it runs with, not from the row that it was made of."""
+    places = {(1, 1): "whole", (2, 1): "ep2", (4, 1): "ep4", (1, 2): "etp2", (2, 2): "ep2 etp2"}
+    return {
+        "schedule": case.schedule if case.pp == 2 else "none",
+        "sequence": case.attention if case.sp > 1 else "none",
+        "tensor": case.tensor if case.tp > 1 else "none",
+        "dispatch": case.rows if case.ep > 1 else "none",
+        "data": case.kind,
+        "experts": places[case.ep, case.etp],
+        "model": case.model,
+        "recompute": case.recompute,
+        "precision": case.precision,
+    }
+
+
+def test_every_pair_is_in_a_row_or_refused() -> None:
+    rows = [values_of(case) for case in rows_made()]
+    met = {pair for row in rows for pair in combinations([(factor, row[factor]) for factor in FACTORS], 2)}
+    wanted = {
+        ((one, a), (other, b)) for one, other in combinations(FACTORS, 2) for a, b in product(FACTORS[one], FACTORS[other])
+    }  # fmt: skip
+    assert met == wanted - set(made().refused) and met == set(made().met)
+    assert len(rows) >= 100 and len({tuple(row.items()) for row in rows}) == len(rows)
+
+
+def test_rows_are_legal_and_have_eight_processes() -> None:
+    for case in rows_made():
+        check_run(case.run(), case.world)
+        assert case.world == case.dp * case.pp * case.tp * case.sp == WORLD
+        assert case.kind == "ddp" or case.dp * case.sp > 1 or case.tp == WORLD, "sharded states lie on several ranks"
+
+
+def test_rows_are_the_same_each_time() -> None:
+    again = covering()
+    assert again.rows == made().rows and list(again.met.items()) == list(made().met.items())
+
+
+def test_no_row_that_may_be_has_a_pair_that_is_refused() -> None:
+    """Pairs are judged with all else at its simplest: nothing that is added makes a refused one legal."""
+    draw, legal = random.Random(3), 0
+    for _ in range(1500):
+        row = {factor: draw.choice(values) for factor, values in FACTORS.items()}
+        if row["schedule"] != "none" and row["sequence"] != "none" and draw.random() < 0.9:
+            row[draw.choice(["schedule", "sequence", "tensor"])] = "none"
+        try:
+            case = case_of(row, world=WORLD)
+            check_run(case.run(), case.world)
+        except BadInput:
+            continue
+        legal += 1
+        assert not set(combinations([(factor, row[factor]) for factor in FACTORS], 2)) & set(made().refused), row
+    assert legal > 30
+
+
+def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid, "covering", made)
+    assert hybrid_cases(4) == [] and hybrid_cases(8) == hybrid_cases(9) == cases(8, kinds=("hybrid",)) == rows_made()
+    with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):
+        cases(4, kinds=("hybrid",))
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"dispatch": "padded", "experts": "whole"}, "nothing travels"),
+        ({"dispatch": "none", "experts": "ep2"}, "a way for rows"),
+        ({"dispatch": "hierarchical", "experts": "ep2"}, "one of the two steps"),
+    ],
+)
+def test_what_changes_nothing_is_no_row(values: Choice, reason: str) -> None:
+    plain = {factor: values[0] for factor, values in FACTORS.items()} | {"model": "switch"}
+    with pytest.raises(Idle, match=reason):
+        case_of(plain | values, world=None)
+
+
+def test_what_needs_more_processes_says_how_many() -> None:
+    plain = {factor: values[0] for factor, values in FACTORS.items()}
+    with pytest.raises(BadInput, match="16 processes at least"):
+        case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=WORLD)
+    assert case_of(plain | {"tensor": "3d", "schedule": "1f1b"}, world=None).world == 32  # two data-parallel ranks
+
+
+# --- the generator alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 4, 2, 5), (6, 2, 3, 3, 2)])
+def test_pairs_without_refusals_take_few_rows(sizes: tuple[int, ...]) -> None:
+    """No fewer than the two largest factors multiply to, and at most half as many again."""
+    factors = {f"f{n}": tuple(f"v{v}" for v in range(size)) for n, size in enumerate(sizes)}
+    found = cover(factors, complete=lambda chosen: {f: values[0] for f, values in factors.items()} | chosen, refuse=lambda _: None)
+    met = {pair for row in found.rows for pair in every_pair({factor: (value,) for factor, value in row.items()})}
+    assert met == set(every_pair(factors)) and not found.refused
+    largest, next_largest = sorted(sizes)[:-3:-1]
+    assert largest * next_largest <= len(found.rows) <= 1.5 * largest * next_largest
+
+
+def test_a_refused_pair_is_in_no_row_and_keeps_its_reason() -> None:
+    factors = {"a": ("1", "2"), "b": ("x", "y"), "c": ("p", "q", "r")}
+
+    def refuse(row: Choice) -> BadInput | None:
+        return BadInput("b", got="y", needed="x with 2", fix="x") if (row["a"], row["b"]) == ("2", "y") else None
+
+    found = cover(factors, complete=lambda chosen: {f: values[0] for f, values in factors.items()} | chosen, refuse=refuse)
+    assert {pair: str(reason) for pair, reason in found.refused.items()} == {(("a", "2"), ("b", "y")): "b: got y, needed x with 2; fix: x"}
+    assert set(found.met) == set(every_pair(factors)) - set(found.refused)
+    assert "  a 2 x b y: b: needed x with 2" in described(found)
+
+
+def test_pairs_are_told_together() -> None:
+    pairs = [(("a", a), ("b", b)) for a, b in ("1x", "1y", "2x", "2y", "3x")]
+    assert together(pairs) == ["a 1, 2 x b x, y", "a 3 x b x"]
