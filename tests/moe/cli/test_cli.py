@@ -283,7 +283,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     assert called == [
         ("moe.train.generate", ("runs/a",), {"tokens": 5}),
         ("moe.report", ("runs/a",), {"json": None}),
-        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": "data,expert,tensor,sequence,pipeline"}),
+        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": "data,expert,tensor,sequence,pipeline,hybrid"}),
         ("moe.bench.how_fast", (), {"steps": 4}),
     ]
 
