@@ -108,7 +108,7 @@ def test_all_schedules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
             "two_bw": 0,
             "1f1b": 3 / 8,
             "interleaved": 3 / 16,
-            "chimera": 1 / 4,
+            "chimera": 2 * 2 / (8 * 3),
             "zb_h1": 1 / 8,
             "zb_h2": 0,
             "zb_v": 0,
