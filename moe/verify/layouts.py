@@ -41,7 +41,7 @@ from parallel.process import World
 
 Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case
-LIMIT_S = 120.0  # of one case: ten tiny steps take a second or two, and a busy machine many times that
+LIMIT_S = 120.0  # of one case on up to 4 ranks: ten tiny steps take a second or two, and a busy machine many times that
 
 
 def compute(
@@ -212,7 +212,7 @@ def run_world(chosen: list[Case], world: int, *, taped: bool = False, inside: In
         imported.add(_import_engine(left[0]))
         ready, done = list(takewhile(lambda case: _extra(case) in imported, left)), 0
         try:
-            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=LIMIT_S):
+            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=LIMIT_S * max(1, world // 4)):
                 yield left[done], _gather(parts)
                 done += 1
         except RuntimeError as error:
