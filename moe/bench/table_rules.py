@@ -17,7 +17,7 @@ from typing import Any
 from parallel.plan import stack as stacks
 from parallel.plan.job import Experts, Latent, Network, Plan
 from parallel.plan.stack import Stack
-from parallel.plan.states import FP32, MIXED, MIXED_FP32_GRADIENTS, Storage
+from parallel.plan.states import FP32, MIXED, MIXED_BOTH_GRADIENTS, MIXED_FP32_GRADIENTS, Storage
 
 GATED_NAMES = ("llama", "mixtral", "mistral", "qwen", "deepseek", "gemma", "yi-", "glm", "kimi", "nemotron-h")
 GPT2_VOCAB = 51200  # 50,257 padded to a multiple of 1,024, as Megatron-LM's scripts do
@@ -168,23 +168,28 @@ def software_of(cells: Cells) -> Stack:
         "nanotron": stacks.NANOTRON,
         "llm-foundry": stacks.FSDP,
         "llm_foundry": stacks.FSDP,
+        "megatron-deepspeed": stacks.MEGATRON_DEEPSPEED,
         "megatron": stacks.MEGATRON,
         "deepspeed": stacks.DEEPSPEED,
     }
     chosen = next((stack for word, stack in by_word.items() if word in said), stacks.MEGATRON)
-    before_flash = ("sc21", "korthikanti", "vtrain", "bigscience", "mt-nlg", "readme", "alpa", "aceso", "no flash")
-    if chosen is stacks.MEGATRON and any(word in said for word in before_flash) and "core" not in said:
+    if chosen is stacks.MEGATRON and cells.text("zero") == "3":
+        return stacks.DEEPSPEED  # which alone had it when Megatron-LM was compared with it
+    if "flash attention" in said or "flashattention" in said:
+        return replace(chosen, core="fused", lse=4, selective=_selective(cells.text("recompute").lower(), chosen))
+    before_flash = ("sc21", "korthikanti", "vtrain", "bigscience", "mt-nlg", "readme 2020", "readme jan 2021", "alpa", "aceso", "no flash")
+    if chosen is stacks.MEGATRON and any(word in said for word in before_flash):
         chosen = stacks.MEGATRON_2022
     return replace(chosen, selective=_selective(cells.text("recompute").lower(), chosen))
 
 
 def _selective(said: str, stack: Stack) -> Any:
     """Parts by the names that Megatron-Core gives modules to recompute: norm, act, mlp, moe, shared_expert, core attention."""
-    words = {"norm": "norms", "act": "activation", "moe": "experts", "mlp": "network", "core": "core", "attn": "core"}
-    named = tuple(dict.fromkeys(part for word in re.findall(r"[a-z]+", said) for key, part in words.items() if word.startswith(key)))
-    if "selective" in said and not any(word in said for word in ("layernorm", "moe", "mlp", "norm")):
-        return stack.selective
-    return named or stack.selective
+    words = {"norm": "norm_outputs", "layernorm": "norm_outputs", "act": "activation", "moe": "experts", "mlp": "network", "core": "core"}
+    said = re.sub(r"mlp[-_ ]act|moe[-_ ]act", "act", said)
+    parts = [part for word in re.findall(r"[a-z]+", said) for key, part in words.items() if word.startswith(key)]
+    named = dict.fromkeys(parts + (["activation"] if "network" in parts else []), 0.0)
+    return tuple(named.items()) if named and stack.name.startswith("megatron") else stack.selective
 
 
 def storage_of(cells: Cells, stack: Stack) -> Storage:
@@ -194,6 +199,9 @@ def storage_of(cells: Cells, stack: Stack) -> Storage:
         return FP32
     if stack.name == "deepspeed":
         return MIXED
+    if stack.name == "megatron-deepspeed" and "bf16" in precision:
+        # until its last days BLOOM's software summed gradients in 16 bits: one layout took 44 GB on 02-27 and 67 GB on 02-28
+        return MIXED if re.search(r"note 02-2[0-7]", said) else MIXED_BOTH_GRADIENTS
     return MIXED if "fp16 grads" in said or precision.startswith("fp16") else MIXED_FP32_GRADIENTS
 
 
@@ -263,8 +271,10 @@ def _batch(cells: Cells, *, dp: int, pp: int) -> tuple[int, int]:
         cells.inferred.append("microbatch")
     if whole is None:
         cells.inferred.append("global_batch")
-        return stated or 1, pp
+        return stated or 1, 2 * pp if pp > 1 else 1  # enough to fill the stages
     share = max(1, -(-whole // dp))
+    if stated is None and pp > 1 and "torchtitan" in cells.text("source"):
+        stated = max(1, share // pp)  # its default: as many micro-batches as stages
     own = stated or (1 if pp > 1 else next(size for size in (8, 4, 2, 1) if share % size == 0))
     return own, max(1, -(-share // own))
 
@@ -286,6 +296,9 @@ def _engine(cells: Cells, stack: Stack) -> Any:
     zero = cells.text("zero").lower()
     if zero == "fsdp" or stack.name in ("torchtitan", "fsdp") and zero in ("3", ""):
         return "fsdp"
+    if not zero and stack.name == "megatron":  # Megatron-Core's recipes have the distributed optimizer
+        cells.inferred.append("zero")
+        return "zero1"
     return {"1": "zero1", "2": "zero2", "3": "zero3"}.get(zero, "ddp")
 
 
@@ -307,7 +320,15 @@ def _offload(said: str) -> dict[str, Any]:
     return {
         "offload_optimizer": "cpu" if "optim" in said else "none",
         "offload_parameters": "cpu" if "param" in said else "none",
+        "offload_activations": _share(said),
     }
+
+
+def _share(said: str) -> float:
+    """A number in the text is the share of activations that is offloaded; `50 %` is 0.5."""
+    found = re.search(r"([\d.]+)\s*(%?)", said)
+    value = float(found[1]) / (100 if found[2] else 1) if found and found[1].strip(".") else 0.0
+    return value if 0 <= value <= 1 else 0.0
 
 
 # --- the cluster ------------------------------------------------------------------------------------------------------

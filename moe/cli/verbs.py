@@ -107,6 +107,7 @@ class Bench:
         None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence, tensor"
     )
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
+    tables: Path | None = _flag(None, "of planner: a folder of measured runs")
     json: Path | None = _flag(None, "also write the table as JSON")
 
 

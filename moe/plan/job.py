@@ -8,7 +8,7 @@ from moe.plan.activations import compute_bytes
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from parallel.plan.job import Experts, Network, Plan
-from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, Storage
+from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
 def network_of(run: Run) -> Network:
@@ -24,6 +24,7 @@ def network_of(run: Run) -> Network:
         kv_heads=m.num_kv_heads,
         head_size=m.head_size,
         gated=m.ffn in GATED,
+        activation="relu" if m.ffn == "relu" else "gelu",
         tied=m.tied_embeddings,
         norm=m.norm,
         dropout=m.dropout > 0,
@@ -87,8 +88,10 @@ def _engine(run: Run) -> Any:
 
 
 def _storage(run: Run) -> Storage:
-    """Parameters are stored in `master`; DeepSpeed's engine keeps another copy."""
+    """Parameters are stored in `master`; DeepSpeed's engine keeps another copy, and its own in 16 bits where it computes in them."""
     copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
     if run.precision.master == "bf16":
         return MIXED
+    if copied and compute_bytes(run) == 2:
+        return MIXED_FP32_GRADIENTS
     return FP32_AND_COPY if copied else FP32

@@ -44,7 +44,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class Network:
-    """A decoder-only Transformer. `head_size` None: width / heads; `sparse_layers`: those that have experts instead of a dense network."""
+    """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
+    that have experts instead of a dense network."""
 
     layers: int
     width: int
@@ -55,6 +56,7 @@ class Network:
     kv_heads: int | None = None
     head_size: int | None = None
     gated: bool = False
+    activation: Literal["gelu", "relu"] = "gelu"
     tied: bool = True
     biases: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -81,7 +83,8 @@ class Plan:
 
     tensor `1d` is Megatron-LM's, `sliced` the same with sequence parallelism between layers; sequence names the attention over sp,
     `order` the places that a rank holds (contiguous ones leave early ranks waiting).
-    `storage`: bytes of a parameter's states; `compute_bytes`: of an element of activations.
+    `storage`: bytes of a parameter's states; `compute_bytes`: of an element of activations. `offload_activations`: the share of layers'
+    activations that waits on the host, which tables of other software have and no recipe yet.
     """
 
     dp: int = 1
@@ -107,6 +110,7 @@ class Plan:
     storage: Storage = MIXED_FP32_GRADIENTS
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: Literal["none", "cpu", "nvme"] = "none"
+    offload_activations: float = 0.0
     tiles: int = 1
     reshard: bool = True
 

@@ -1,13 +1,18 @@
 """What a training software keeps and how it works, as coefficients: a plan says what is trained where, a Stack by which modules.
 
-Bytes per token of a layer of D width, w heads * channels, k kv_heads * channels and F hidden units; c bytes per element of activations:
+Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
 
-    norms        2 (norm D) + 2 c D            what each norm reads, and its output, which the products after it read
-    attention    c (2 w + 2 k) + 4 heads       q, k, v, attention's output and the log-sum-exp; `core` scores: 5 heads L more
-    hidden       c n F                         n: tensors of the hidden size, `plain` or `gated`
-    masks        2 masks D                     of the two residual connections
+    norm_inputs     2 norm D + 2 statistics      what the two norms read
+    norm_outputs    2 c D                        what the products after them read
+    attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
+    core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
+    network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
+    activation      c a F                        comes out of the activation
+    masks           2 D                          of dropout behind attention and network; `always`: even where it is 0
+    experts         c (rows D + n F) + maps      for each of a token's choices, and 8 bytes a token and expert for the router
 
-Sources: Korthikanti et al. (arXiv 2205.05198), section 4; this project's own is counted against autograd (moe/plan/activations.py).
+`selective`: the share of each part that selective recomputation keeps; parts not named are kept. Sources: Korthikanti et al. (arXiv
+2205.05198), section 4, has these for Megatron-LM; this project's own are counted against autograd (moe/plan/activations.py).
 """
 
 from __future__ import annotations
@@ -15,34 +20,89 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["norms", "products_read", "core", "attention", "activation", "masks", "experts", "network"]
+Part = Literal["norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts"]
+PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """`norm`: bytes per element that a norm keeps of its input. `plain`, `gated`: hidden tensors that a network keeps.
+    """Fields as above, and how states are handled.
 
-    `core`: scores keeps the softmax of all pairs, fused none of them. `selective`: the parts that selective recomputation drops.
-    `logits`: bytes per logit where the loss peaks. `gathered`: layers whole at once where parameters are sharded.
+    `mask`: bytes of its element, or those of a tensor's. `logits`: bytes per logit where the loss peaks, of which `logits_kept` wait for
+    the backward pass. `gathers`: what of sharded parameters is whole at once, layers or a number of elements. `reads_again`: with
+    sequence parallelism the products gather their input again in the backward pass instead of keeping it. `outputs`: of stages, whether
+    they are kept after they were sent. `casts`: weights wider than the compute dtype are cast, and autograd keeps the cast.
+    `bucket_elements`: gradients that travel together, in buffers of their own. `reduce_bytes`: of an element of a gradient that arrives
+    whole and is reduced to shards.
     """
 
     name: str
     norm: int = 2
-    plain: float = 2
-    gated: float = 3
+    statistics: int = 0
+    lse: int = 4
+    keys: Literal["grouped", "repeated"] = "grouped"
     core: Literal["fused", "scores"] = "fused"
+    plain: int = 2
+    gated: int = 3
+    activation_of: int = 1
     masks: Literal["always", "dropout"] = "dropout"
-    selective: tuple[Part, ...] = ("core",)
+    mask: Literal["byte", "element"] = "byte"
+    expert_rows: int = 1
+    expert_plain: int = 2
+    expert_gated: int = 3
+    maps: int = 8
+    selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)
     logits: float = 10
-    gathered: int = 2
+    logits_kept: float = 4
+    gathers: Literal["layers", "elements"] = "layers"
+    gathered: float = 2
+    reads_again: bool = True
+    outputs: Literal["freed", "kept"] = "freed"
+    casts: bool = False
+    bucket_elements: float = 0
+    reduce_bytes: int = 4
 
 
-OURS = Stack("moe", norm=4, gated=4, selective=("network",))
-MEGATRON = Stack("megatron", masks="always")
-MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores")
-TORCHTITAN = Stack("torchtitan", gated=4, selective=("norms", "activation"), logits=14)
-FSDP = Stack("fsdp", gated=4, logits=14)
-DEEPSPEED = Stack("deepspeed", gated=4, core="scores", logits=14)
-NANOTRON = Stack("nanotron", gated=4, logits=14)
-EAGER = Stack("hf-eager", norm=8, gated=5, core="scores", logits=14)
-STACKS = {s.name: s for s in (OURS, MEGATRON, MEGATRON_2022, TORCHTITAN, FSDP, DEEPSPEED, NANOTRON, EAGER)}
+# Ours: norms and losses in fp32, a network's products written one by one; experts' kernels compute the activation again.
+OURS = Stack(
+    "moe",
+    norm=4,
+    statistics=4,
+    keys="repeated",
+    gated=4,
+    mask="element",
+    maps=0,
+    expert_rows=2,
+    expert_plain=1,
+    expert_gated=2,
+    selective=(("norm_outputs", 0.5), ("norm_inputs", 0.5), ("masks", 0.5), ("network", 0.0), ("activation", 0.0), ("experts", 0.0)),
+    logits=12,
+    reads_again=False,
+    casts=True,
+    gathered=2,
+    bucket_elements=8 * 2**20,
+)
+# Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
+# Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
+MEGATRON = Stack("megatron", masks="always", logits=10)
+MEGATRON_2022 = Stack("megatron-2022", masks="always", core="scores", lse=0, logits=10)
+# Its pipeline keeps what stages sent, and DeepSpeed's buckets are of 5e8 elements.
+MEGATRON_DEEPSPEED = Stack(
+    "megatron-deepspeed", masks="always", core="scores", lse=0, logits=10, outputs="kept", bucket_elements=5e8, reduce_bytes=2
+)
+# torchtitan: FSDP2 of fp32 shards; selective keeps every second product's output (q, v, w1, w2) and attention's output, nothing else.
+# Logits: what log-softmax gave, its gradient and its input's, each 4 in fp32; the logits themselves are gone by then.
+TORCHTITAN = Stack(
+    "torchtitan",
+    gated=4,
+    activation_of=2,
+    selective=(("norm_outputs", 0.0), ("attention", 0.9), ("network", 0.5), ("activation", 0.0)),
+    logits=12,
+)
+FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
+# DeepSpeed's defaults: stage 3 keeps up to 1e9 parameters whole, buckets are of 5e8 elements.
+DEEPSPEED = Stack(
+    "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
+)
+NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)
+STACKS = {s.name: s for s in (OURS, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, TORCHTITAN, FSDP, DEEPSPEED, NANOTRON)}

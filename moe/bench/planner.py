@@ -1,0 +1,62 @@
+"""The planner against tables of measured runs: predicted memory (planner_memory.py) beside what runs took, one row a table.
+
+`moe bench planner --tables FOLDER --json FILE` reads every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with
+their reason, tables of other columns are named with what they lack.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moe.bench import planner_memory
+from moe.bench.tables import Table, read_folder
+from moe.launch import exit_codes
+from moe.records.results import write_json
+
+HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
+
+
+def main(*, tables: str, json: str | None = None) -> int:
+    """Returns 1 if a published formula is not met; errors of measured rows are printed and written."""
+    read = read_folder(tables)
+    print(HEAD)
+    rows = []
+    for table in read:
+        formula = planner_memory.zero_table(Path(tables).expanduser() / f"{table.name}.csv") if table.missing else None
+        if not table.missing or formula:
+            rows.append(row_of(table, formula))
+            print(_line(rows[-1]), flush=True)
+    _say_unusable(read)
+    if json:
+        write_json(json, verb="bench planner", rows=rows)
+    return exit_codes.of(all(row["passed"] for row in rows))
+
+
+def row_of(table: Table, formula: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One table's row of the JSON."""
+    row: dict[str, Any] = {"table": table.name, "rows": len(table.rows), "unusable": dict(table.reasons())}
+    row |= planner_memory.summary(table.rows) | (formula or planner_memory.formulas(table.rows))
+    row["passed"] = row["formula_right"] == row["formula_total"]
+    return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    errors = "".join(f"{'' if row[name] is None else f'{row[name]:.2%}':>9}" for name in ("memory_error_median", "memory_error_p90"))
+    shares = "".join(f"{_share(row, name):>{width}}" for name, width in (("fits", 12), ("out_of_memory", 11), ("formula", 9)))
+    return f"{row['table']:<42}{row['rows']:>6}{row['memory_rows'] or '':>11}{row['memory_kind'] or '':>12}{errors}{shares}"
+
+
+def _share(row: dict[str, Any], name: str) -> str:
+    right, total = row[f"{name}_right"], row[f"{name}_total"]
+    return f"{right}/{total}" if total else ""
+
+
+def _say_unusable(read: tuple[Table, ...]) -> None:
+    print()
+    for table in read:
+        for reason, count in table.reasons().most_common():
+            print(f"{table.name}: {count} rows not used: {reason}")
+    for table in read:
+        if table.missing:
+            print(f"{table.name}: another table, without {', '.join(table.missing[:4])}{' ...' if len(table.missing) > 4 else ''}")

@@ -1,0 +1,117 @@
+"""Parameters that a rank holds of each layer, stage and end of a Network under a Plan, before sharding over data-parallel copies.
+
+    attention, dense network, shared experts, vocabulary    1 / t of their elements; grids 1 / q^2 (2d, 2.5d) or 1 / q^3 (3d)
+    norms, router, down-projections of latent attention     whole on every rank of tp
+    experts                                                 1 / (ep etp)
+
+    stages_of(network, plan)     the layers of each stage: plan.stage_layers, or evenly, and the ends, which hold the vocabulary, fewer
+
+An embedding is on the first stage, the head on the last; one matrix if it is tied and both are on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from parallel.plan.job import Latent, Network, Plan
+
+
+@dataclass(frozen=True)
+class Elements:
+    """`dense`: copied over dp and sp. `expert`: over edp."""
+
+    dense: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.expert
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.dense + other.dense, self.expert + other.expert)
+
+
+def split_of(plan: Plan) -> int:
+    """Into how many parts tp cuts a matrix."""
+    return {"copied": 1, "2.5d": plan.tp // max(1, plan.depth)}.get(plan.tensor, plan.tp)
+
+
+def layer(network: Network, plan: Plan, index: int) -> Elements:
+    """One layer's."""
+    n, t = network, split_of(plan)
+    norm = n.width * (2 if n.norm == "layernorm" else 1)
+    dense = attention(n, t) + 2 * norm
+    if n.experts is None or index not in n.sparse_layers:
+        return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
+    e = n.experts
+    beside = network_elements(n, e.shared_hidden, gated=e.gated) / t + n.width * e.count
+    return Elements(dense + beside, e.count * network_elements(n, e.hidden, gated=e.gated) / (plan.ep * plan.etp))
+
+
+def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
+    """A feed-forward network's matrices."""
+    return (3 if gated else 2) * network.width * hidden
+
+
+def attention(network: Network, t: int) -> float:
+    """Of one of t ranks. Where t exceeds the key-value heads, several ranks hold the same head."""
+    n, inner = network, network.heads * network.channels
+    if n.latent is None:
+        keys = max(n.groups / t, 1) * n.channels
+        biases = (inner / t + 2 * keys + n.width) if n.biases else 0
+        return n.width * (2 * inner / t + 2 * keys) + biases
+    return _latent(n, n.latent, t)
+
+
+def _latent(n: Network, latent: Latent, t: int) -> float:
+    queries = n.heads * (n.channels + latent.rotary_size)
+    down = n.width * (latent.query_rank + latent.key_rank + latent.rotary_size) + latent.query_rank + latent.key_rank
+    up = (latent.query_rank or n.width) * queries + latent.key_rank * n.heads * (n.channels + latent.value_size)
+    return down + (up + n.heads * latent.value_size * n.width) / t
+
+
+def embedding(network: Network, plan: Plan) -> float:
+    """The table of the vocabulary; the head's is of the same size."""
+    return network.vocab * network.width / split_of(plan)
+
+
+def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
+    """What a rank holds beside layers, if it has the first stage, the last, or both."""
+    table = embedding(network, plan)
+    tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
+    positions = network.length * network.width if network.learned_positions and first else 0
+    norm = network.width * (2 if network.norm == "layernorm" else 1) if last else 0
+    return Elements(tables * table + positions + norm)
+
+
+def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:
+    """Of a rank that has the stages `mine`."""
+    found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
+    for stage in mine:
+        for index in stages[stage]:
+            found += layer(network, plan, index)
+    return found
+
+
+def parameters(network: Network) -> float:
+    """Of the whole model."""
+    return held(network, Plan(), (range(network.layers),), (0,)).total
+
+
+def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
+    """The layers of each of `count` stages."""
+    given = plan.stage_layers or ()
+    sizes = given if len(given) == count and sum(given) == network.layers else even(network.layers, count)
+    return tuple(range(a, b) for a, b in pairwise((0, *accumulate(sizes))))
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """As even as can be. What does not divide is taken from the ends first: the last stage, then the first, then the next from the end."""
+    size = -(-layers // stages)
+    sizes = [size] * stages
+    order = [stages - 1, 0, *range(stages - 2, 0, -1)]
+    for stage in order[: size * stages - layers]:
+        sizes[stage] -= 1
+    return tuple(sizes)

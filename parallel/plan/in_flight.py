@@ -1,0 +1,75 @@
+"""Micro-batches that a rank keeps at once, by stage, for a schedule's name and sizes: what a planner multiplies a stage's bytes by.
+
+    1f1b, 4 ranks     4 3 2 1 of each rank's one stage
+    gpipe             all of them
+
+An order of actions says it (parallel/pipeline/simulator/held.py). In a steady state nothing more is kept, so the order of a few times
+as many micro-batches as ranks says it for any larger number; where everything is kept the number itself does. Cached: a planner asks for
+the same few sizes thousands of times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from parallel.errors import BadInput
+from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.simulator.held import weight_versions
+
+ALL_AT_ONCE = ("gpipe", "looped_bfs")
+STEADY = {"naive": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "pipedream": 2, "two_bw": 2}  # micro-batches for each rank; others 3
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`stages` that it has. `most`: numbers of micro-batches kept of each at once, each tuple a moment at which no other has more of all.
+
+    `versions` of the weights that it keeps, the newest among them.
+    """
+
+    stages: tuple[int, ...]
+    most: tuple[tuple[int, ...], ...]
+    versions: int = 1
+
+
+def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) -> tuple[Rank, ...]:
+    """Of each pipeline rank. Raises BadInput for sizes that the schedule cannot have."""
+    if ranks == 1 and schedule in ("1f1b", "gpipe", "naive", "zb_h1", "zb_h2"):
+        return (Rank((0,), ((microbatches if schedule == "gpipe" else 1,),)),)
+    if schedule in ALL_AT_ONCE:
+        stages = chunks if schedule == "looped_bfs" else 1
+        return tuple(Rank(tuple(range(r, ranks * stages, ranks)), ((microbatches,) * stages,)) for r in range(ranks))
+    few = min(microbatches, STEADY.get(schedule, 3) * ranks)
+    try:
+        return _found(schedule, ranks, few, chunks)
+    except BadInput:
+        if few == microbatches:
+            raise
+        return _found(schedule, ranks, -(-few // ranks) * ranks, chunks)
+
+
+@cache
+def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+    fixed = schedule not in ("interleaved", "looped_bfs")
+    made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=None if fixed else chunks)
+    versions = weight_versions(made) if made.num_updates > 1 else (1,) * ranks
+    return tuple(Rank(made.stages_of(r), _most(made, r), versions[r]) for r in range(ranks))
+
+
+def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
+    """What waits for W counts as what waits for B: I frees about as much as its output's gradients take."""
+    places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
+    now, peaks = [0] * len(places), set()
+    change = {Op.F: 1, Op.B: -1, Op.W: -1}
+    for action in schedule.orders[rank]:
+        step = change.get(action.op, 0)
+        if step:
+            if step < 0:
+                peaks.add(tuple(now))
+            now[places[action.stage]] += step
+    largest = sorted(peaks, reverse=True)
+    return tuple(a for a in largest if not any(b != a and all(x >= y for x, y in zip(b, a, strict=True)) for b in largest)) or (
+        (0,) * len(now),
+    )

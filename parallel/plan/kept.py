@@ -1,0 +1,138 @@
+"""Bytes that one micro-batch keeps on a rank from the forward to the backward pass, layer by layer and part by part.
+
+Parts and coefficients are those of parallel/plan/stack.py; a Plan cuts them:
+
+    sp                   every part is of length / sp tokens
+    tp 1d                what is inside attention and network: 1 / t; norms and masks whole (Korthikanti: s b h (10 + 24 / t + 5 a s / h t))
+    tp sliced            everything 1 / t (34 s b h / t), but gathered inputs if the software keeps them
+    tp 2d, 2.5d, 3d      everything 1 / tp (parallel/plan/tensor.py)
+    recompute full       the layer's input alone; selective: the shares that the software's `selective` says
+    ep, etp              rows of experts: choices * tokens / tp on average, or padded to the capacity; hidden units 1 / etp
+
+Source: Korthikanti et al. (arXiv 2205.05198), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parallel.plan.counts import layer as layer_elements
+from parallel.plan.counts import split_of
+from parallel.plan.job import Network, Plan, Recomputed
+from parallel.plan.stack import PARTS, Part, Stack
+
+GRIDS = ("2d", "2.5d", "3d")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one micro-batch on one rank: `inside` attention and networks, `between` them (norms, masks), `read` as inputs of products."""
+
+    inside: float
+    between: float
+    read: float
+
+
+def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
+    here, t = plan.microbatch * network.length / plan.sp, 1 if plan.tensor == "copied" else plan.tp
+    cut = plan.tensor == "sliced" or plan.tensor in GRIDS
+    between = here / t if cut else here
+    return Tokens(here / t, between, here if plan.tensor == "sliced" and not stack.reads_again else between)
+
+
+def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
+    """Bytes of each part of one layer when nothing is recomputed."""
+    n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
+    norms = 2 * (stack.norm if c == 2 else max(stack.norm, c)) * n.width
+    parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+    parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
+    parts["norm_outputs"] = 2 * c * n.width * at.read
+    parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads)
+    if stack.core == "scores":
+        parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
+    if stack.masks == "always" or n.dropout:
+        parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
+    if n.experts is None or index not in n.sparse_layers:
+        count = stack.gated if n.gated else 1 if n.activation == "relu" else stack.plain
+        came_out = min(count, stack.activation_of)
+        parts["activation"] = c * came_out * n.hidden * at.inside
+        parts["network"] = c * (count - came_out) * n.hidden * at.inside
+    else:
+        parts["experts"] = _experts(n, plan, stack)
+    return parts
+
+
+def _mask(stack: Stack, itemsize: int) -> int:
+    return 1 if stack.mask == "byte" else itemsize
+
+
+def _attention(n: Network, stack: Stack) -> float:
+    inner = n.heads * n.channels
+    if n.latent is None:
+        return 2 * inner + 2 * (inner if stack.keys == "repeated" else n.groups * n.channels)
+    queries = n.heads * (n.channels + n.latent.rotary_size)  # of queries and of keys, which have the rotary channels repeated
+    low = 2 * (n.latent.query_rank + n.latent.key_rank) + n.latent.rotary_size  # before and behind their norms
+    return 2 * queries + 2 * n.heads * n.latent.value_size + low
+
+
+def rows_of(network: Network, plan: Plan) -> float:
+    """Rows that the experts of one rank compute for one micro-batch, if the router is balanced; etp's ranks compute the same."""
+    e = network.experts
+    if e is None:
+        return 0.0
+    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * max(1.0, e.capacity_factor or 1.0) * plan.etp
+
+
+def _experts(n: Network, plan: Plan, stack: Stack) -> float:
+    e, c, rows = n.experts, plan.compute_bytes, rows_of(n, plan)
+    assert e is not None
+    hidden = (stack.expert_gated if e.gated else stack.expert_plain) * e.hidden / plan.etp
+    moved = stack.expert_rows if plan.ep * plan.etp > 1 or stack.expert_rows == 1 else 0
+    here = plan.microbatch * n.length / plan.sp
+    count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
+    shared = c * count * e.shared_hidden * here / plan.tp
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * (8 * e.count + stack.maps * e.choices) + shared
+
+
+def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
+    """Bytes of one layer as it is recomputed."""
+    at = tokens_of(network, plan, stack)
+    if recompute == "full":
+        return plan.compute_bytes * network.width * at.between
+    parts = layer_parts(network, plan, stack, index)
+    if recompute == "selective":
+        shares = dict(stack.selective)
+        kept = sum(size * shares.get(part, 1.0) for part, size in parts.items())
+        whole = shares.get("network") == 0.0  # then the whole second half is computed again, from what it was given
+        return kept + (plan.compute_bytes * network.width * at.between if whole else 0.0)
+    return sum(parts.values())
+
+
+def recompute_of(plan: Plan, index: int) -> Recomputed:
+    """How one layer is recomputed: each `recompute_every`-th is."""
+    return plan.recompute if index % plan.recompute_every == 0 else "none"
+
+
+def cast_weights(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """Bytes that autograd keeps of one layer's weights in the compute dtype, in every micro-batch in flight."""
+    wide = plan.storage.parameters > plan.compute_bytes and plan.stage < 3
+    if not (stack.casts and wide) or recompute_of(plan, index) == "full":
+        return 0.0
+    return plan.compute_bytes * layer_elements(network, plan, index).dense
+
+
+def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
+    """Bytes of the embedding's dropout, and of the last norm and the loss."""
+    at, c = tokens_of(network, plan, stack), plan.compute_bytes
+    total = 0.0
+    if first and (stack.masks == "always" or network.dropout):
+        total += _mask(stack, c) * network.width * at.between
+    if last:
+        total += ((max(stack.norm, c) + c) * network.width + 2 * stack.statistics) * at.between
+        total += logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0
+    return total
+
+
+def logits(network: Network, plan: Plan) -> float:
+    """Elements of one micro-batch's logits on a rank."""
+    return plan.microbatch * network.length / plan.sp * network.vocab / split_of(plan)

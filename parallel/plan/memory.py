@@ -1,0 +1,233 @@
+"""Bytes that each rank of a plan needs, tensor by tensor, and whether a device has them.
+
+    allocated = states + activations in flight + the largest of what is there for a moment
+
+    states         parameters, gradients, optimizer            parallel/plan/states.py of the elements in parallel/plan/counts.py
+    activations    micro-batches in flight x bytes of one      parallel/plan/in_flight.py x parallel/plan/kept.py
+    moments        a layer's backward pass: what it computes again, the gradients inside it, of the largest matrix
+                   the loss: logits in two widths and their gradients
+                   the embedding's gradient, when its micro-batch's activations are gone
+    buffers        buckets of gradients, layers gathered whole (stage 3), rows on their way to experts
+
+On the device that is more: torch's allocator reserves in blocks, and CUDA's context is no tensor.
+
+    reserved  = 1.10 allocated         the median of 16 rows that state both (1.06 to 1.15)
+    used      = reserved + 1.5 GB      the context, 1.3 to 1.6 GB on A100 nodes
+
+Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-Infinity (arXiv 2104.07857) for gathered layers and tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parallel.plan import counts
+from parallel.plan.counts import Elements
+from parallel.plan.in_flight import Rank, in_flight
+from parallel.plan.job import Network, Plan
+from parallel.plan.kept import cast_weights, ends_kept, layer_kept, logits, recompute_of, rows_of, tokens_of
+from parallel.plan.stack import OURS, Stack
+from parallel.plan.states import States, model_states
+
+RESERVED = 1.10
+CONTEXT_BYTES = 1.5e9
+PARTS = (
+    *("parameters", "gradients", "optimizer", "older weights", "activations", "loss and logits", "embedding's gradient", "layer at work"),
+    *("gathered layers", "gradient buckets", "dispatch buffers"),
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One pipeline rank's bytes at its peak, by PARTS; `host`: by the same names, what is offloaded."""
+
+    rank: int
+    parts: dict[str, float]
+    host: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def allocated(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> float:
+        return RESERVED * self.allocated
+
+    @property
+    def used(self) -> float:
+        """As nvidia-smi counts."""
+        return self.reserved + CONTEXT_BYTES
+
+
+def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
+    """Of each pipeline rank; ranks of the other axes are alike. Raises BadInput for sizes that the schedule cannot have."""
+    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
+    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
+    job = _Job(network, plan, stack, stages)
+    return tuple(job.of_rank(number, rank) for number, rank in enumerate(ranks))
+
+
+def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
+    """Of the rank that needs most."""
+    return max(memory(network, plan, stack), key=lambda m: m.allocated)
+
+
+def fits(needed: Memory, capacity: float) -> bool:
+    """Whether a device of so many bytes has them, with what the allocator and the context take."""
+    return needed.used <= capacity
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One kind of layer: elements held, and of them gathered at once in stage 3; bytes a micro-batch keeps, and more in its backward."""
+
+    elements: Elements
+    gathered: float
+    kept: float
+    work: float
+
+
+class _Job:
+    """A network, a plan and a software; layers of a kind are counted once, since a planner asks for thousands of plans."""
+
+    def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range]) -> None:
+        self.network, self.plan, self.stack, self.stages = network, plan, stack, stages
+        self.sparse = frozenset(network.sparse_layers) if network.experts else frozenset()
+        self.kinds: dict[tuple[bool, bool], _Layer] = {}
+
+    def layer(self, index: int) -> _Layer:
+        kind = (index in self.sparse, index % self.plan.recompute_every == 0)
+        if kind not in self.kinds:
+            of = (self.network, self.plan, self.stack, index)
+            kept = layer_kept(*of, recompute_of(self.plan, index)) * (1 - self.plan.offload_activations) + cast_weights(*of)
+            elements = counts.layer(self.network, self.plan, index)
+            at_once = _tiled(self.network, self.plan, elements, sparse=kind[0])
+            if self.stack.gathers == "elements":  # each product gathers its own matrix
+                at_once = min(at_once, _widest(self.network, self.plan, sparse=kind[0]))
+            self.kinds[kind] = _Layer(elements, at_once, kept, _work(*of))
+        return self.kinds[kind]
+
+    def of_rank(self, number: int, rank: Rank) -> Memory:
+        plan, stack = self.plan, self.stack
+        layers = {stage: [self.layer(index) for index in self.stages[stage]] for stage in rank.stages}
+        first, last = 0 in layers, len(self.stages) - 1 in layers
+        held = sum((of.elements for mine in layers.values() for of in mine), counts.ends(self.network, plan, first=first, last=last))
+        states, host = _states(plan, held)
+        parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
+        parts["older weights"] = (rank.versions - 1) * held.total * plan.storage.parameters
+        parts["gradient buckets"] = _buckets(plan, stack, held)
+        table = counts.embedding(self.network, plan) if first or last else 0.0
+        parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of in mine])
+        if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):  # rows sent, rows arrived
+            parts["dispatch buffers"] = 2 * rows_of(self.network, plan) * self.network.width * plan.compute_bytes
+        moment = self._moment(rank, layers)
+        return Memory(number, {name: (parts | moment).get(name, 0.0) for name in PARTS}, host)
+
+    def _moment(self, rank: Rank, layers: dict[int, list[_Layer]]) -> dict[str, float]:
+        """What a step holds for a while: the parts of the moment that needs most."""
+        network, plan, stack, last = self.network, self.plan, self.stack, len(self.stages) - 1
+        bodies = [sum(of.kept for of in mine) for mine in layers.values()]
+        ends = [ends_kept(network, plan, stack, first=stage == 0, last=stage == last) for stage in layers]
+        crossing = plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
+        read_wide = stack.norm > plan.compute_bytes and plan.recompute != "full"  # the first norm keeps a wider copy, not what arrived
+        crossings = (stack.outputs == "kept" and plan.pp > 1) + read_wide
+        ends = [end + crossings * crossing for end in ends]
+        work = max((of.work for mine in layers.values() for of in mine), default=0.0)
+        found = []
+        for count in rank.most:
+            kept = sum(n * size for n, size in zip(count, bodies, strict=True))
+            beside = sum(n * size for n, size in zip(count, ends, strict=True))
+            found.append({"activations": kept, "loss and logits": beside, "layer at work": work})
+            if last in layers:
+                loss = beside + _loss(network, plan, stack)
+                found.append({"activations": kept, "loss and logits": loss, "layer at work": _gathered_input(network, plan)})
+            if 0 in layers:
+                kept -= bodies[rank.stages.index(0)]
+                table = plan.compute_bytes * counts.embedding(network, plan)
+                found.append({"activations": kept, "loss and logits": beside, "embedding's gradient": table})
+        return max(found, key=lambda moment: sum(moment.values()))
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
+    """On the device, and on the host. The host updates what it has, so the gradients of an offloaded optimizer are there as well."""
+    dense = model_states(held.dense, stage=plan.stage, copies=plan.dp * plan.sp, storage=plan.storage)
+    whole = dense + model_states(held.expert, stage=plan.stage, copies=max(1, plan.edp), storage=plan.storage)
+    moved = States(
+        whole.parameters if plan.offload_parameters != "none" else 0.0,
+        whole.gradients if plan.offload_optimizer != "none" else 0.0,
+        whole.optimizer if plan.offload_optimizer != "none" else 0.0,
+    )
+    left = States(whole.parameters - moved.parameters, whole.gradients - moved.gradients, whole.optimizer - moved.optimizer)
+    return left, {name: size for name, size in vars(moved).items() if size}
+
+
+def _buckets(plan: Plan, stack: Stack, held: Elements) -> float:
+    """Where gradients are cut (stages 1 to 3 of DeepSpeed's engine), they travel in a bucket of their own."""
+    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or plan.dp * plan.sp == 1:
+        return 0.0
+    return min(stack.bucket_elements, held.total) * plan.compute_bytes
+
+
+def _gathered(plan: Plan, stack: Stack, held: Elements, table: float, layers: Sequence[float]) -> float:
+    """Stage 3: whole parameters of the layers at work, and the whole gradient of one before it is reduced."""
+    if plan.stage < 3 or plan.dp * plan.sp == 1:
+        return 0.0
+    if plan.pp > 1:  # between micro-batches nothing is cut: all that the rank has is whole, and so are its gradients
+        return (plan.compute_bytes + stack.reduce_bytes) * held.total
+    largest = max([table, *layers])
+    if not plan.reshard:
+        whole = held.total
+    elif stack.gathers == "elements":
+        whole = min(held.total, max(stack.gathered, largest))
+    else:
+        one = max(layers, default=0.0)
+        whole = min(held.total, max(stack.gathered * one, table + one))
+    return plan.compute_bytes * whole + (plan.compute_bytes + stack.reduce_bytes) * largest
+
+
+def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> float:
+    """Elements of a layer that are whole at once: tiles of its network are gathered one after the other."""
+    if plan.tiles == 1 or sparse:
+        return layer.total
+    network_s = counts.network_elements(network, network.hidden, gated=network.gated) / counts.split_of(plan)
+    return layer.total - network_s * (1 - 1 / plan.tiles)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+def _loss(network: Network, plan: Plan, stack: Stack) -> float:
+    """Beyond the logits that are kept: their other widths and gradients, of a chunk of the tokens if the loss is cut."""
+    more = stack.logits - (stack.logits_kept if plan.loss_chunks == 1 else 0.0)
+    return logits(network, plan) * more / plan.loss_chunks
+
+
+def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """A layer's backward pass: what it computes again, the gradients of its widest tensors, and of its largest matrix."""
+    again = layer_kept(network, plan, stack, index, "none") - layer_kept(network, plan, stack, index, recompute_of(plan, index))
+    at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
+    sparse = e is not None and index in network.sparse_layers
+    if e is not None and sparse:
+        wide = rows_of(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+    else:
+        wide = at.inside * network.hidden * (2 if network.gated else 1)
+    matrix = _widest(network, plan, sparse=sparse)
+    scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" else 0.0
+    return again + max(c * (wide + matrix), scores) + 2 * c * network.width * at.between + _gathered_input(network, plan)
+
+
+def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
+    """Elements of a layer's largest matrix; gate and first product are one, and so are the experts of a rank."""
+    e = network.experts
+    if e is not None and sparse:
+        return e.count / plan.ep * network.width * e.hidden / plan.etp * (2 if e.gated else 1)
+    return network.width * network.hidden / counts.split_of(plan) * (2 if network.gated else 1)
+
+
+def _gathered_input(network: Network, plan: Plan) -> float:
+    """With sequence parallelism: a product's input for all of tp, and its gradient before that is scattered."""
+    return 2 * plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp if plan.tensor == "sliced" else 0.0

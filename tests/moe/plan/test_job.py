@@ -1,0 +1,41 @@
+"""A recipe as the planner sees it keeps the bytes that moe/plan/activations.py says, which is counted against autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
+from moe.plan.job import network_of, plan_of
+from moe.recipe.load import build_run
+from parallel.plan.kept import cast_weights, ends_kept, layer_kept, recompute_of
+from parallel.plan.stack import OURS
+
+MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_ff": 80, "max_length": 20, "tied_embeddings": False}
+SPARSE = {"experts": {"num_experts": 4, "d_ff": 56}, "router": {"preset": "switch", "capacity_factor": None}}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "relu": {"model": {"ffn": "relu"}},
+    "gated": {"model": {"ffn": "swiglu", "dropout": 0.1}},
+    "experts": {"model": {"moe_every": 2}, **SPARSE},
+    "shared expert": {"model": {"moe_every": 1, "ffn": "swiglu"}, **SPARSE, "experts": {"num_experts": 4, "d_ff": 56, "shared": 1}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_kept_bytes_are_those_counted_against_autograd(case: str, recompute: str, compute: str) -> None:
+    values = CASES[case] | {"model": MODEL | CASES[case].get("model", {}), "precision": {"compute": compute}}
+    values |= {"recompute": {"kind": recompute, "every": 2}, "train": {"global_batch": 3}, "degrees": {"dp": 1}}
+    run = build_run(values).resolve(1)
+    network, plan = network_of(run), plan_of(run)
+    tokens = 3 * 20
+    for layer in range(3):
+        said = layer_kept(network, plan, OURS, layer, recompute_of(plan, layer))
+        assert said == pytest.approx(tokens * block_bytes(run, layer))
+        if recompute == "none" and layer not in network.sparse_layers:  # norms and biases are not cast
+            cast = cast_weights(network, plan, OURS, layer)
+            assert cast == pytest.approx(fixed_bytes(run, layer), rel=0.02)
+    assert ends_kept(network, plan, OURS, first=False, last=True) == pytest.approx(tokens * head_bytes(run))

@@ -1,0 +1,172 @@
+"""The planner's bytes: published parameter counts, Korthikanti's closed forms, schedules counted action by action, and laws of sharding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.simulator.held import peak_held, weight_versions
+from parallel.plan.counts import even, held, parameters, stages_of
+from parallel.plan.in_flight import in_flight
+from parallel.plan.job import Experts, Latent, Network, Plan
+from parallel.plan.kept import layer_kept, layer_parts
+from parallel.plan.memory import CONTEXT_BYTES, fits, memory, peak
+from parallel.plan.stack import MEGATRON, MEGATRON_2022, OURS
+from parallel.plan.states import MIXED, MIXED_FP32_GRADIENTS
+
+GPT = Network(layers=12, width=96, heads=6, hidden=384, vocab=640, length=32, dropout=True)
+LLAMA = {"norm": "rmsnorm", "gated": True, "tied": False}
+PUBLISHED = {  # parameters in 10^9 as the models' cards and papers print them
+    "GPT-3": (174.6, Network(96, 12288, 96, 4 * 12288, 51200, 2048, biases=True, norm="layernorm", learned_positions=True)),
+    "Llama 3 8B": (8.03, Network(32, 4096, 32, 14336, 128256, 8192, kv_heads=8, **LLAMA)),
+    "Llama 3 405B": (405.9, Network(126, 16384, 128, 53248, 128256, 8192, kv_heads=8, **LLAMA)),
+    "Mixtral 8x7B": (46.7, Network(32, 4096, 32, 14336, 32000, 4096, kv_heads=8, experts=Experts(8, 2, 14336, True), **LLAMA)),
+    "Qwen3 235B": (235.1, Network(94, 4096, 64, 1536, 151936, 4096, 4, 128, experts=Experts(128, 8, 1536, True), **LLAMA)),
+    "DeepSeek-V3": (
+        671.0,
+        Network(
+            *(61, 7168, 128, 18432, 129280, 4096, None, 128),
+            experts=Experts(256, 8, 2048, True, shared_hidden=2048),
+            latent=Latent(1536, 512, 64, 128),
+            **LLAMA,
+        ),
+    ),
+}
+
+
+def with_layers(network: Network, name: str) -> Network:
+    """All layers sparse; DeepSeek-V3's from the fourth on."""
+    return replace(network, sparse_layers=tuple(range(3 if "V3" in name else 0, network.layers)) if network.experts else ())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_published(name: str) -> None:
+    billions, network = PUBLISHED[name]
+    assert parameters(with_layers(network, name)) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(("tp", "pp", "ep", "etp"), [(1, 1, 1, 1), (2, 1, 4, 1), (4, 8, 2, 2), (8, 4, 8, 1)])
+def test_ranks_hold_the_whole_model_once_but_for_copies(name: str, tp: int, pp: int, ep: int, etp: int) -> None:
+    network = with_layers(PUBLISHED[name][1], name)
+    plan = Plan(dp=16, tp=tp, pp=pp, ep=ep if network.experts else 1, etp=etp if network.experts else 1)
+    stages = stages_of(network, plan, pp)
+    ranks = [held(network, plan, stages, (stage,)) for stage in range(pp)]
+    whole = sum(tp * r.dense + plan.ep * plan.etp * r.expert for r in ranks)
+    copies = network.vocab * network.width if network.tied and pp > 1 else 0
+    assert parameters(network) + copies <= whole + 1 < (parameters(network) + copies) * 1.05  # norms, routers, low ranks: on all of tp
+
+
+def test_uneven_stages_take_from_the_ends() -> None:
+    assert even(8, 4) == (2, 2, 2, 2)
+    assert even(126, 8) == (15, *[16] * 6, 15)  # as Llama 3 405B was cut
+    assert even(70, 12) == (5, *[6] * 10, 5)  # as BLOOM was
+    assert sum(even(77, 12)) == 77 and min(even(77, 12)) == 6
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+@pytest.mark.parametrize(("tensor", "recompute"), [("1d", "none"), ("1d", "selective"), ("sliced", "none"), ("sliced", "selective")])
+def test_a_layer_keeps_what_korthikanti_table_2_says(t: int, tensor: str, recompute: str) -> None:
+    s, b, h, a = 64, 3, 96, 8
+    network = Network(layers=1, width=h, heads=a, hidden=4 * h, vocab=100, length=s, dropout=True)
+    plan = Plan(tp=t, tensor=tensor, microbatch=b, recompute=recompute)  # type: ignore[arg-type]
+    scores = 0 if recompute == "selective" else 5 * a * s / (h * t)
+    want = s * b * h * (10 + 24 / t + scores) if tensor == "1d" else s * b * h * (34 / t + scores)
+    assert layer_kept(network, plan, MEGATRON_2022, 0, plan.recompute) == pytest.approx(want)
+    assert layer_kept(network, plan, MEGATRON_2022, 0, "full") == 2 * s * b * h / (t if tensor == "sliced" else 1)
+
+
+def test_sequence_parallel_ranks_and_grids_cut_everything() -> None:
+    whole = sum(layer_parts(GPT, Plan(microbatch=2), MEGATRON, 0).values())
+    assert sum(layer_parts(GPT, Plan(microbatch=2, sp=4), MEGATRON, 0).values()) == pytest.approx(whole / 4)
+    for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 2)):
+        plan = Plan(microbatch=2, tp=8 if kind != "2d" else 4, tensor=kind, depth=depth)  # type: ignore[arg-type]
+        assert sum(layer_parts(GPT, plan, MEGATRON, 0).values()) == pytest.approx(whole / plan.tp)
+
+
+def test_experts_keep_rows_by_choices_and_capacity() -> None:
+    sparse = replace(GPT, experts=Experts(8, 2, 48, gated=True), sparse_layers=(0,))
+    tokens, rows = 2 * 32, 2 * 2 * 32
+    assert layer_parts(sparse, Plan(microbatch=2), MEGATRON, 0)["experts"] == rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
+    padded = replace(sparse, experts=Experts(8, 2, 48, gated=True, capacity_factor=1.5))
+    assert layer_parts(padded, Plan(microbatch=2), MEGATRON, 0)["experts"] == 1.5 * rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 12), (4, 24)])
+def test_in_flight_is_that_of_the_whole_order(name: str, ranks: int, microbatches: int) -> None:
+    chunks = {"interleaved": 3, "looped_bfs": 2}.get(name)
+    whole = make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    found = in_flight(name, ranks=ranks, microbatches=microbatches, chunks=chunks or 1)
+    for rank, of in enumerate(found):
+        assert of.stages == whole.stages_of(rank)
+        for weigh in (lambda s: 1.0, lambda s: 1.0 + 7.0 * (s == 0), lambda s: 1.0 + 3.0 * s):  # stages that differ
+            want = peak_held(whole, weigh)[rank]
+            assert max(sum(n * weigh(s) for n, s in zip(most, of.stages, strict=True)) for most in of.most) == want
+    if whole.num_updates > 1:
+        assert tuple(of.versions for of in found) == weight_versions(whole)
+
+
+def test_in_flight_closed_forms() -> None:
+    p, m, v = 4, 16, 3
+    assert [of.most for of in in_flight("1f1b", ranks=p, microbatches=m)] == [((p - i,),) for i in range(p)]
+    assert [of.most for of in in_flight("gpipe", ranks=p, microbatches=m)] == [((m,),)] * p
+    chunks = [max(map(sum, of.most)) for of in in_flight("interleaved", ranks=p, microbatches=m, chunks=v)]
+    assert chunks == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]  # Megatron-LM's warm-up, and the one at work
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+def test_states_of_each_engine() -> None:
+    network, elements = replace(GPT, tied=True), parameters(GPT)
+    want = {"ddp": 16 * elements, "zero1": (4 + 12 / 8) * elements, "zero2": (2 + 14 / 8) * elements, "zero3": 16 / 8 * elements}
+    for engine, size in want.items():
+        parts = peak(network, Plan(dp=8, engine=engine, storage=MIXED), MEGATRON).parts  # type: ignore[arg-type]
+        assert sum(parts[name] for name in ("parameters", "gradients", "optimizer")) == pytest.approx(size)
+
+
+def test_offloaded_parts_go_to_the_host() -> None:
+    plan = Plan(dp=4, engine="zero3", storage=MIXED_FP32_GRADIENTS)
+    on_device = peak(GPT, plan, MEGATRON)
+    half = peak(GPT, replace(plan, offload_optimizer="cpu"), MEGATRON)
+    whole = peak(GPT, replace(plan, offload_optimizer="cpu", offload_parameters="cpu"), MEGATRON)
+    assert on_device.host == {} and set(half.host) == {"gradients", "optimizer"} and set(whole.host) == {"parameters", *half.host}
+    for moved in (half, whole):
+        assert moved.allocated + sum(moved.host.values()) == pytest.approx(on_device.allocated)
+    assert peak(GPT, replace(plan, offload_activations=1.0), MEGATRON).parts["activations"] == 0
+
+
+def test_tiles_and_resharding_bound_what_is_gathered() -> None:
+    plan = Plan(dp=4, engine="zero3", storage=MIXED)
+    network = replace(GPT, vocab=8)
+
+    def gathered(p: Plan) -> float:
+        return peak(network, p, MEGATRON).parts["gathered layers"]
+
+    assert gathered(replace(plan, tiles=4)) < gathered(plan) < gathered(replace(plan, reshard=False))
+    assert gathered(replace(plan, reshard=False)) - 6 * (12 * 96**2 + 2 * 96) == pytest.approx(2 * parameters(network))
+
+
+def test_memory_grows_and_shrinks_as_it_should() -> None:
+    plan = Plan(dp=2, tp=2, pp=4, microbatch=2, microbatches=8)
+    base = peak(GPT, plan).allocated
+    assert peak(GPT, replace(plan, microbatch=4)).allocated > base > peak(GPT, replace(plan, tensor="sliced")).allocated
+    assert base > peak(GPT, replace(plan, recompute="selective")).allocated > peak(GPT, replace(plan, recompute="full")).allocated
+    assert peak(GPT, replace(plan, schedule="gpipe")).allocated > base
+    assert [m.rank for m in memory(GPT, plan)] == [0, 1, 2, 3]
+    assert peak(GPT, plan, OURS).parts["activations"] > 0
+
+
+def test_what_fits_has_room_for_the_allocator_and_the_context() -> None:
+    needed = peak(GPT, Plan())
+    assert needed.used == pytest.approx(1.1 * needed.allocated + CONTEXT_BYTES)
+    assert fits(needed, needed.used) and not fits(needed, needed.used - 1)
