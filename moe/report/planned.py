@@ -1,0 +1,62 @@
+"""What a plan takes on each rank of its pipeline, part by part: a table, and a picture of stacked bars.
+
+Parts are those of parallel/plan/memory.py, largest at the bottom; above them what the allocator and CUDA's context add, and across all
+bars a line where the device is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe.report.style import Theme, figure, save
+from parallel.plan.memory import Memory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GIB = 2**30
+
+
+def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
+    """The parts that any rank has, those that take most first."""
+    most = {name: max(rank.parts.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank.parts}
+    return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
+
+
+def table(ranks: Sequence[Memory]) -> str:
+    """GiB of each part on each pipeline rank, their sum, and what the device gives for it."""
+    head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
+    lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
+    lines += [("allocated", [rank.allocated for rank in ranks]), ("with allocator, context", [rank.used for rank in ranks])]
+    if any(rank.host for rank in ranks):
+        lines.append(("on the host", [sum(rank.host.values()) for rank in ranks]))
+    return "\n".join([head, *(f"{name:<24}" + "".join(f"{size / GIB:>9.2f}" for size in sizes) for name, sizes in lines)])
+
+
+def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None) -> Figure:
+    """`capacity`: bytes of the device. Call it inside `drawn_in`, or through `save` of moe/report/style.py."""
+    names = parts_of(ranks)
+    fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
+    ax = fig.subplots()
+    bottoms = [0.0] * len(ranks)
+    for number, name in enumerate((*names, "allocator and context")):
+        sizes = [(rank.parts[name] if name in names else rank.used - rank.allocated) / GIB for rank in ranks]
+        colour = theme.lines[number % len(theme.lines)] if name in names else theme.grid
+        alpha = 0.55 if len(theme.lines) <= number < len(names) else 1.0
+        ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    if capacity is not None:
+        ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
+    ax.set_title("Memory at the peak")
+    ax.set_ylabel("GiB")
+    ax.set_xlabel("pipeline rank")
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
+    return fig
+
+
+def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None) -> Path:
+    """Write the bars as a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return save(lambda theme: bars(ranks, theme, capacity=capacity), path)

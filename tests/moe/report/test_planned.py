@@ -1,0 +1,35 @@
+"""A plan's memory as a table and as bars: every part of every rank, and sums that are sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe.report.planned import bars, draw, parts_of, table
+from moe.report.style import LIGHT, drawn_in
+from parallel.plan.job import Network, Plan
+from parallel.plan.memory import memory
+
+NETWORK = Network(layers=8, width=512, heads=8, hidden=2048, vocab=32000, length=1024)
+RANKS = memory(NETWORK, Plan(dp=2, pp=4, microbatches=8, microbatch=4, engine="zero1", offload_optimizer="cpu"))
+
+
+def test_the_table_has_every_part_and_its_sum() -> None:
+    lines = {line[:24].strip(): [float(cell) for cell in line[24:].split()] for line in table(RANKS).splitlines()}
+    names = parts_of(RANKS)
+    assert set(names) < set(lines) and "on the host" in lines
+    for number, rank in enumerate(RANKS):
+        assert sum(lines[name][number] for name in names) == pytest.approx(lines["allocated"][number], abs=0.005 * (len(names) + 1))
+        assert lines["with allocator, context"][number] == pytest.approx(rank.used / 2**30, abs=0.006)
+
+
+def test_bars_stack_to_what_a_rank_uses(tmp_path: Path) -> None:
+    with drawn_in(LIGHT):
+        (ax,) = bars(RANKS, LIGHT, capacity=16 * 2**30).axes
+    tops = [0.0] * len(RANKS)
+    for patch in ax.patches:
+        number = round(patch.get_x() + patch.get_width() / 2)
+        tops[number] = max(tops[number], patch.get_y() + patch.get_height())
+    assert tops == pytest.approx([rank.used / 2**30 for rank in RANKS])
+    assert draw(RANKS, tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
