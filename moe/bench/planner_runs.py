@@ -24,6 +24,7 @@ from moe.train.step import accumulate, finish
 from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.plan.memory import memory
+from parallel.plan.stack import OURS_ON_CPU
 from parallel.precision import LossScale
 from parallel.process import World
 
@@ -67,7 +68,7 @@ def measure(rank: int, ranks: int, case: str, precision: str) -> dict[str, Any]:
             finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
         measured = alive.most
     run = run.resolve(ranks)
-    said = memory(network_of(run), plan_of(run))[mesh.axis("pp").index]
+    said = memory(network_of(run), plan_of(run), OURS_ON_CPU)[mesh.axis("pp").index]
     return {"case": case, "precision": precision, "measured_bytes": measured, "predicted_bytes": said.allocated, "parts": said.parts}
 
 

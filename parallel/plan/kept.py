@@ -43,7 +43,7 @@ def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
 def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
     """Bytes of each part of one layer when nothing is recomputed."""
     n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
-    norms = 2 * (stack.norm if c == 2 else max(stack.norm, c)) * n.width
+    norms = 2 * _norm(n, stack, c) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     parts["norm_outputs"] = 2 * c * n.width * at.read
@@ -60,6 +60,11 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     else:
         parts["experts"] = _experts(n, plan, stack)
     return parts
+
+
+def _norm(n: Network, stack: Stack, itemsize: int) -> int:
+    """Bytes per element that a norm keeps of its input."""
+    return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" else 0)
 
 
 def _mask(stack: Stack, itemsize: int) -> int:
@@ -128,7 +133,7 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
     if first and (stack.masks == "always" or network.dropout):
         total += _mask(stack, c) * network.width * at.between
     if last:
-        total += ((max(stack.norm, c) + c) * network.width + 2 * stack.statistics) * at.between
+        total += ((_norm(network, stack, c) + c) * network.width + 2 * stack.statistics) * at.between
         total += logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0
     return total
 

@@ -116,7 +116,7 @@ class _Job:
         states, host = _states(plan, held)
         parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
         parts["older weights"] = (rank.versions - 1) * held.total * plan.storage.parameters
-        parts["gradient buckets"] = _buckets(plan, stack, held)
+        parts["gradient buckets"] = _buckets(plan, stack)
         table = counts.embedding(self.network, plan) if first or last else 0.0
         parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of in mine])
         if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):  # rows sent, rows arrived
@@ -165,11 +165,11 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     return left, {name: size for name, size in vars(moved).items() if size}
 
 
-def _buckets(plan: Plan, stack: Stack, held: Elements) -> float:
-    """Where gradients are cut (stages 1 to 3 of DeepSpeed's engine), they travel in a bucket of their own."""
+def _buckets(plan: Plan, stack: Stack) -> float:
+    """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is."""
     if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or plan.dp * plan.sp == 1:
         return 0.0
-    return min(stack.bucket_elements, held.total) * plan.compute_bytes
+    return stack.bucket_elements * stack.bucket_bytes
 
 
 def _gathered(plan: Plan, stack: Stack, held: Elements, table: float, layers: Sequence[float]) -> float:

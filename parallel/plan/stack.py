@@ -2,7 +2,7 @@
 
 Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * channels and F hidden units; c bytes of an element:
 
-    norm_inputs     2 norm D + 2 statistics      what the two norms read
+    norm_inputs     2 norm D + 2 statistics      what the two norms read; RMSNorm `rms` D more, where its steps are kernels of their own
     norm_outputs    2 c D                        what the products after them read
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
     core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
@@ -17,7 +17,7 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Part = Literal["norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts"]
@@ -32,12 +32,13 @@ class Stack:
     the backward pass. `gathers`: what of sharded parameters is whole at once, layers or a number of elements. `reads_again`: with
     sequence parallelism the products gather their input again in the backward pass instead of keeping it. `outputs`: of stages, whether
     they are kept after they were sent. `casts`: weights wider than the compute dtype are cast, and autograd keeps the cast.
-    `bucket_elements`: gradients that travel together, in buffers of their own. `reduce_bytes`: of an element of a gradient that arrives
-    whole and is reduced to shards.
+    `bucket_elements`: gradients that travel together, in a buffer of that size, of `bucket_bytes` each. `reduce_bytes`: of an element
+    of a gradient that arrives whole and is reduced to shards.
     """
 
     name: str
     norm: int = 2
+    rms: int = 0
     statistics: int = 0
     lse: int = 4
     keys: Literal["grouped", "repeated"] = "grouped"
@@ -60,6 +61,7 @@ class Stack:
     outputs: Literal["freed", "kept"] = "freed"
     casts: bool = False
     bucket_elements: float = 0
+    bucket_bytes: int = 2
     reduce_bytes: int = 4
 
 
@@ -81,7 +83,10 @@ OURS = Stack(
     casts=True,
     gathered=2,
     bucket_elements=8 * 2**20,
+    bucket_bytes=4,
 )
+# On a CPU torch computes RMSNorm step by step and keeps x / rms(x) too, in fp32; CUDA's kernel does not.
+OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4)
 # Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
 # Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
 MEGATRON = Stack("megatron", masks="always", logits=10)
@@ -105,4 +110,4 @@ DEEPSPEED = Stack(
     "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
 )
 NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)
-STACKS = {s.name: s for s in (OURS, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, TORCHTITAN, FSDP, DEEPSPEED, NANOTRON)}
+STACKS = {s.name: s for s in (OURS, OURS_ON_CPU, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, TORCHTITAN, FSDP, DEEPSPEED, NANOTRON)}
