@@ -1,4 +1,4 @@
-"""The planner against tables of measured runs: predicted memory (planner_memory.py) beside what runs took, one row a table.
+"""The planner against tables of measured runs, one row a table: predicted memory (planner_memory.py) and time (planner_choice.py).
 
 `moe bench planner --tables FOLDER --json FILE` reads every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with
 their reason, tables of other columns are named with what they lack. Without --tables it runs a small recipe under each kind on this
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe.bench import planner_memory
+from moe.bench import planner_choice, planner_memory
 from moe.bench.tables import Table, read_folder
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -44,6 +44,7 @@ def _tables(tables: str) -> list[dict[str, Any]]:
         if not table.missing or formula:
             rows.append(row_of(table, formula))
             print(_line(rows[-1]), flush=True)
+    print("", *planner_choice.told(read), sep="\n", flush=True)
     _say_unusable(read)
     return rows
 
@@ -51,6 +52,7 @@ def _tables(tables: str) -> list[dict[str, Any]]:
 def row_of(table: Table, formula: dict[str, Any] | None = None) -> dict[str, Any]:
     """One table's row of the JSON."""
     row: dict[str, Any] = {"table": table.name, "rows": len(table.rows), "unusable": dict(table.reasons())}
+    row |= planner_choice.summary(table.rows)
     row |= planner_memory.summary(table.rows) | (formula or planner_memory.formulas(table.rows))
     row["passed"] = row["formula_right"] == row["formula_total"]
     return row
