@@ -33,6 +33,7 @@ CHANGED = {
     "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
+    "parallel/plan/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
     "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",

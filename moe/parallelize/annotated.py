@@ -1,0 +1,113 @@
+"""What the operators of a dense recipe's graph compute, for parts of them: an annotated recipe by torch's DTensor.
+
+    program = gspmd.program(graph_of(run, sequences=n), mesh, annotations)          any annotations, no kind of the project needed
+    ranks = Annotated(program, device_mesh(mesh), compute_of(run))                   parallel/tensor/annotated.py
+    values = {name: ranks.placed(name, t) for name, t in values_of(model, program.graph).items()}
+    ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
+
+The model is the Transformer of moe/model/transformer.py in fp32, so both have the same weights, loss and gradients. Refused: MoE layers
+(a graph says how many rows an expert has, and not which), T5's bias, documents and dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from moe.kernels.activation import activate
+from moe.nn.attention import repeated, rotate
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.graph import Graph, Operator
+from parallel.tensor.annotated import Compute, Rank
+
+
+def compute_of(run: Run) -> Compute:
+    """The parts of its operators. Raises BadInput for what only its modules can compute."""
+    m = run.model
+    refused = {
+        "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), "set it to 0, or use a layout that is a kind of the project"),
+        "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
+        "model.document_mask": ("true", m.document_mask, "set it to false"),
+        "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
+    }
+    for key, (got, wrong, fix) in refused.items():
+        if wrong:
+            raise BadInput(key, got=got, needed="a model that its graph tells whole: dense, rotary, without dropout", fix=fix)
+
+    def compute(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
+        if op.kind == "product":
+            return torch.einsum(op.rule, *inputs)
+        if op.kind == "pointwise" and op.name.endswith(".act"):
+            return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn)
+        if op.kind == "pointwise":
+            return inputs[0] + inputs[1]
+        if op.kind == "norm":
+            return _norm(op, inputs[0], inputs[1], rank, kind=m.norm)
+        if op.kind == "lookup":
+            return _look_up(op, inputs[0], inputs[1], rank)
+        if op.kind == "attention":
+            return _attention(op, inputs[0], inputs[1], inputs[2], rank)
+        assert op.kind == "loss", op.kind
+        return _loss(op, inputs[0], inputs[1], rank)
+
+    return compute
+
+
+def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
+    """A model's parameters by their names in its graph, with their dims there: those of products have inputs first."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        size = tuple(graph.dims[letter].size for letter in graph.parameters[name])
+        turned = parameter.ndim == 2 and any(op.kind == "product" and name in op.inputs and op.name != "head" for op in graph.operators)
+        found[name] = (parameter.t() if turned else parameter).detach().reshape(size)
+    return found
+
+
+def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str) -> Tensor:
+    """RMSNorm or LayerNorm; of cut channels the statistics are summed over ranks."""
+    letter = op.statistics
+    width = rank.factors[letter]
+    if kind == "layernorm":
+        x = x - rank.total(x.sum(-1, keepdim=True), letter, read="in parts") / width
+    mean = rank.total(x.square().sum(-1, keepdim=True), letter, read="in parts") / width
+    return x * torch.rsqrt(mean + (1e-5 if kind == "layernorm" else 1e-6)) * gain
+
+
+def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
+    """Rows by their number among those of this rank (0 for others'), and which are here."""
+    part = rank.region(letter)
+    here = (rows >= part.start) & (rows < part.stop)
+    return torch.where(here, rows - part.start, 0), here
+
+
+def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
+    rows, here = _here(tokens, op.terms[1][0], rank)
+    return F.embedding(rows, table) * here.unsqueeze(-1)
+
+
+def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank) -> Tensor:
+    """Causal, with rotary positions; the queries may be those of some places."""
+    places = rank.region(op.output[1])
+    query_L = torch.arange(places.start, places.stop)
+    key_S = torch.arange(k_BSKC.shape[1])
+    groups = q_BLKGC.shape[3]
+    q = rotate(rearrange(q_BLKGC, "b l k g c -> b (k g) l c"), query_L)
+    k, v = (rearrange(x, "b s k c -> b k s c") for x in (k_BSKC, v_BSKC))
+    k = rotate(k, key_S)
+    heads = q.shape[1]
+    mixed = F.scaled_dot_product_attention(q, repeated(k, heads), repeated(v, heads), attn_mask=query_L.unsqueeze(1) >= key_S)
+    return rearrange(mixed, "b (k g) l c -> b l k g c", g=groups)
+
+
+def _loss(op: Operator, logits_BLV: Tensor, targets_BL: Tensor, rank: Rank) -> Tensor:
+    """Cross-entropy of each token; of a cut vocabulary the largest logit, the sum of exponentials and the target's come from all ranks."""
+    letter = op.statistics
+    rows, here = _here(targets_BL, letter, rank)
+    target = rank.total(logits_BLV.gather(-1, rows.unsqueeze(-1)).squeeze(-1) * here, letter, read="in copies")
+    most = rank.largest(logits_BLV.amax(-1), letter)
+    return most + rank.total((logits_BLV - most.unsqueeze(-1)).exp().sum(-1), letter, read="in copies").log() - target

@@ -1,0 +1,153 @@
+"""An annotated graph on real ranks: torch's DTensor carries out the program of parallel/plan/partition.py, forward and backward.
+
+    value --redistribute--> as the operator reads it --to_local--> part --compute--> made --from_local, redistribute--> value
+
+Each operator works on plain local tensors. What it needs of its inputs, and how it makes its output, are placements: Shard(dim) for each
+axis that cuts a dim, Partial for an axis over which the ranks have shares. The gradient of a local input is told by placements too:
+Partial over every axis that cuts a factor which the input lacks. So DTensor finds every sum, gather and exchange, both ways, and nothing
+here names one. DTensor cuts a dim by its mesh's axes in their order alone: a sharding with another order is refused.
+
+`compute(op, inputs, rank)` is what the caller's operators do; `product` is there. Of a cut factor `rank.region` says which part is here,
+and `rank.total` sums a statistic of it, as a norm needs. Sources: GSPMD (arXiv 2105.04663), section 4; torch.distributed.tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallel.errors import BadInput
+from parallel.plan.graph import Operator
+from parallel.plan.partition import Program, Work, shape
+from parallel.plan.resharding import Axes, Sharding, Sizes, ways
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
+    """The ranks that are running as a mesh, the last axis varying fastest."""
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What an operator may ask about its part."""
+
+    mesh: DeviceMesh
+    sizes: Sizes
+    work: Work
+    factors: Mapping[str, int]
+
+    def region(self, letter: str) -> slice:
+        """Which elements of a factor are here."""
+        axes = self.work.cuts.get(letter, ())
+        place = 0
+        for axis in axes:
+            place = place * self.sizes[axis] + self.mesh.get_local_rank(axis)
+        part = self.factors[letter] // ways(axes, self.sizes)
+        return slice(place * part, (place + 1) * part)
+
+    def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
+        """The sum over all parts of these factors.
+
+        What is made of it is cut by these factors too, as a norm's output (in parts: its gradient is a sum over ranks), or every rank
+        makes the same, as a loss (in copies: each has the whole gradient).
+        """
+        return self._over(local, letters, "sum", read)
+
+    def largest(self, local: Tensor, letters: str) -> Tensor:
+        """The largest of all parts', without a gradient."""
+        return self._over(local.detach(), letters, "max", "in copies")
+
+    def _over(self, local: Tensor, letters: str, how: str, read: str) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        axes = {axis for letter in letters for axis in self.work.cuts.get(letter, ())}
+        if not axes:
+            return local
+        whole = [Replicate() for _ in self.sizes]
+        parts: list[Placement] = [Partial(how) if axis in axes else Replicate() for axis in self.sizes]
+        grads: list[Placement] = [Partial() if axis in axes and read == "in parts" else Replicate() for axis in self.sizes]
+        shared = DTensor.from_local(local, self.mesh, parts, run_check=False)
+        return shared.redistribute(placements=whole).to_local(grad_placements=grads)
+
+
+Compute = Callable[[Operator, Sequence[Tensor], Rank], Tensor]
+
+
+def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
+    """An einsum of the parts."""
+    return torch.einsum(op.rule, *inputs)
+
+
+class Annotated:
+    """A program on the ranks that are running; `mesh` has its axes in their order. Raises BadInput for axes of a dim in another order."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
+        self.program, self.mesh, self.compute = program, mesh, compute
+        assert prod(program.mesh.values()) == mesh.size() and tuple(program.mesh) == mesh.mesh_dim_names
+        for name, sharding in program.shardings.items():
+            self.placements(sharding, name)
+        for work in program.work:
+            for sharding in (*work.needs, work.made):
+                self.placements(sharding, work.operator.name)
+
+    def placed(self, name: str, whole: Tensor) -> DTensor:
+        """This rank's part of an input or a parameter, which every rank has whole; a leaf that asks for a gradient if it is a float."""
+        from torch.distributed.tensor import DTensor
+
+        sharding = self.program.shardings[name]
+        part = whole
+        for dim, axes in enumerate(sharding.dims):
+            for axis in axes:
+                part = part.chunk(self.program.mesh[axis], dim)[self.mesh.get_local_rank(axis)]
+        made = DTensor.from_local(part.detach().clone(), self.mesh, self.placements(sharding, name), run_check=False)
+        made.requires_grad_(whole.is_floating_point())
+        return made
+
+    def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
+        """Every operator's output, of inputs and parameters as `placed` gives them."""
+        from torch.distributed.tensor import DTensor
+
+        held, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}
+        brought: dict[tuple[str, Sharding], DTensor] = {}
+        for work in self.program.work:
+            op, inputs = work.operator, []
+            for name, need, given in zip(op.inputs, work.needs, work.gives, strict=True):
+                if (name, need) not in brought:
+                    brought[name, need] = held[name].redistribute(placements=self.placements(need, name))
+                grads = None if given is None else self.placements(given, name)
+                inputs.append(brought[name, need].to_local(grad_placements=grads))
+            local = self.compute(op, inputs, Rank(self.mesh, self.program.mesh, work, sizes))
+            made = DTensor.from_local(local, self.mesh, self.placements(work.made, op.name), run_check=False)
+            held[op.name] = made.redistribute(placements=self.placements(self.program.shardings[op.name], op.name))
+            assert tuple(held[op.name].shape) == shape(self.program.graph, op.name), f"{op.name}: {tuple(held[op.name].shape)}"
+        return {op.name: held[op.name] for op in self.program.graph.operators}
+
+    def placements(self, sharding: Sharding, tensor: str) -> list[Placement]:
+        """One for each axis of the mesh."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        order = list(self.program.mesh)
+        for axes in sharding.dims:
+            _in_order(axes, order, tensor)
+        of = {axis: dim for dim, axes in enumerate(sharding.dims) for axis in axes}
+        return [Shard(of[axis]) if axis in of else Partial() if axis in sharding.partial else Replicate() for axis in order]
+
+
+def _in_order(axes: Axes, order: list[str], tensor: str) -> None:
+    wanted = sorted(axes, key=order.index)
+    if list(axes) != wanted:
+        raise BadInput(
+            f"sharding of {tensor}",
+            got="+".join(axes),
+            needed=f"the order of the mesh's axes, {', '.join(order)}: DTensor cuts a dim by no other",
+            fix=f"annotate {'+'.join(wanted)}",
+        )

@@ -1,0 +1,120 @@
+"""A recipe's graph by DTensor on four ranks, cut as no kind of the project cuts it: loss, gradients and a step are the model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor  # noqa: F401 (before ranks are forked: it takes a second)
+
+from moe.model.transformer import Transformer
+from moe.parallelize.annotated import compute_of, values_of
+from moe.plan.graph import graph_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan import gspmd, mesh_tensorflow
+from parallel.plan.graph import Graph
+from parallel.plan.partition import Program
+from parallel.tensor.annotated import Annotated, device_mesh
+from tests.support.ranks import run_on_ranks
+
+MESH = {"rows": 2, "columns": 2}
+B, L, V = 4, 6, 20
+
+
+def run_of(**model: Any) -> Run:
+    sizes = {
+        "num_layers": 2,
+        "d_model": 24,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "d_ff": 28,
+        "ffn": "swiglu",
+        "max_length": L,
+        "moe_every": 0,
+    }
+    return build_run(
+        {"model": {**sizes, "init_scale": 0.5, "tied_embeddings": False, "vocab_size": V, **model}, "data": {"tokenizer": "bytes"}}
+    )
+
+
+def programs(graph: Graph) -> dict[str, Program]:
+    return {
+        "batch and width": mesh_tensorflow.program(graph, MESH, {"batch": "rows", "width": "columns"}),
+        "length, heads, hidden": mesh_tensorflow.program(
+            graph, MESH, {"length": "rows", "heads": "columns", "hidden": "columns", "vocab": "columns"}
+        ),
+        "some weights": gspmd.program(
+            graph,
+            MESH,
+            {"layers.0.ffn.w1.weight": "rows, columns", "layers.1.attention.q.weight": "_, rows, _, columns", "embedding": "columns, rows"},
+        ),
+    }
+
+
+CASES = {"rmsnorm, gated": {}, "layernorm, tied": {"norm": "layernorm", "ffn": "gelu", "tied_embeddings": True}}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(V, (B, L + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def model_of(run: Run) -> Transformer:
+    return Transformer(run.model, run.experts, run.router, vocab_size=V)
+
+
+def _ranks(rank: int) -> dict[str, dict[str, Any]]:
+    results: dict[str, dict[str, Any]] = {}
+    mesh = device_mesh(MESH)
+    for case, changes in CASES.items():
+        run = run_of(**changes)
+        graph = graph_of(run, sequences=B)
+        for label, program in programs(graph).items():
+            ranks = Annotated(program, mesh, compute_of(run))
+            leaves = {name: ranks.placed(name, value) for name, value in values_of(model_of(run), graph).items()}
+            tokens, targets = (ranks.placed(name, value) for name, value in zip(("tokens", "targets"), batch(), strict=True))
+            loss = ranks({**leaves, "tokens": tokens, "targets": targets})["loss"].sum().full_tensor()
+            loss.backward()
+            found = {"loss": loss.detach()} | {
+                f"grad {name}": leaf.grad.full_tensor() for name, leaf in leaves.items() if leaf.grad is not None
+            }
+            torch.optim.AdamW(leaves.values(), lr=0.1, eps=1e-2).step()
+            results[f"{case}: {label}"] = found | {f"stepped {name}": leaf.detach().full_tensor() for name, leaf in leaves.items()}
+    return results
+
+
+def alone(run: Run) -> dict[str, Tensor]:
+    """By the model, its modules and its loss."""
+    model, graph = model_of(run), graph_of(run, sequences=B)
+    tokens, targets = batch()
+    loss = model(tokens, None, targets).loss
+    loss.backward()
+    grads = Transformer(run.model, run.experts, run.router, vocab_size=V)
+    for parameter, mine in zip(grads.parameters(), model.parameters(), strict=True):
+        parameter.data = mine.grad
+    torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-2).step()
+    found = {f"grad {name}": value for name, value in values_of(grads, graph).items()}
+    return {"loss": loss.detach()} | found | {f"stepped {name}": value for name, value in values_of(model, graph).items()}
+
+
+def test_a_recipe_that_is_cut_freely_trains_as_its_model() -> None:
+    on_ranks = run_on_ranks(_ranks, 4)
+    for case, changes in CASES.items():
+        want = alone(run_of(**changes))
+        for label in programs(graph_of(run_of(), sequences=B)):
+            for name, value in want.items():
+                for of_rank in on_ranks:
+                    got = of_rank[f"{case}: {label}"][name]
+                    torch.testing.assert_close(
+                        got, value, rtol=1e-4, atol=2e-5, msg=lambda text, at=f"{case}: {label}: {name}": f"{at}: {text}"
+                    )
+
+
+@pytest.mark.parametrize("changes", [{"moe_every": 2}, {"positions": "t5"}, {"dropout": 0.1}, {"document_mask": True}])
+def test_what_a_graph_does_not_tell_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="a model that its graph tells whole"):
+        compute_of(run_of(**changes))
