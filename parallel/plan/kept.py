@@ -119,8 +119,9 @@ def recompute_of(plan: Plan, index: int) -> Recomputed:
 
 
 def cast_weights(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that autograd keeps of one layer's weights in the compute dtype, in every micro-batch in flight."""
-    wide = plan.storage.parameters > plan.compute_bytes and plan.stage < 3
+    """Bytes that autograd keeps of one layer's weights in the compute dtype. With stages they are cast again in the backward pass: every
+    micro-batch in flight would keep its own."""
+    wide = plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
     if not (stack.casts and wide) or recompute_of(plan, index) == "full":
         return 0.0
     return plan.compute_bytes * layer_elements(network, plan, index).dense
