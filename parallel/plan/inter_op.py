@@ -1,0 +1,114 @@
+"""Alpa's inter-operator search (arXiv 2201.12023, section 5): layers cut into stages, and devices into submeshes, by dynamic programming.
+
+    T = sum_i t_i + (B - 1) max_i t_i                      B micro-batches through stages of t_i seconds each
+
+For every time t_max that the slowest stage might take, from the least on:
+
+    F(s, l, d) = min over k > l and submeshes of n <= d devices:   F(s - 1, k, d - n) + t(l..k, n, s - 1)     of those with t <= t_max
+
+is the least sum of s stages that hold the layers from l on, on d devices; the best of F(s, 0, D) + (B - 1) t_max is the answer. `t` is told
+how many stages come later, because 1F1B keeps one micro-batch more for each of them: where it does not fit, it says inf. t_max stops where
+B t_max alone exceeds what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from parallel.errors import BadInput
+
+Time = Callable[[int, int, int, int], float]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers first to end - 1 on so many devices; `seconds` of one micro-batch, forward and backward."""
+
+    first: int
+    end: int
+    devices: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    stages: tuple[Stage, ...]
+    seconds: float
+
+
+def total(times: Sequence[float], microbatches: int) -> float:
+    """Seconds of a step of stages that take so long for a micro-batch each."""
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+def inter_op(
+    time: Time, *, layers: int, devices: int, submeshes: Sequence[int], microbatches: int, most_stages: int | None = None, gap: float = 1e-9
+) -> Stages:
+    """The stages of least time that use all devices. `time(first, end, devices, later)`: of a stage before `later` others.
+
+    Times of slowest stages that differ by less than the share `gap` are tried once. Raises BadInput where nothing fits.
+    """
+    import numpy as np
+
+    most = min(layers, devices, most_stages or layers)
+    # t[later][submesh][first, end]: inf where a stage does not fit, and for end <= first
+    t = np.full((most, len(submeshes), layers + 1, layers + 1), inf)
+    for later in range(most):
+        for j, n in enumerate(submeshes):
+            for first in range(layers):
+                for end in range(first + 1, layers + 1):
+                    t[later, j, first, end] = time(first, end, n, later)
+    best, found = inf, None
+    tried = -inf
+    for slowest in np.unique(t[np.isfinite(t)]):
+        if microbatches * slowest >= best:
+            break
+        if slowest <= tried * (1 + gap):
+            continue
+        tried = slowest
+        sums, choice = _sums(np.where(t <= slowest * (1 + gap), t, inf), layers, devices, submeshes)
+        values = sums[:, 0, devices] + (microbatches - 1) * slowest
+        stages = int(values.argmin())
+        if values[stages] < best:
+            made = _walk(choice, t, stages, devices, submeshes)
+            seconds = total([stage.seconds for stage in made], microbatches)  # the slowest may be faster than t_max
+            if seconds < best:
+                best, found = seconds, Stages(made, seconds)
+    if found is None:
+        fix = "give devices more memory, or take more of them, smaller micro-batches or recomputation"
+        raise BadInput("stages", got=f"{layers} layers on {devices} devices", needed="stages that fit into memory", fix=fix)
+    return found
+
+
+def _sums(t, layers: int, devices: int, submeshes: Sequence[int]):  # type: ignore[no-untyped-def]
+    """F[s, l, d], and for each the submesh and the end of its first stage."""
+    import numpy as np
+
+    most = len(t)
+    sums = np.full((most + 1, layers + 1, devices + 1), inf)
+    choice = np.zeros((most + 1, layers + 1, devices + 1, 2), dtype=np.int32)
+    sums[0, layers, 0] = 0.0
+    for s in range(1, most + 1):
+        for j, n in enumerate(submeshes):
+            if n > devices or not np.isfinite(t[s - 1, j]).any():
+                continue
+            # [l, k, d]: the first of s stages is l..k on n devices, the others have what is left
+            both = t[s - 1, j][:layers, :, None] + sums[s - 1][None, :, : devices + 1 - n]
+            end = both.argmin(axis=1)
+            value = np.take_along_axis(both, end[:, None, :], axis=1)[:, 0]
+            better = value < sums[s, :layers, n:]
+            sums[s, :layers, n:] = np.where(better, value, sums[s, :layers, n:])
+            choice[s, :layers, n:, 0] = np.where(better, j, choice[s, :layers, n:, 0])
+            choice[s, :layers, n:, 1] = np.where(better, end, choice[s, :layers, n:, 1])
+    return sums, choice
+
+
+def _walk(choice, t, stages: int, devices: int, submeshes: Sequence[int]) -> tuple[Stage, ...]:  # type: ignore[no-untyped-def]
+    made, first = [], 0
+    for s in range(stages, 0, -1):
+        j, end = (int(x) for x in choice[s, first, devices])
+        made.append(Stage(first, end, submeshes[j], float(t[s - 1, j, first, end])))
+        first, devices = end, devices - submeshes[j]
+    return tuple(made)

@@ -1,0 +1,106 @@
+"""What searches over operators ask of devices: seconds of work and of collectives on a logical mesh, and an alpha-beta answer to it.
+
+    n ranks, S bytes of the whole buffer      all-reduce        alpha + 2 (n-1)/n S beta
+                                              all-gather        alpha +   (n-1)/n S beta
+                                              reduce-scatter    alpha +   (n-1)/n S beta
+    S of what one rank holds                  all-to-all        alpha +   (n-1)/n S beta
+
+The forms are those of Alpa (arXiv 2201.12023, section 4.2), but for its all-to-all, which counts n / 2 times as much. Any other model of a
+cluster can stand in `AlphaBeta`'s place: searches know `Mesh` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+
+class Mesh(Protocol):
+    """Equal devices in a grid: `sizes` of its axes, the last one's neighbours being nearest. `memory_bytes`: of one device."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def memory_bytes(self) -> float: ...
+    def work(self, flops: float, moved_bytes: float) -> float:
+        """Seconds of one device, for products and what is read and written beside them."""
+        ...
+
+    def all_reduce(self, size_bytes: float, axis: int) -> float: ...
+    def all_gather(self, size_bytes: float, axis: int) -> float: ...
+    def reduce_scatter(self, size_bytes: float, axis: int) -> float: ...
+    def all_to_all(self, size_bytes: float, axis: int) -> float: ...
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of one message: `alpha_s` + bytes * `beta_s`."""
+
+    alpha_s: float
+    beta_s: float
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """`flops` that a device reaches in a second, `moved` bytes of its memory; one link for each axis."""
+
+    sizes: tuple[int, ...]
+    links: tuple[Link, ...]
+    flops: float
+    moved: float = inf
+    memory_bytes: float = inf
+
+    def work(self, flops: float, moved_bytes: float) -> float:
+        return flops / self.flops + moved_bytes / self.moved
+
+    def _ring(self, size_bytes: float, axis: int, turns: int) -> float:
+        n, link = self.sizes[axis], self.links[axis]
+        return 0.0 if n == 1 else link.alpha_s + turns * (n - 1) / n * size_bytes * link.beta_s
+
+    def all_reduce(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 2)
+
+    def all_gather(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 1)
+
+    def reduce_scatter(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 1)
+
+    def all_to_all(self, size_bytes: float, axis: int) -> float:
+        return self._ring(size_bytes, axis, 1)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`nodes` of `node_size` devices: links `inside` a node, and `between` nodes as one device has its share of them."""
+
+    nodes: int
+    node_size: int
+    flops: float
+    inside: Link
+    between: Link
+    moved: float = inf
+    memory_bytes: float = inf
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.node_size
+
+    def link(self, span: int) -> Link:
+        """Of neighbours that stand within so many devices in a row."""
+        return self.inside if span <= self.node_size else self.between
+
+    def mesh(self, *sizes: int) -> AlphaBeta:
+        """A run of the devices as a grid, the last axis being next to each other."""
+        links, span = [], 1
+        for size in reversed(sizes):
+            span *= size
+            links.append(self.link(span))
+        return AlphaBeta(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
+
+    def submeshes(self) -> tuple[int, ...]:
+        """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... of a node, or whole nodes."""
+        parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
+        return (*parts, *(k * self.node_size for k in range(2, self.nodes + 1)))
