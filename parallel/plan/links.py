@@ -36,10 +36,11 @@ class Mesh(Protocol):
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of one message: `alpha_s` + bytes * `beta_s`."""
+    """Seconds of one message: `alpha_s` + bytes * `beta_s`; in an exchange of all with all `exchange_s` for each byte (None: beta_s)."""
 
     alpha_s: float
     beta_s: float
+    exchange_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class AlphaBeta:
         return self._ring(size_bytes, axis, 1)
 
     def all_to_all(self, size_bytes: float, axis: int) -> float:
-        return self._ring(size_bytes, axis, 1)
+        n, link = self.sizes[axis], self.links[axis]
+        each = link.beta_s if link.exchange_s is None else link.exchange_s
+        return 0.0 if n == 1 else link.alpha_s + (n - 1) / n * size_bytes * each
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,27 @@ class Machine:
     def devices(self) -> int:
         return self.nodes * self.node_size
 
-    def link(self, span: int) -> Link:
-        """Of neighbours that stand within so many devices in a row."""
-        return self.inside if span <= self.node_size else self.between
+    def link(self, count: int, stride: int) -> Link:
+        """Of an axis of so many ranks, `stride` apart. Where it goes over nodes, rings go within each first, and only what is left between.
+
+        n ranks, w in each of m nodes: (n-1)/n beta = (w-1)/w beta_inside + (m-1)/m beta_between / w; of an exchange, what has to leave
+        the node leaves it.
+        """
+        near = min(count, max(1, self.node_size // stride))
+        if count == 1 or near == count:
+            return self.inside
+        far, inside, between = count // near, self.inside, self.between
+        beta = (near - 1) / near * inside.beta_s + (far - 1) / far * between.beta_s / near
+        exchange = (near - 1) / count * inside.beta_s + (count - near) / count * between.beta_s
+        scale = count / (count - 1)
+        return Link((inside.alpha_s if near > 1 else 0.0) + between.alpha_s, beta * scale, exchange * scale)
 
     def mesh(self, *sizes: int) -> AlphaBeta:
         """A run of the devices as a grid, the last axis being next to each other."""
-        links, span = [], 1
+        links, stride = [], 1
         for size in reversed(sizes):
-            span *= size
-            links.append(self.link(span))
+            links.append(self.link(size, stride))
+            stride *= size
         return AlphaBeta(sizes, tuple(reversed(links)), self.flops, self.moved, self.memory_bytes)
 
     def submeshes(self) -> tuple[int, ...]:

@@ -1,0 +1,68 @@
+"""A plan as changes of a recipe: recipe_of(plan, run) is trained as the plan says, and plan_of gives the plan back (moe/plan/job.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moe.plan.job import plan_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.job import Plan
+
+
+def recipe_of(plan: Plan, run: Run) -> Run:
+    """The run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay.
+
+    plan_of(recipe_of(plan, run)) == plan for a plan whose element sizes are the recipe's: `as_stored` gives it those. Raises BadInput where
+    they are others. Whether the run can be trained is told by check_run (moe/checks/together.py).
+    """
+    fitting = as_stored(plan, run)
+    for key in ("storage", "compute_bytes"):
+        if getattr(plan, key) != getattr(fitting, key):
+            needed, fix = (
+                f"{getattr(fitting, key)}, as the recipe's precision has it",
+                "plan with the recipe's precision, or call as_stored(plan, run)",
+            )
+            raise BadInput(f"plan.{key}", got=getattr(plan, key), needed=needed, fix=fix)
+    return _changed(plan, run)
+
+
+def as_stored(plan: Plan, run: Run) -> Plan:
+    """The same plan with the bytes that an element has by the recipe's precision and the plan's engine."""
+    made = plan_of(_changed(plan, run))
+    return replace(plan, storage=made.storage, compute_bytes=made.compute_bytes)
+
+
+def _changed(plan: Plan, run: Run) -> Run:
+    zero = plan.engine.startswith("zero")
+    gathers = plan.engine in ("zero2", "zero3", "fsdp")
+    changes: dict[str, dict[str, Any]] = {
+        "degrees": {"dp": plan.dp, "tp": plan.tp, "sp": plan.sp, "pp": plan.pp, "ep": plan.ep, "etp": plan.etp},
+        "sharding": {
+            "kind": "zero" if zero else plan.engine,
+            "stage": int(plan.engine[-1]) if zero else 1,
+            "engine": "auto",
+            "reshard": plan.reshard,
+            "allow_slow": gathers and plan.pp > 1,
+        },
+        "tensor": {
+            "kind": "1d" if plan.tensor == "sliced" else plan.tensor,
+            "sequence_parallel": plan.tensor == "sliced",
+            "depth": plan.depth if plan.tensor == "2.5d" else None,
+        },
+        "sequence": {"kind": plan.sequence},
+        "pipeline": {
+            "schedule": plan.schedule,
+            "microbatches": plan.microbatches,
+            "layers": plan.stage_layers,
+            "chunks": plan.chunks if plan.chunks > 1 else None,
+        },
+        "recompute": {"kind": plan.recompute, "every": plan.recompute_every, "loss_chunks": plan.loss_chunks},
+        "tiling": {"ffn": plan.tiles},
+        "train": {"global_batch": plan.global_batch},
+    }
+    made = {section: getattr(run, section).model_copy(update=values) for section, values in changes.items()}
+    offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
+    made["sharding"] = made["sharding"].model_copy(update={"offload": offload})
+    return run.model_copy(update=made)
