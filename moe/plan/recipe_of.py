@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe.plan.job import plan_of
-from moe.recipe.sections import Run
+from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 from parallel.plan.job import Plan
 
@@ -51,7 +51,7 @@ def _changed(plan: Plan, run: Run) -> Run:
             "sequence_parallel": plan.tensor == "sliced",
             "depth": plan.depth if plan.tensor == "2.5d" else None,
         },
-        "sequence": {"kind": plan.sequence},
+        "sequence": {"kind": plan.sequence, "order": None if plan.order == Sequence(kind=plan.sequence).places else plan.order},
         "pipeline": {
             "schedule": plan.schedule,
             "microbatches": plan.microbatches,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
+from parallel.plan.cluster import Cluster
+
 
 class Mesh(Protocol):
     """Equal devices in a grid: `sizes` of its axes, the last one's neighbours being nearest. `memory_bytes`: of one device."""
@@ -118,3 +120,18 @@ class Machine:
         """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... of a node, or whole nodes."""
         parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
         return (*parts, *(k * self.node_size for k in range(2, self.nodes + 1)))
+
+
+def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
+    """A cluster file's (cluster.py) rates and bandwidths as one speed and two links. Of the memory a tenth is the allocator's."""
+    device, inside, between = cluster.device, cluster.inside, cluster.between
+    share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node
+    return Machine(
+        nodes=cluster.nodes,
+        node_size=cluster.devices_per_node,
+        flops=device.rate(kind),
+        inside=Link(inside.latency_us * 1e-6, 1 / inside.bus(cluster.devices_per_node)),
+        between=Link(between.latency_us * 1e-6, 1 / share),
+        moved=device.bandwidth,
+        memory_bytes=device.memory_gib * 2**30 / 1.1,
+    )

@@ -221,8 +221,8 @@ class Runnable:
             again: tuple[Literal["none", "full"], ...] = ("none", "full")
             for engine, tensor, recompute in product(engines, tensors, again):
                 plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)
-                sizes = {"microbatch": sequences // dp, "microbatches": self.settings.microbatches}
-                plan = replace(plan, **sizes, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
+                plan = replace(plan, microbatch=sequences // dp, microbatches=self.settings.microbatches)
+                plan = replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
                 if self.allowed(plan):
                     yield plan
 

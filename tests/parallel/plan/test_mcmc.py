@@ -75,7 +75,7 @@ def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int,
     assert all(len(some) <= 16 for some in options.values())
     every = (dict(zip(options, some, strict=True)) for some in product(*options.values()))
     least = min(run(simulator.tasks(placement)).seconds for placement in every)
-    found = mcmc(simulator, budget=700, seed=seed, alpha=20.0)
+    found = mcmc(simulator, budget=1500, seed=seed, alpha=20.0)
     assert found.seconds == pytest.approx(least, rel=1e-9)
 
 
