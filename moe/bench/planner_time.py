@@ -119,7 +119,7 @@ def program_of(row: Row) -> Program:
 def plan_of(row: Row) -> Plan:
     """The row's plan with what only time depends on: orders of places, and shards that stay gathered."""
     plan, said = row.plan, f"{row.cells['source']} {row.cells['notes']}".lower()
-    if "torchtitan" in said:  # rings over contiguous places until 2025; no gathers for each micro-batch with stages
+    if "torchtitan" in said:  # rings over contiguous places: inferred from its times; no gathers for each micro-batch with stages
         plan = replace(plan, order="contiguous", reshard=plan.pp == 1)
     if "overlap on" in said and plan.stage == 0:  # gathers of parameters beside the forward pass are the distributed optimizer's
         plan = replace(plan, engine="zero1")

@@ -27,7 +27,7 @@ KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
 LOGIT_BYTES = (30.0, 16.0)  # forward and backward: 16 bits to fp32, maximum, difference, exponential, sum, quotient; and the gradient
 
-DISPATCH_KERNELS = 45  # of a router, and of rows gathered, sorted, counted and brought back: as many each way
+DISPATCH_KERNELS = 45  # of a router and of rows gathered, sorted, brought back, each way: fitted to Qwen3-235B under Megatron-Core
 
 
 @dataclass(frozen=True)
