@@ -37,6 +37,7 @@ from parallel.mesh import Axis, Mesh
 from parallel.stored import Reader, check_pieces, damaged
 
 FORMAT = 1
+_NONE, _UNREADABLE = -2, -1  # instead of a step
 FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
 
 
@@ -235,10 +236,16 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies, the same on every rank; rank 0 looks. None if there is none."""
-    step = -1
+    """The newest checkpoint that verifies, the same on every rank; rank 0 looks. None if there is none at all.
+
+    Raises BadInput, on every rank, where there are some and none can be read: to start over then would bury them.
+    """
+    step = _NONE
     if world.index == 0:
-        for number, path in sorted(numbered(folder), reverse=True):
+        there = sorted(numbered(folder), reverse=True)
+        if there or (os.path.lexists(folder) and not folder.is_dir()):
+            step = _UNREADABLE
+        for number, path in there:
             try:
                 verify(path)
             except BadInput as refused:
@@ -247,4 +254,11 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | N
             step = number
             break
     step = _largest(step, world)
-    return None if step < 0 else folder / f"step-{step}"
+    if step == _UNREADABLE:
+        raise BadInput(
+            str(folder),
+            got="checkpoints of which none can be read" if folder.is_dir() else "no folder, or a link to one that is not there",
+            needed="at least one that verifies",
+            fix="bring back what is missing, or start over with --fresh, which sets them aside",
+        )
+    return None if step == _NONE else folder / f"step-{step}"

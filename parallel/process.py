@@ -51,9 +51,13 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
         return World()
     try:
         size = int(values["size"] or 1)
-        return World(int(values["rank"] or 0), size, int(values["local"] or 0), int(values["local_size"] or size))
+        world = World(int(values["rank"] or 0), size, int(values["local"] or 0), int(values["local_size"] or size))
+        if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size:
+            raise ValueError("a rank beyond its world")
+        return world
     except ValueError:
-        raise BadInput("RANK, WORLD_SIZE, LOCAL_RANK", got=values, needed="whole numbers", fix="start with moe train --nproc N") from None
+        needed = "whole numbers, each rank below the size of its world"
+        raise BadInput("RANK, WORLD_SIZE, LOCAL_RANK", got=values, needed=needed, fix="start with moe train --nproc N") from None
 
 
 def start(world: World, *, timeout_s: float = 600.0) -> None:

@@ -6,6 +6,7 @@ from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, s
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import kind_of
 
 
 def check_pipeline(run: Run) -> None:
@@ -14,14 +15,39 @@ def check_pipeline(run: Run) -> None:
     if pp < 1:
         raise BadInput("degrees.pp", got=pp, needed="a whole number of at least 1", fix="set degrees.pp to 1")
     if pp == 1:
-        if run.pipeline.energy_plan is not None:
-            energy_plan(run)
+        _check_without_stages(run)
         return
+    if pp > run.model.num_layers:  # before a schedule of so many ranks is made
+        raise BadInput(
+            "degrees.pp",
+            got=pp,
+            needed=f"at most one stage a layer: model.num_layers={run.model.num_layers}",
+            fix=f"set degrees.pp to {run.model.num_layers} or less, or add layers",
+        )
     schedule = schedule_of(run)
     layers_of(run, schedule)
     _check_sharding(run, schedule)
     if continuous(run):
         _check_continuous(run)
+
+
+def _check_without_stages(run: Run) -> None:
+    """A recipe for stages also runs on one, but what it names must be there."""
+    p, layers = run.pipeline, run.model.num_layers
+    if not p.schedule.endswith(".csv"):
+        try:
+            kind_of(p.schedule)
+        except BadInput as unknown:
+            raise BadInput("pipeline.schedule", got=unknown.got, needed=unknown.needed, fix=unknown.fix) from None
+    if p.layers is not None and (sum(p.layers) != layers or min(p.layers, default=0) < 1):
+        raise BadInput(
+            "pipeline.layers",
+            got=list(p.layers),
+            needed=f"numbers above 0 that add up to model.num_layers={layers}",
+            fix="set it to null, for a cut by FLOPs",
+        )
+    if p.energy_plan is not None:
+        energy_plan(run)
 
 
 def _check_sharding(run: Run, schedule: Schedule) -> None:

@@ -8,11 +8,11 @@ kind zero   stage 0  nothing is sharded: DDP          offload: nothing
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
 from moe.recipe.sections import Offload, Run, Sharding
 from parallel.errors import BadInput, did_you_mean
 from parallel.extensions import missing_for_nvme
+from parallel.files import user_path
 
 
 def check_sharding(run: Run) -> None:
@@ -118,7 +118,7 @@ def _check_disk(o: Offload) -> None:
         raise BadInput(
             "sharding.offload.path", got="null", needed="a folder on the disk that states go to", fix="add --sharding.offload.path FOLDER"
         )
-    path = Path(o.path).expanduser()
+    path = user_path(o.path, what="sharding.offload.path")
     if not path.is_dir():
         beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)

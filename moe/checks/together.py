@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
@@ -14,6 +13,7 @@ from moe.checks.tiling import check_tiling
 from moe.recipe.sections import Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
+from parallel.files import user_path
 from parallel.mesh import check_world, divisors
 
 
@@ -218,7 +218,7 @@ def _check_data(run: Run) -> None:
         if d.source != "python_stdlib":
             raise BadInput("data.path", got="null", needed=f"a path for data.source={d.source}", fix="add --data.path FILE_OR_FOLDER")
         return
-    path = Path(d.path).expanduser()
+    path = user_path(d.path, what="data.path")
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)

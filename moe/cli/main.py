@@ -56,6 +56,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             allow_changes=allowed,
             hostfile=flags.hostfile,
             debug_collectives=flags.debug_collectives,
+            grace_s=run.train.grace_s,
         )
     from moe.launch import launch
 

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 from moe.data.kinds import LINK, Kinds, check_kinds
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, did_you_mean
+from parallel.files import user_path
 
 Side = Literal["train", "validation"]
 SIDES: tuple[Side, Side] = ("train", "validation")
@@ -81,7 +82,7 @@ def find_corpus(data: Data) -> Corpus:
         if data.source != "python_stdlib":
             raise BadInput("data.path", got="null", needed=f"a path for data.source={data.source}", fix="add --data.path FILE_OR_FOLDER")
         return _python_stdlib(data.text_key)
-    path = Path(data.path).expanduser()
+    path = user_path(data.path, what="data.path")
     if not path.exists():
         raise BadInput(
             "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"

@@ -9,6 +9,7 @@ Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,7 +22,8 @@ from moe.checks.together import check_run
 from moe.launch import status
 from moe.launch.environment import set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from moe.launch.processes import PARENT, die_with_parent
+from moe.launch.processes import PARENT, TOKEN, die_with_parent
+from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
@@ -81,7 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
-    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    outlive_readers()
+    number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    rank = int(number) if number.isdecimal() else 0  # anything else is refused below, in one line
+    place: list[Path] = []
+    _hear_early_signals(place, rank)
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
@@ -95,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = run_name(given.recipe)
         out = given.out or Path("runs") / name
         made = status.missing(out)
+        place.append(out)
         code = _train(run, origins, name, out, given)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
@@ -119,6 +126,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _hear_early_signals(place: list[Path], rank: int) -> None:
+    """Until training catches them, SIGTERM, SIGUSR1 and SIGHUP end this process at once, with word that nothing is lost.
+
+    No exception is raised: it would come out of the middle of an import, which some libraries cannot be left in. `place`: the run's
+    folder, once it is known.
+    """
+
+    def stop(number: int, _: object) -> None:
+        if place:
+            status.leave(place[0], rank, STOPPED, status.TOO_EARLY)
+        if TOKEN not in os.environ and rank == 0:
+            os.write(2, f"exit code {STOPPED}: a signal came before training began, and {status.NOTHING_LOST}\n".encode())
+        os._exit(STOPPED)
+
+    with contextlib.suppress(ValueError):  # not the main thread: a library caller keeps its own handlers
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, stop)
+
+
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
     from parallel import process  # imports torch, so only after the recipe has been read
 
@@ -134,7 +161,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         return STOPPED
     finally:
         # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         process.stop()
     return DONE

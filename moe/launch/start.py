@@ -19,16 +19,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from moe.launch import status
 from moe.launch.environment import child_environment, devices, port_from
-from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
+from moe.launch.streams import outlive_readers
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
+from parallel.files import read_text
+from parallel.lock import HELD, alone_in
 
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
@@ -57,13 +60,34 @@ def start(
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
+    outlive_readers()
     made = status.missing(out)
-    folder = status.empty(out)
+    with contextlib.suppress(OSError):
+        out.mkdir(parents=True, exist_ok=True)
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
     words += [f"--allow-change={key}" for key in allow_changes]
     words += ["--debug-collectives"] if debug_collectives else []
+    with alone_in(out):
+        code = _run(words, world, nproc, launcher, out, hostfile, module, grace_s)
+    if code not in (DONE, STOPPED):
+        status.tidy(out, made)
+    return code
+
+
+def _run(
+    words: list[str],
+    world: int,
+    nproc: int | None,
+    launcher: Launcher,
+    out: Path,
+    hostfile: Path | None,
+    module: str,
+    grace_s: float,
+) -> int:
+    """Start the launcher, wait, end what is left, and say how it went. Returns the exit code."""
+    folder = status.empty(out)
     token = secrets.token_hex(8)
-    env = child_environment(os.environ, nproc or 1) | {TOKEN: token}
+    env = child_environment(os.environ, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
     visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
@@ -77,16 +101,18 @@ def start(
             if hostfile is not None and caught:
                 status.wait_for(folder, world, grace_s)
         finally:
+            for rank in ranks:
+                rank.look()
+            left = {rank.rank for rank in ranks if rank.ended_at is None}
             stuck = kill_all(process.pid, token)
             process.wait()
     for rank in ranks:
         rank.look()
-    code, lines = verdict(status.read(folder), ranks, world, process.returncode, asked=caught[0][0] if caught else None, killed=killed)
+    asked = caught[0][0] if caught else None
+    code, lines = verdict(status.read(folder), ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
     lines += [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    if code not in (DONE, STOPPED):
-        status.tidy(out, made)
     return code
 
 
@@ -182,18 +208,25 @@ def verdict(
     *,
     asked: int | None = None,
     killed: bool = False,
+    ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
     """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
 
-    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed.
+    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed. `ended_here`: ranks that this
+    process killed because others had ended.
     """
     exits = [left.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
-        return STOPPED, [f"exit code {STOPPED}: every rank saved and stopped for a signal"]
+        early = all(left[rank].get("error") == status.TOO_EARLY for rank in range(world))
+        said = f"a signal came before training began, and {status.NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
+        return STOPPED, [f"exit code {STOPPED}: {said}"]
     if all(code == DONE for code in exits) and launcher_code == DONE:
         return DONE, []
     if all(code in (DONE, STOPPED) for code in exits):
         return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
+    if asked is not None and all(_came_too_early(left.get(rank), rank, ranks, asked, killed) for rank in range(world)):
+        code = INTERRUPTED if asked == signal.SIGINT else STOPPED
+        return code, [f"exit code {code}: {signal.Signals(asked).name} came before training began, and {status.NOTHING_LOST}"]
     if not left and not ranks:
         return FAILED, [
             "no rank had started"
@@ -206,17 +239,29 @@ def verdict(
         return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
-    lines = []
+    lines: list[str] = []
     for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
-        code = next((c for c in codes if c not in (None, DONE)), None)
-        how = f"ended with {_said(code)}"
+        last = next((c for c in codes if c not in (None, DONE)), None)
+        how = f"ended with {_said(last)}"
         wordless = "pid" not in left.get(rank, {})
-        if wordless and asked is not None and (killed or code == -asked):
-            how = "was killed: it had not stopped" if killed else f"ended with {_said(code)}: it had not come as far as to save"
+        if wordless and asked is not None and (killed or last == -asked):
+            how = "was killed: it had not stopped" if killed else f"ended with {_said(last)}: it had not come as far as to save"
+        elif wordless and rank in ended_here:
+            how = "was ended here, after the others"
+        elif wordless and lines and last in (-signal.SIGTERM, -signal.SIGKILL):
+            how = "was ended by the launcher after that"
         error = left.get(rank, {}).get("error")
         lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
     return FAILED, lines
+
+
+def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int, killed: bool) -> bool:
+    """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
+    if left is not None:
+        return left.get("error") == status.TOO_EARLY or left.get("exit") == -asked
+    seen = next((r for r in ranks if r.rank == rank), None)
+    return killed if seen is None else seen.code in (-asked, STOPPED)
 
 
 def _said(code: int | None) -> str:
@@ -228,16 +273,19 @@ def _said(code: int | None) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"exit code {code}"
-    return f"signal {name}" + (" (sent by the kernel when memory runs out: see dmesg)" if number == signal.SIGKILL else "")
+    return f"signal {name}" + (" (by kill -9, or by the kernel where memory runs out: see dmesg)" if number == signal.SIGKILL else "")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
     """{host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(
-            "--hostfile", got=f"{path}: {error}", needed="a text file", fix="write one line for each host: worker-0 slots=8"
+            "--hostfile",
+            got=f"{path}: {getattr(error, 'strerror', None) or error}",
+            needed="a text file",
+            fix="write one line for each host: worker-0 slots=8",
         ) from None
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):

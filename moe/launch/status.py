@@ -15,9 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from parallel import lock
 from parallel.errors import BadInput
 
 NAME = ".status"
+NOTHING_LOST = "nothing is lost: start it again"
+TOO_EARLY = "a signal before training"  # the error of a rank that had nothing to save
 _POLL_S = 0.1
 
 
@@ -71,8 +74,9 @@ def missing(out: Path) -> list[Path]:
 def tidy(out: Path, made: list[Path]) -> None:
     """After a start that failed: if the run's folder holds nothing else, remove the status, and the folders that were `made` for it."""
     with contextlib.suppress(OSError):
-        if any(path.name != NAME for path in out.iterdir()):
+        if any(path.name not in (NAME, lock.NAME) for path in out.iterdir()):
             return
         shutil.rmtree(out / NAME, ignore_errors=True)
+        (out / lock.NAME).unlink(missing_ok=True)
         for folder in made:
             folder.rmdir()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 from moe.plan.stages import layer_flops
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.files import user_path
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import Clocked, read_plan
 from parallel.pipeline.order_file import read_order
@@ -50,7 +50,7 @@ def energy_plan(run: Run) -> Clocked:
     fix = f"moe energy {p.schedule}{size}{chunks} --out plan.json, or set it to null"
     if p.pipelines not in (None, 2):  # moe energy does not plan such schedules
         fix = "set it or pipeline.pipelines to null"
-    return read_plan(Path(p.energy_plan).expanduser(), schedule, what=what, fix=fix)
+    return read_plan(user_path(p.energy_plan, what=what), schedule, what=what, fix=fix)
 
 
 def _named(run: Run, batches: int) -> Schedule:
@@ -71,7 +71,7 @@ def _named(run: Run, batches: int) -> Schedule:
 
 def _from_file(run: Run) -> Schedule:
     p = run.pipeline
-    schedule = read_order(Path(p.schedule).expanduser())
+    schedule = read_order(user_path(p.schedule, what="pipeline.schedule"))
     for what, got, needed in (
         ("degrees.pp", run.degrees.pp, schedule.num_ranks),
         ("pipeline.microbatches", p.microbatches, schedule.microbatches),

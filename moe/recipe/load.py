@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
@@ -23,6 +24,7 @@ from pydantic import ValidationError
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section
 from parallel.errors import BadInput, did_you_mean
+from parallel.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -40,9 +42,12 @@ def run_name(recipe: str) -> str:
 
 def recipe_path(name: str) -> Path:
     """The path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
-    for path in (RECIPES / f"{name}.yaml", Path(name).expanduser()):
+    given = user_path(name, what="recipe")
+    for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
             return path
+    if given.exists() and not given.is_dir():
+        raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
     near = did_you_mean(name, recipe_names())
     raise BadInput(
         "recipe",
@@ -114,20 +119,32 @@ def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
     """PyYAML's safe loader, but it refuses two equal keys, of which PyYAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for at, (key, _) in enumerate(node.value):
-            if key.value in keys[:at]:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} twice", key.start_mark)
-        return super().construct_mapping(node, deep)
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name} twice", key.start_mark)
+            seen.add(name)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if _NOT_DECIMAL.match(node.value):
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value}, which YAML reads as another number", node.start_mark)
+        return int(super().construct_yaml_int(node))
+
+
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # octal 0755 is 493, and 1:30, in base 60, is 90
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(read_text(path), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}", got=error, needed="a readable text file", fix="check the file") from None
     except _NOT_YAML as error:
@@ -180,8 +197,10 @@ def _read_value(text: Any, annotation: Any) -> Any:
     """A command-line value, read as YAML. Where text is wanted it stays as typed (a folder may be called 2024 or no)."""
     if not isinstance(text, str):
         return os.fspath(text) if isinstance(text, os.PathLike) else text
+    if not text.strip() and str in (annotation, *get_args(annotation)):
+        return ""  # YAML's null, but nobody types an empty word for it: see Section
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except _NOT_YAML:
         return text
     return text if value is not None and str in (annotation, *get_args(annotation)) else value
@@ -293,7 +312,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
     choices = _choices(field.annotation) if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    fix = f"set {dotted} to a value like {field.default!r}" if field is not None else f"write {dotted}: {{key: value}}"
+    fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
     if choices and error["type"] not in _RANGES:
         near = did_you_mean(str(error["input"]), choices)
         numbers = " or a number" if field is not None and _takes_number(field.annotation) else ""

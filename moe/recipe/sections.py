@@ -37,6 +37,8 @@ class Section(BaseModel):
                 raise ValueError("a number or a name, not true or false")
             if isinstance(number, int) and abs(number) > _LARGEST:
                 raise ValueError(f"at most {_LARGEST}")
+            if number == "":
+                raise ValueError("text, or null: an empty one may come from a shell variable that is not set")
         return value
 
 
@@ -44,7 +46,7 @@ class Model(Section):
     """The decoder-only Transformer around the experts."""
 
     vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's")
-    num_layers: int = Field(4, gt=0)
+    num_layers: int = Field(4, gt=0, le=10_000)
     d_model: int = Field(256, gt=0)
     num_heads: int = Field(4, gt=0)
     num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
@@ -54,7 +56,7 @@ class Model(Section):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
-    max_length: int = Field(256, gt=0, description="tokens in one sequence")
+    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence")
     moe_every: int = Field(0, ge=0, description="every n-th layer has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
@@ -239,10 +241,10 @@ class Pipeline(Section):
     """Layers cut into stages on degrees.pp ranks. Without stages only `microbatches` has an effect."""
 
     schedule: str = Field("1f1b", description="a name that moe simulate lists, or a file of actions, *.csv")
-    microbatches: int = Field(1, gt=0, description="each rank's share of the batch is cut into so many; gradients accumulate")
-    chunks: int | None = Field(None, gt=0, description="stages a rank; null: the schedule's own, 2 where it is a choice")
+    microbatches: int = Field(1, gt=0, le=100_000, description="each rank's share of the batch is cut into so many; gradients accumulate")
+    chunks: int | None = Field(None, gt=0, le=10_000, description="stages a rank; null: the schedule's own, 2 where it is a choice")
     layers: tuple[int, ...] | None = Field(None, description="of each stage; null: cut by FLOPs")
-    drain_every: int = Field(16, gt=0, description="of pipedream and two_bw: steps between two drains")
+    drain_every: int = Field(16, gt=0, le=1000, description="of pipedream and two_bw: steps between two drains")
     vertical_sync: bool = Field(False, description="of pipedream: every stage reads the version that the first one reads")
     pipelines: int | None = Field(None, gt=1, description="of chimera: through the same ranks, half of them each way; null: 2")
     energy_plan: str | None = Field(None, description="a file by moe energy --out: its order, and its clocks where NVML may set them")
@@ -306,7 +308,7 @@ class Optimizer(Section):
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
     min_lr_share: float = Field(0.1, ge=0, le=1)
-    clip_norm: float | None = Field(1.0, gt=0)
+    clip_norm: float | None = Field(1.0, ge=1e-8)
     kfac: Kfac = Kfac()
 
 
@@ -317,6 +319,7 @@ class Train(Section):
     eval_sequences: int = Field(64, gt=0)
     save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
     keep: int = Field(2, gt=0, description="newest checkpoints kept")
+    grace_s: float = Field(600.0, gt=0, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
     seed: int = Field(0, ge=0)
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")

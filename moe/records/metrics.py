@@ -9,13 +9,15 @@ half-written; the remaining lines keep their bytes. docs/use/records.md describe
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from parallel.errors import BadInput
 
@@ -32,7 +34,7 @@ class Records:
     """
 
     def __init__(self, out: Path | None, *, resume_step: int | None = None, say: Callable[[str], None] = print) -> None:
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._board: TensorBoard | None = None
         self._say = say
         if out is None:
@@ -47,7 +49,7 @@ class Records:
                     os.replace(self._path, self._path.with_name(PREVIOUS))
                 if (summary := self._path.with_name(SUMMARY)).exists():  # else it would pass for the new run's
                     os.replace(summary, summary.with_name(PREVIOUS_SUMMARY))
-            self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close(): it lives as long as the run)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close(): it lives as long as the run)
         except OSError as error:
             raise _unwritable(self._path, error) from None
         try:
@@ -61,8 +63,9 @@ class Records:
             return
         clean = finite({"kind": "train", "time": time.time(), **line})
         try:
-            self._file.write(json.dumps(clean, allow_nan=False).encode() + b"\n")
-            self._file.flush()
+            line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
+            if self._file.write(line_bytes) != len(line_bytes):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise _unwritable(self._path, error) from None
         if self._board is None:

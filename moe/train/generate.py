@@ -49,6 +49,13 @@ def sample(
 
 
 def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
+    if not logits_V.isfinite().all():
+        raise BadInput(
+            "model",
+            got="logits that are not finite",
+            needed="finite weights",
+            fix="take an earlier checkpoint, or lower optimizer.lr",
+        )
     if temperature == 0:
         return int(logits_V.argmax())
     return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))

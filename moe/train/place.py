@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -68,7 +69,7 @@ def make_writable(out: Path, world: World) -> None:
 def set_aside(checkpoints: Path, world: World) -> None:
     """--fresh: earlier checkpoints are renamed, not deleted."""
     process.barrier()
-    if world.rank == 0 and checkpoints.exists():
+    if world.rank == 0 and os.path.lexists(checkpoints):
         number = 1
         while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
             number += 1
@@ -88,14 +89,15 @@ def peak_memory_bytes(mesh: Mesh) -> float:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """SIGTERM, SIGINT and SIGUSR1 set a flag; whether it is set."""
+    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a closed terminal) set a flag; whether it is set. What nohup ignores stays ignored."""
     seen: list[int] = []
 
     def handler(number: int, _: Any) -> None:
         seen.append(number)
 
     try:
-        before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        heard = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+        before = {s: signal.signal(s, handler) for s in heard}
     except ValueError:  # not the main thread: a library caller keeps its own handlers
         before = {}
     try:

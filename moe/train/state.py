@@ -16,6 +16,7 @@ from moe.recipe.load import build_run
 from parallel import checkpoint
 from parallel.checkpoint import Piece
 from parallel.data.engine import MOMENTS, Engine
+from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
 from parallel.layout import Box, Layout, dense
@@ -24,6 +25,7 @@ from parallel.precision import LossScale
 from parallel.stored import Reader, check_same_parameters
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
+SQUARES = "exp_avg_sq"  # the kind of Adam's second moment
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
 
 
@@ -110,8 +112,13 @@ def resume(
     for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
         log(line)
 
+    check_counters(found)
+    rank = mesh.axis("world").index
+
     def stored(name: str, kind: str, box: Box) -> Tensor:
-        return found.load(global_name(name), kind, engine.layouts[name], mesh, box)
+        tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
+        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind == SQUARES)
+        return tensor
 
     engine.load_state(engine.layouts, stored, steps=found.state["counters"]["updates"])
     vars(counters).update(found.state["counters"])
@@ -120,6 +127,34 @@ def resume(
     load_extra(found, engine.module, log=log, staged=whole is not None)
     scale.load(found.state["loss_scale"])
     return True
+
+
+def check_counters(found: Reader) -> None:
+    """Refuse counters that no run could have: what wrote them was no save of this project."""
+    held = found.state["counters"]
+    names = Counters.__dataclass_fields__
+    whole = all(isinstance(held.get(name), int) and held[name] >= 0 for name in names)
+    if not whole or held["updates"] + held["skipped"] > held["step"]:
+        raise BadInput(
+            f"checkpoint {found.path.name}",
+            got=f"counters {held}",
+            needed=f"{', '.join(names)} as whole numbers from 0, updates and skipped no more than steps",
+            fix="take another checkpoint, or write these as moe convert does",
+        )
+
+
+def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
+    """Refuse what hashes cannot see, because somebody wrote it so: integers, numbers that are not finite, means of squares below 0."""
+    got = None
+    if not tensor.is_floating_point():
+        got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
+    elif not tensor.isfinite().all():
+        got = "values that are not finite"
+    elif squares and (tensor < 0).any():
+        got = "values below 0"
+    if got is not None:
+        needed = "finite floating-point numbers" + (", as means of squares not below 0" if squares else "")
+        raise BadInput(what, got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
 
 
 def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ signal only sets a flag; the flag is summed with the step's numbers, so that all
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,8 +49,9 @@ from moe.train.state import Counters
 from moe.train.step import validation_loss
 from parallel import process
 from parallel.clip import GradientNorm
-from parallel.collectives import sum_over
+from parallel.collectives import max_over, sum_over
 from parallel.errors import BadInput
+from parallel.lock import alone_in
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
 
@@ -82,7 +84,14 @@ def train(
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
-    job = _open(run, name, out, origins or {}, fresh, allow_changes, world, display)
+    with contextlib.nullcontext() if world.rank else alone_in(out):
+        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display)
+
+
+def _train(
+    run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, allow_changes: Sequence[str], world: World, display: bool
+) -> dict[str, Any]:
+    job = _open(run, name, out, origins, fresh, allow_changes, world, display)
     with asked_to_stop() as asked:
         try:
             with planned_clocks(run, job.executor, job.mesh, world, note=job.progress.note):
@@ -149,6 +158,8 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters = job.run, job.counters
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
+    if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not _was_evaluated(job):
+        _evaluate(job)
     while counters.step < run.train.steps:
         started = time.perf_counter()
         made = advance(job, asked)
@@ -159,10 +170,10 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             _refuse_endless_skips(job, one.norm)
             job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
         last, flags = counters.step == run.train.steps, made[-1].numbers.flags
+        if last or due(run.train.save_every) or flags:
+            _save(job)  # before the evaluation: whatever becomes of that, these steps are kept
         if last or due(run.train.eval_every):
             _evaluate(job)
-        if last or due(run.train.save_every) or flags:
-            _save(job)
         if flags and not last:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
             job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
@@ -255,6 +266,13 @@ def _evaluate(job: Job, *, record: bool = True) -> None:
     if record:
         job.records.write(line)
     job.progress.evaluation(line)
+
+
+def _was_evaluated(job: Job) -> bool:
+    """Whether the records, which rank 0 has, hold an evaluation of this step: an earlier life may have died between saving and that."""
+    lines = read(job.out) if job.world.rank == 0 else ()
+    found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
+    return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())
 
 
 def _save(job: Job) -> None:

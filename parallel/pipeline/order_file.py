@@ -10,11 +10,13 @@ compute-only format of torch.distributed.pipelining, whose files can be read too
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
 
@@ -42,8 +44,7 @@ def write_order(schedule: Schedule, path: str | Path) -> None:
 def read_order(path: str | Path) -> Schedule:
     """The schedule in a file, checked to be complete and free of deadlock. Raises BadInput, one line, for anything else."""
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            lines = [cells for cells in csv.reader(file) if cells]
+        lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline=""))) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         said = getattr(error, "strerror", None) or "no text of a CSV file"
         fix = "write one with moe simulate 1f1b --out order.csv"

@@ -32,6 +32,9 @@ FILES = {
     "twice.yaml": "model: {d_ff: 512, d_model: 64, d_ff: 256}\n",
     "date.yaml": "train: {seed: 2024-13-45}\n",
     "python_tag.yaml": "model: !!python/object/apply:os.system [true]\n",
+    "octal.yaml": "model: {num_layers: 010}\n",
+    "base_60.yaml": "train: {steps: 1:30}\n",
+    "many_keys.yaml": "model:\n" + "".join(f"  k{i}: 1\n" for i in range(8000)),
     "deep.yaml": "model: " + "[" * 1100,
     "circle_a.yaml": "extends: circle_b\n",
     "circle_b.yaml": "extends: circle_a\n",
@@ -73,6 +76,19 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc --fresh", "--nproc: got no value", "--nproc=2"),
     (T + "--nproc two", "--nproc: got two, needed a whole number", "--nproc 2"),
     (T + "--nproc 2.5", "--nproc: got 2.5, needed a whole number", "--nproc 2"),
+    (T + "--model.num_layers 1000000000", "model.num_layers: got 1000000000", "set model.num_layers"),
+    (T + "--pipeline.drain_every 100000", "pipeline.drain_every: got 100000", "set pipeline.drain_every"),
+    (T + "--nproc 3000 --degrees.pp 3000", "degrees.pp: got 3000, needed at most one stage a layer", "degrees.pp to 4 or less"),
+    (T + "--pipeline.schedule 1f1bb", "pipeline.schedule: got 1f1bb", "did you mean 1f1b?"),
+    (T + "--pipeline.layers [-1]", "pipeline.layers: got [-1]", "set it to null"),
+    (T + "--optimizer.clip_norm 1e-300", "optimizer.clip_norm: got", "set optimizer.clip_norm to a value like 1.0"),
+    (T + "--data.path= --data.source text", "data.path: got ''", "like null"),
+    (T + "--data.path ~nosuchuser/x --data.source text", "data.path: got '~nosuchuser/x'", "check the spelling"),
+    ("train " + "a" * 5000, "recipe: got 'aaaa", "check the spelling"),
+    ("show octal.yaml", "octal.yaml, line 1: got 010, which YAML reads as another number", "mend that line"),
+    ("show base_60.yaml", "base_60.yaml, line 1: got 1:30, which YAML reads as another number", "mend that line"),
+    ("show many_keys.yaml", "model.k0: got a key that does not exist", "remove it"),
+    ("show pipe", "recipe: got pipe, which is no regular file", "moe recipes"),
     (T + "--nproc 0", "--nproc: got 0, needed at least 1", "--nproc 1"),
     (T + "--nproc 2 --nproc 4", "--nproc: got it twice", "remove one"),
     (T + "--fresh=yes", "--fresh: got --fresh=yes", "write --fresh"),
@@ -493,6 +509,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES.items():
         (path / name).write_text(text)
     (path / "empty_folder").mkdir()
+    os.mkfifo(path / "pipe")
     return path
 
 

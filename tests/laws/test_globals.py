@@ -18,6 +18,7 @@ import pytest
 from tests.laws.test_architecture import PACKAGES, ROOT, check, python_files, tree
 
 CHANGED = {
+    "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
     "parallel/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
@@ -33,6 +34,15 @@ CHANGED = {
     "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {
+    "moe/bench/planner_time.py: _file": "a cluster file as it is read once",
+    "moe/bench/planner_time.py: _nodes": "of a cluster file and a number of nodes",
+    "parallel/plan/collective_times.py: group_of": "of a plan's degrees and a cluster",
+    "parallel/plan/cost.py: _cached": "seconds follow from the sizes that are its arguments",
+    "parallel/plan/cost.py: _makespan": "likewise",
+    "parallel/plan/device.py: _product": "likewise",
+    "parallel/plan/in_flight.py: _found": "what a schedule of these sizes holds",
+    "parallel/plan/layer_time.py: _layer": "seconds follow from the sizes that are its arguments",
+    "parallel/plan/layer_time.py: head_time": "likewise",
     "parallel/plan/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
     "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",

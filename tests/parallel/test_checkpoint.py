@@ -537,14 +537,18 @@ def test_there_are_many_mutants_and_the_unharmed_one_is_read(two_steps: Path) ->
     assert newest(two_steps, world=ALONE, log=silent) == two_steps / "step-2" and is_whole(two_steps / "step-2", 2)
 
 
-def test_all_damaged_is_none_and_says_each(two_steps: Path, tmp_path: Path) -> None:
+def test_all_damaged_is_refused_and_says_each(two_steps: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(two_steps, tmp_path / "x")
     for step in (1, 2):
         _swap(folder / f"step-{step}")
     told: list[str] = []
-    assert newest(folder, world=ALONE, log=told.append) is None
+    with pytest.raises(BadInput, match="--fresh"):  # a silent start from step 0 would bury them
+        newest(folder, world=ALONE, log=told.append)
     assert [line.split(":")[1].strip() for line in told] == ["checkpoint step-2", "checkpoint step-1"]
     assert newest(tmp_path / "nowhere", world=ALONE, log=told.append) is None and len(told) == 2
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="a link to one that is not there"):
+        newest(tmp_path / "link", world=ALONE, log=told.append)
 
 
 def test_every_rank_takes_the_same_one_and_the_first_says_why(two_steps: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.pipeline.schedule import Action, Op
 
 
@@ -104,7 +105,7 @@ def read_profile(path: str | Path) -> Measured:
         return BadInput("--profile", got=f"{path}: {got}", needed=needed, fix="write it so: MHz, seconds and joules, a stage an entry")
 
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise wrong(getattr(error, "strerror", None) or "no JSON") from None
     stages = value.get("stages") if isinstance(value, dict) else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
@@ -59,7 +60,7 @@ def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> C
         return BadInput(what, got=f"{path}: {got}", needed=f"a plan by moe energy of {schedule.name} with {size}", fix=fix)
 
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise wrong(getattr(error, "strerror", None) or "no JSON") from None
     ranks = _ranks(value)

@@ -1,0 +1,50 @@
+"""Output that outlives its reader: `moe train ... | tee log` and Ctrl-C ends tee first, and a closed terminal takes both streams along.
+
+What cannot be written is dropped, and the run goes on to save: its records are in its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+
+class Lasting:
+    """A text stream of which writing never fails: at the first error its descriptor is pointed at the null device."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def _give_up(self) -> None:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_readers() -> None:
+    """Make this process's output lasting. Calling it again changes nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, Lasting):
+            setattr(sys, name, Lasting(stream))

@@ -1,0 +1,44 @@
+"""Files that a user names: a path that makes no sense, a pipe, a device or a huge file is one line instead of a hang.
+
+user_path("~/text")      the path, for anything that may or may not be there
+read_text(path)          the text of a regular file of a sensible size; OSError says what it is instead
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from parallel.errors import BadInput
+
+MOST_BYTES = 64 * 2**20  # of a recipe, an order, a plan, a hostfile: the largest that anybody writes are a few megabytes
+
+
+def user_path(text: str | Path, *, what: str) -> Path:
+    """`~` made a home. Raises BadInput, about `what`, for a path that the system cannot even look up."""
+    try:
+        path = Path(text).expanduser()
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a zero byte
+        said = getattr(error, "strerror", None) or str(error).rstrip(".")
+        shown = str(text) if len(str(text)) <= 80 else f"{str(text)[:60]}... of {len(str(text))} characters"
+        raise BadInput(what, got=f"{shown!r}: {said}", needed="a path that can be looked up", fix="check the spelling") from None
+    return path
+
+
+def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | None = None) -> str:
+    """The UTF-8 text of a regular file. Raises OSError for anything else, such as a pipe, which would wait, or a device without an end."""
+    with open(path, encoding="utf-8", newline=newline, opener=_opened) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(0, "not a regular file", str(path))
+        if about.st_size > most_bytes:
+            raise OSError(0, f"{about.st_size} bytes, more than {most_bytes}", str(path))
+        return file.read()
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer opens at once, and is then seen for what it is

@@ -1,0 +1,74 @@
+"""Output that outlives its reader, and the lock of a run's folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from parallel.errors import BadInput
+from parallel.files import read_text, user_path
+from parallel.lock import HELD, alone_in
+
+
+def test_a_process_outlives_the_reader_of_both_its_streams(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        from moe.launch.streams import outlive_readers
+        outlive_readers()
+        outlive_readers()
+        print("begun", flush=True)
+        sys.stdin.readline()  # the reader is gone by now
+        for _ in range(3):
+            print("x" * 100_000, flush=True)
+            print("y" * 100_000, file=sys.stderr, flush=True)
+        Path(sys.argv[1]).write_text("went on")
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "end")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin and process.stdout and process.stdout.readline() == b"begun\n"
+    process.stdout.close()
+    process.stdin.write(b"go\n")
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0 and (tmp_path / "end").read_text() == "went on"
+
+
+def test_a_folder_is_held_by_one_run_until_that_ends_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HELD, raising=False)
+    out = tmp_path / "run"
+    hold = "import sys; from pathlib import Path; from parallel.lock import alone_in\n"
+    hold += "with alone_in(Path(sys.argv[1])): print(1, flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", hold, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout and other.stdin and other.stdout.readline()
+    with pytest.raises(BadInput, match=f"process {other.pid}"), alone_in(out):
+        pass
+    monkeypatch.setenv(HELD, str(out.resolve()))  # the rank of a parent that holds it
+    with alone_in(out):
+        pass
+    monkeypatch.delenv(HELD)
+    other.kill()
+    other.wait()
+    with alone_in(out), pytest.raises(BadInput, match=f"process {os.getpid()}"), alone_in(out):
+        pass
+
+
+def test_paths_and_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+    for text in ("~nosuchuser/x", "a" * 5000, "a\0b"):
+        with pytest.raises(BadInput, match="a path that can be looked up"):
+            user_path(text, what="data.path")
+    assert user_path(str(tmp_path / "none/of/it"), what="x") == tmp_path / "none/of/it"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(bytes(11))
+    for name, most_bytes in (("pipe", 10), ("large", 10), ("/dev/zero", 10)):
+        with pytest.raises(OSError, match="not a regular file|more than 10"):
+            read_text(tmp_path / name, most_bytes=most_bytes)
+    assert read_text(tmp_path / "large", most_bytes=11) == "\0" * 11
