@@ -42,6 +42,7 @@ CACHED = {
     "parallel/plan/device.py: _product": "likewise",
     "parallel/plan/in_flight.py: _found": "what a schedule of these sizes holds",
     "parallel/plan/layer_time.py: _layer": "seconds follow from the sizes that are its arguments",
+    "parallel/plan/strategies.py: _change": "the cheapest change between two cuts, of both, the bytes and the mesh",
     "parallel/plan/layer_time.py: head_time": "likewise",
     "parallel/plan/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
     "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
