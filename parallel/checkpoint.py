@@ -24,13 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallel.collectives import max_over
+from parallel.collectives import largest
 from parallel.errors import BadInput
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
@@ -91,14 +89,8 @@ def _agreed(world: Axis, work: Callable[[], None]) -> str | None:
         work()
     except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
         problem = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
-    elsewhere = _largest(int(problem is not None), world)  # the rank that failed must ask too: the others wait for it
+    elsewhere = largest(float(problem is not None), world)  # the rank that failed must ask too: the others wait for it
     return problem or ("a failure on another rank" if elsewhere else None)
-
-
-def _largest(value: int, axis: Axis) -> int:
-    """Over all ranks, on the device that their group speaks for."""
-    nccl = axis.size > 1 and dist.get_backend(axis.group) == "nccl"
-    return int(max_over(torch.tensor(value, device="cuda" if nccl else "cpu"), axis))
 
 
 def _make(folder: Path, temporary: Path) -> None:
@@ -108,31 +100,36 @@ def _make(folder: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """In as many files as it takes to have no more than one file's tensors in memory: an engine's states may lie on a disk."""
-    tensors: dict[str, Tensor] = {}
-    entries: list[dict[str, Any]] = []
-    files: dict[str, dict[str, Any]] = {}
-    path, held_bytes = temporary / f"rank-{rank:05d}.safetensors", 0
+Entry = dict[str, Any]  # of a tensor in the manifest
 
-    def write() -> None:
-        save_file(tensors, path)
-        _fsync(path)
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        tensors.clear()
 
+def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Tensor]]]:
+    """What a rank saves, on the host, in as many files as it takes to have no more than one file's tensors in memory: an engine's states
+    may lie on a disk. At least one file."""
+    tensors: list[tuple[Entry, Tensor]] = []
+    held_bytes = 0
     for kind, piece in held:
         if held_bytes >= FILE_BYTES:
-            write()
-            held_bytes = 0
-            path = temporary / f"rank-{rank:05d}-{len(files)}.safetensors"
+            yield tensors
+            tensors, held_bytes = [], 0
         whole = list(piece.tensor.shape) == list(piece.shape)
         key = f"{piece.name}/{kind}" + ("" if whole else "@" + ",".join(map(str, piece.start)))
-        tensors[key] = piece.tensor.detach().cpu().contiguous()
-        held_bytes += tensors[key].nbytes
-        entry = {"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key, "rank": rank}
-        entries.append(entry | {"file": path.name})
-    write()
+        tensor = piece.tensor.detach().cpu().contiguous()
+        tensors.append(({"name": piece.name, "kind": kind, "shape": list(piece.shape), "start": list(piece.start), "key": key}, tensor))
+        held_bytes += tensor.nbytes
+    yield tensors
+
+
+def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+    entries: list[Entry] = []
+    files: dict[str, dict[str, Any]] = {}
+    for number, tensors in enumerate(in_files(held)):
+        path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
+        save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
+        _fsync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
+        tensors.clear()  # before the next file's are gathered
     _write(temporary / f"rank-{rank:05d}.json", json.dumps({"files": files, "tensors": entries}))
 
 
@@ -253,7 +250,7 @@ def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | N
                 continue
             step = number
             break
-    step = _largest(step, world)
+    step = int(largest(step, world))
     if step == _UNREADABLE:
         raise BadInput(
             str(folder),

@@ -74,6 +74,12 @@ def max_over(tensor: Tensor, axis: Axis) -> Tensor:
     return _reduce(tensor, axis, dist.ReduceOp.MAX)
 
 
+def largest(value: float, axis: Axis) -> float:
+    """The largest of the ranks' numbers, sent from the device that their group speaks for: NCCL takes nothing of the host's."""
+    nccl = axis.size > 1 and dist.get_backend(axis.group) == "nccl"
+    return float(max_over(torch.tensor(value, dtype=torch.float64, device="cuda" if nccl else "cpu"), axis).item())
+
+
 def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         count(axis, "all_reduce", tensor)

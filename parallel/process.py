@@ -32,16 +32,18 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`; `local_size` of them are on this machine."""
+    """One process among `size`; `local_size` of them are on this machine. `place`: cpu or cuda; None: a GPU where torch sees one."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    place: str | None = None
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        place = self.place or ("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(place, self.local_rank) if place == "cuda" else torch.device(place)
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:

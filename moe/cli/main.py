@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.cli import verbs
 from moe.cli.flags import check_words
-from moe.cli.verbs import Bench, Combinations, Convert, Doctor, Energy, Generate, Recipes, Report, Show, Simulate, Train, Verify
+from moe.cli.verbs import Bench, Combinations, Convert, Doctor, Energy, Generate, Recipes, Rehearse, Report, Show, Simulate, Train, Verify
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
@@ -198,6 +198,16 @@ def _show_plan(flags: Show, run: Run) -> int:
     return _call("moe.parallelize.shown", run, world=world, rank=rank, json=_text(flags.json), recipe=flags.recipe)
 
 
+def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
+    from moe.recipe.load import load
+
+    run, _ = load(flags.recipe, overrides)
+    if flags.world is None:
+        raise BadInput("--world", got="nothing", needed="how many ranks the run would have", fix="--world 8")
+    given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
+    return _call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=_text(flags.json), **given)
+
+
 def _rows(run: Run, origins: dict[str, str]) -> list[dict[str, Any]]:
     from moe.recipe.load import flat
 
@@ -250,6 +260,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "convert": _convert,
     "show": _show,
     "combinations": _combinations,
+    "rehearse": _rehearse,
     "recipes": _recipes,
     "doctor": _doctor,
 }

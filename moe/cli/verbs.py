@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "convert", "simulate", "energy")
+RECIPE_VERBS = ("train", "show", "rehearse", "convert", "simulate", "energy")
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -205,6 +205,17 @@ class Combinations:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rehearse:
+    """Walk one rank of a world that is not there through build, steps and a save: devices, shapes, memory, collectives; without a GPU."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    world: int | None = _flag(None, "of so many ranks; needed")
+    rank: int | None = _flag(None, "as this rank; 0 by default")
+    device: str | None = _flag(None, "cpu (default), or cuda as if there were a GPU")
+    json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipes:
     """List the recipes by name."""
 
@@ -227,6 +238,7 @@ VERBS: dict[str, type] = {
     "convert": Convert,
     "show": Show,
     "combinations": Combinations,
+    "rehearse": Rehearse,
     "recipes": Recipes,
     "doctor": Doctor,
 }
@@ -271,7 +283,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
         _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
     names = recipe_names()
-    text = mended(script.getvalue(), shell=words[1], words={"train": names, "show": names, "bench": benches})
+    text = mended(script.getvalue(), shell=words[1], words={"train": names, "show": names, "rehearse": names, "bench": benches})
     if least == 2:
         print(text, end="")
     else:

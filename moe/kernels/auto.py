@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels import cpu
+from parallel.supposed import pretended
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 
@@ -30,8 +31,8 @@ def _for_gpu(device: torch.device) -> ModuleType:
 
 
 def kernels_of(tensor: Tensor) -> ModuleType:
-    """The kernels for this tensor. float64, which only checks use, stays with torch operations."""
-    return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 else cpu
+    """The kernels for this tensor. float64, which only checks use, stays with torch operations, and so does what has no values."""
+    return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 and not pretended(tensor) else cpu
 
 
 def _by_device(name: str) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +24,12 @@ from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.noise import gumbel, jittered, noisy_logits
+from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from moe.router.slices import Slices
 from parallel.errors import BadInput
+from parallel.supposed import supposed
 
 # T tokens, D model, E experts, K choices
 
@@ -116,10 +119,14 @@ class Router(nn.Module):
         spec = self.spec
         if self.training and spec.jitter:
             x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
-        logits_TE = linear_fp32(x_TD, self.weight)
+        logits_TE = supposed(linear_fp32(x_TD, self.weight), self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE
-        return logits_TE, noisy_logits(logits_TE, x_TD.float(), self.noise_weight, context.uniform(f"{self.name}.noise", self.num_experts))
+        noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
+        return logits_TE, supposed(noisy_logits(logits_TE, x_TD.float(), self.noise_weight, noise_TE), self._balanced(x_TD))
+
+    def _balanced(self, x_TD: Tensor) -> Callable[[], Tensor]:
+        return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
 
     def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
         """Over whole groups, whoever holds their tokens."""

@@ -53,10 +53,11 @@ def save(
 ) -> Path:
     """Commit a checkpoint of this step. Collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
-    return checkpoint.save(folder, counters.step, _held(engine, mesh), state=state, world=mesh.axis("world"), keep=keep)
+    return checkpoint.save(folder, counters.step, held(engine, mesh), state=state, world=mesh.axis("world"), keep=keep)
 
 
-def _held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
+def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
+    """(kind, piece) of everything that this rank owns of a checkpoint. Collective: an engine may gather what it has cut."""
     for name, layout in engine.layouts.items():
         parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
         if layout.is_owner(mesh):

@@ -37,7 +37,7 @@ from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
 from moe.train.energy_clocks import planned_clocks
-from moe.train.executor import logits_of, start_executor
+from moe.train.executor import Executor, logits_of, start_executor
 from moe.train.generate import sample
 from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
@@ -52,6 +52,7 @@ from parallel.clip import GradientNorm
 from parallel.collectives import max_over, sum_over
 from parallel.errors import BadInput
 from parallel.lock import alone_in
+from parallel.mesh import Mesh
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
 
@@ -118,10 +119,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
         log=say,
     )
     prepare(run, say)
-    with during(WEIGHTS):
-        model, layouts = build(run, mesh, device=world.device)
-    with during(STATES):
-        executor = start_executor(run, model, layouts, mesh)
+    executor = start_model(run, mesh, world)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     if fresh:
         set_aside(out / "checkpoints", world)
@@ -153,6 +151,14 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)
+
+
+def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
+    """The model as this rank holds it, in its engine and with what carries out its passes. Collective."""
+    with during(WEIGHTS):
+        model, layouts = build(run, mesh, device=world.device)
+    with during(STATES):
+        return start_executor(run, model, layouts, mesh)
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:

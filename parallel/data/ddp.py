@@ -128,5 +128,5 @@ def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Te
     buffer = bucket.buffer()
     wide = buffer.float()
     future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
-    done: torch.futures.Future[Tensor] = future.then(lambda f: buffer.copy_(f.value()[0]) if buffer is not wide else f.value()[0])
+    done: torch.futures.Future[Tensor] = future.then(lambda f: (f.wait(), buffer.copy_(wide) if buffer is not wide else wide)[1])
     return done

@@ -18,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from parallel.collectives import max_over
+from parallel.collectives import largest
 from parallel.errors import BadInput
 from parallel.kfac.kfac import Item, Kfac
 from parallel.mesh import Axis
@@ -187,8 +185,8 @@ class Filler:
         record = self._record[: len(self._order)]
         self._record = None
         begun = record[0].start
-        first = -max_over(torch.tensor(-begun, dtype=torch.float64), self.axis).item()
-        last = max_over(torch.tensor(record[-1].end, dtype=torch.float64), self.axis).item()
+        first = -largest(-begun, self.axis)
+        last = largest(record[-1].end, self.axis)
         spans = tuple(Span(took.action, took.start - first, took.end - first) for took in record)
         # a timeline of this rank alone: a short action at its end marks where the last rank is done, so no wait goes on into the next step
         end = Action(Op.U, spans[0].action.stage, version=-1)

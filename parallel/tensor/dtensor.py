@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -77,18 +77,18 @@ class Ranks:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
+        self._meshes: dict[str, DeviceMesh] = {}  # by type of device: one
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
         """What each rank has as one tensor of them all; its gradient, if any, is placed as torch chooses for this placement."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
-        return DTensor.from_local(local, self._device_mesh, [placement], run_check=False)
+        return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)
 
-    @cached_property
-    def _device_mesh(self) -> DeviceMesh:
-        from torch.distributed import get_backend
-
-        return DeviceMesh.from_group(self.axis.group, "cuda" if get_backend(self.axis.group) == "nccl" else "cpu")
+    def _device_mesh(self, kind: str) -> DeviceMesh:
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(self.axis.group, kind)
+        return self._meshes[kind]
 
 
 def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:

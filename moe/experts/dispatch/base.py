@@ -84,12 +84,13 @@ def place_of(
     """
     if placement is None and order is None:
         return expert_TK
-    return _place_of_expert(num_experts, placement, order).to(expert_TK.device)[expert_TK]
+    return torch.tensor(_place_of_expert(num_experts, placement, order), device=expert_TK.device)[expert_TK]
 
 
 @lru_cache
-def _place_of_expert(num_experts: int, placement: tuple[int, ...] | None, order: tuple[int, ...] | None) -> Tensor:
+def _place_of_expert(num_experts: int, placement: tuple[int, ...] | None, order: tuple[int, ...] | None) -> list[int]:
     there, first = placement or range(num_experts), order or range(num_experts)
-    place_E = torch.empty(num_experts, dtype=torch.int64)
-    place_E[torch.tensor([there[place] for place in first])] = torch.arange(num_experts)
+    place_E = [0] * num_experts
+    for number, place in enumerate(first):
+        place_E[there[place]] = number
     return place_E

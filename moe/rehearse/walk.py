@@ -1,0 +1,176 @@
+"""One rank of a run walks through build, two steps and a save, by the trainer's own code, and nothing is computed.
+
+    connect -> build -> engine, executor          parameters
+    step 0                                        gradients; the optimizer's moments are born
+    step 1                                        what every later step does: its collectives are counted, its peak is the run's
+    save                                          each owned tensor gathered and taken to the host; nothing is written
+
+Tokens are zeros in the recipe's shapes, routing is balanced, every other rank is taken to be like this one (parallel/rehearse/).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from moe.data import Dataset
+from moe.data.token_shard import TokenShard
+from moe.parallelize.sequence import shard_of
+from moe.plan.pipeline import continuous
+from moe.recipe.sections import Run
+from moe.records.metrics import Records
+from moe.records.progress import open_progress
+from moe.train import state
+from moe.train.advance import advance
+from moe.train.job import Job
+from moe.train.place import check_precision, settle_precision
+from moe.train.rebalance import Rebalancer
+from moe.train.trainer import start_model
+from parallel import checkpoint, process
+from parallel.communicator import Count
+from parallel.data.engine import Engine
+from parallel.precision import LossScale
+from parallel.process import World
+from parallel.rehearse.ledger import Ledger
+from parallel.rehearse.pretended import Pretended
+from parallel.rehearse.stage import rehearsal
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a rank would hold and send. Bytes are of this rank's device: `held` by kind at the peak of a step, `saved_bytes` those of its
+    part of a checkpoint. `counts` of one step."""
+
+    rank: int
+    world: int
+    device: str
+    build_s: float
+    step_s: float
+    save_s: float
+    built_bytes: int
+    peak_bytes: int
+    held: dict[str, int]
+    counts: dict[tuple[str, str], Count]
+    saved_bytes: int
+    parameters: dict[str, tuple[int, ...]]
+
+
+class _Zeros:
+    """Training sequences of nothing but token 0."""
+
+    def batch(self, step: int, shard: TokenShard) -> npt.NDArray[np.int64]:
+        return np.zeros(shard.shape, np.int64)
+
+
+def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
+    """Of a checked run that is as large as the world; the last step is told of. Of a pipeline that is not drained between batches, a step
+    is as many batches as it has ranks, at least 2.
+
+    Raises BadInput as the run itself would, and Found for what does not fit together.
+    """
+    if continuous(run):
+        run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
+    with rehearsal(world) as pretended:
+        return _walk(run, world, pretended, steps)
+
+
+def open_job(run: Run, world: World) -> Job:
+    """What a rank needs to train, as the trainer opens it, with tokens of nothing and no folder. Collective."""
+    run = settle_precision(run, world)
+    check_precision(run, world)
+    mesh = process.connect(run.mesh_degrees(), world)
+    executor = start_model(run, mesh, world)
+    return Job(
+        run=run,
+        name="rehearsal",
+        out=Path(),
+        world=world,
+        mesh=mesh,
+        executor=executor,
+        data=cast(Dataset, _Data()),
+        shard=shard_of(run, mesh, run.train.global_batch),
+        records=Records(None),
+        progress=open_progress(run.train.steps, recipe="", kind="none"),
+        scale=LossScale.of(run.precision.loss_scale),
+        rebalancer=Rebalancer(run, executor.engine, mesh),
+    )
+
+
+def take_step(job: Job) -> None:
+    """The next step, or the next few of a pipeline that is not drained. Its collectives alone are counted. Collective."""
+    job.mesh.communicator.reset_counts()
+    made = advance(job, lambda: False)
+    job.counters.step += len(made)
+    job.counters.updates += len(made)
+
+
+def _walk(run: Run, world: World, pretended: Pretended, steps: int) -> Walked:
+    ledger, started = pretended.ledger, time.perf_counter()
+    job = open_job(run, world)
+    engine, built_s = job.engine, time.perf_counter() - started
+    ledger.name("parameters", (local(parameter) for parameter in engine.module.parameters()))
+    built, built_at = ledger.now, ledger.mark()
+    with mock.patch.object(engine, "step", _naming(engine, ledger, built_at)):
+        for _ in range(steps):
+            started = time.perf_counter()
+            ledger.begin()
+            take_step(job)
+    step_s, counts = time.perf_counter() - started, job.mesh.communicator.counts()
+    held, most = ledger.at_peak(), ledger.most
+    started, saved = time.perf_counter(), 0
+    for tensors in checkpoint.in_files(state.held(engine, job.mesh)):
+        saved += sum(tensor.nbytes for _, tensor in tensors)
+    return Walked(
+        rank=world.rank,
+        world=world.size,
+        device=str(world.device),
+        build_s=built_s,
+        step_s=step_s,
+        save_s=time.perf_counter() - started,
+        built_bytes=built,
+        peak_bytes=most,
+        held=held,
+        counts=counts,
+        saved_bytes=saved,
+        parameters={name: tuple(local(p).shape) for name, p in engine.module.named_parameters()},
+    )
+
+
+@dataclass(frozen=True)
+class _Data:
+    train: _Zeros = _Zeros()
+
+
+def _naming(engine: Engine, ledger: Ledger, built: int) -> Callable[[float], None]:
+    """The engine's step, around which it is seen what gradients are, and what stays for the next one."""
+    step = engine.step
+
+    def named(lr: float) -> None:
+        ledger.name("gradients", _gradients(engine))
+        ledger.name_alive("optimizer", before=built)  # what an engine has made with the model, and no parameter or gradient lies in
+        now = ledger.mark()
+        step(lr)
+        ledger.name_alive("optimizer", since=now)
+
+    return named
+
+
+def _gradients(engine: Engine) -> Iterator[Tensor]:
+    yield from (gradient for _, gradient in engine.owned_gradients())
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            yield local(parameter.grad)
+
+
+def local(tensor: Any) -> Tensor:
+    """What is here of a tensor that torch's FSDP has cut."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

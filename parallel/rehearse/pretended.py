@@ -1,0 +1,253 @@
+"""Tensors that have a shape, a dtype and a device, and no values, but for those whose values follow from what is known.
+
+    weight [4096, 16384] on cuda:0      a fake tensor of torch: no memory, any device; every operator checks shapes, dtypes and devices
+    tokens, counts, routing             fake too, with their real values beside them on the CPU: what an operator makes of known values
+                                        alone is computed, so `.tolist()`, uneven splits and capacities come out as they would
+    a sum of losses                     unknown: where a number is read off it, it is 0
+
+Collectives go nowhere. All ranks are taken to be like this one: a sum is this rank's value times the ranks, a gather its value again and
+again, and an exchange brings from each rank what this one has for its own place. With balanced routing that is what would come.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from parallel.rehearse.ledger import Ledger
+
+MADE_ELEMENTS = 64  # floats made of nothing (zeros, empty) are known up to here: counters are, weights and states are not
+KNOWN_ELEMENTS = 2**24  # and whatever follows from known values, up to here
+
+_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operators whose result depends on values
+_ENGINE = "torch/autograd/graph.py"  # the innermost Python while autograd's engine runs no function of ours
+_BETWEEN = (
+    "rehearse/pretended.py",
+    "torch/_ops.py",
+    "torch/utils/_stats.py",
+    "torch/_compile.py",
+    "_dynamo/eval_frame.py",
+    "fake_tensor.py",
+)
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+
+
+class Found(RuntimeError):
+    """What a rehearsal finds wrong: the message is one line that names file and line."""
+
+
+class Pretended(FakeTensorMode):
+    """While it is entered, whatever torch computes is pretended. Collectives take tensors on `device` alone; `ledger`: bytes held."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.device, self.ledger = device, Ledger(device)
+        self.of_reducer = False  # while DDP's reducer makes its buckets: its C++ reads and writes the numbers that it makes
+
+    # --- values -------------------------------------------------------------------------------------------------------
+
+    def suppose(self, tensor: Tensor, values: Callable[[], Tensor]) -> Tensor:
+        """From now on the tensor has these values, which are of its shape and computed on the CPU."""
+        with _disable_current_modes():
+            real = values().to(tensor.dtype)
+        assert tensor.shape == real.shape, (tensor.shape, real.shape)
+        tensor._known = real  # type: ignore[attr-defined]
+        return tensor
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """Its values on the CPU, if they are known."""
+        if not isinstance(tensor, FakeTensor):
+            return None if tensor.is_meta else tensor  # a real one, which meets fake ones
+        values: Tensor | None = getattr(tensor, "_known", None)
+        return None if values is None or self.ledger.is_spoiled(tensor) else values
+
+    def dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """One operator, forward, backward or of C++."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return _device_in_cpp(args[0])
+        if func.namespace == "prim" or func._opname in ("size", "stride", "storage_offset", "is_coalesced", "dense_dim", "sparse_dim"):
+            return super().dispatch(func, types, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(type(tensor) in _PLAIN for tensor in tensors):
+            return NotImplemented  # a DTensor, which asks again with what it holds here
+        if func.namespace == "c10d":
+            return self._collective(func, args, tensors)
+        if self.of_reducer and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if tensors or not kwargs.get("dtype", torch.float32).is_floating_point:
+                with _disable_current_modes():
+                    return func(*args, **kwargs)
+            kwargs = kwargs | {"device": self.device}
+        if _is_of_meta(tensors, kwargs):
+            with _disable_current_modes():  # as in a run: a model is laid out there before it has values
+                return func(*args, **kwargs)
+        if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
+            kwargs = kwargs | {"device": self.device}  # autograd's C++: zeros for a gradient that nobody gave, or one cast back
+        values = [self.known(tensor) for tensor in tensors]
+        everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
+        if func is torch.ops.aten.index.Tensor:  # of what is not known too: how many rows there are, masks alone decide
+            args = (args[0], self._places(args[1]))
+        elif _READS & set(func.tags):
+            return self._read(func, args, kwargs, tensors, everything)
+        try:
+            out = super().dispatch(func, types, args, kwargs)
+        except RuntimeError as error:
+            raise Found(f"{where()}: {func._opname}: {_first_line(error)}") from error
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        for tensor in made:
+            self.ledger.see(tensor)
+        if everything and _is_small(
+            made, of_nothing=not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
+        ):
+            self._compute(func, args, kwargs, made)
+        else:
+            self._forget_written(func, args, kwargs)
+        return out
+
+    def _read(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], everything: bool) -> Any:
+        """An operator whose result depends on values: a number, or a tensor of as many rows as there are of something."""
+        if everything:
+            with _disable_current_modes():
+                real = func(*self._real(args), **self._real(kwargs))
+            return tree_map(lambda leaf: self._pretend(leaf, tensors[0].device) if isinstance(leaf, Tensor) else leaf, real)
+        if func._opname == "_local_scalar_dense" and tensors[0].is_floating_point():
+            return 0.0
+        raise Found(f"{where()}: {func._opname} of values that a rehearsal cannot know")
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same indices, masks of known values as the places where they are true."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            mask = self.known(index)
+            if mask is None:
+                raise Found(f"{where()}: rows by a mask that a rehearsal cannot know")
+            with _disable_current_modes():
+                places = mask.nonzero(as_tuple=True)
+            found += [self._pretend(at, index.device) for at in places]
+        return found
+
+    def _pretend(self, values: Tensor, device: torch.device) -> Tensor:
+        with self:
+            made = torch.empty(values.shape, dtype=values.dtype, device=device)
+        return self.suppose(made, lambda: values)
+
+    def _real(self, value: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.known(leaf)
+            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+        return tree_map(one, value)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> None:
+        """The values too; what is written into, and every view of it, changes with them."""
+        with _disable_current_modes():
+            real = func(*self._real(args), **self._real(kwargs))
+        for tensor, values in zip(made, (leaf for leaf in tree_leaves(real) if isinstance(leaf, Tensor)), strict=True):
+            tensor._known = values  # type: ignore[attr-defined]
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                self.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, FakeTensor))
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """Something unknown was written into them."""
+        for tensor in tensors:
+            if hasattr(tensor, "_known"):
+                self.ledger.spoil(tensor)
+
+    # --- collectives --------------------------------------------------------------------------------------------------
+
+    def _collective(self, func: Any, args: Any, tensors: Sequence[Tensor]) -> Any:
+        """Nothing is sent; what would come is known where all that is sent is."""
+        name = func._opname
+        for tensor in tensors if name != "barrier" and not self.of_reducer else ():
+            if tensor.device.type != self.device.type:
+                raise Found(f"{where()}: {name.strip('_')} of a tensor on {tensor.device}, and ranks speak by {self.device.type} alone")
+        work = FakeWork().boxed()
+        group = next(
+            (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None
+        )
+        with _disable_current_modes():
+            came = self._coming(name, args, group)
+        if name not in ("send", "barrier"):
+            self._arrive(tree_leaves(args[0]), came)
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+    def _coming(self, name: str, args: Any, group: Any) -> Tensor | None:
+        """What would come from ranks that are like this one, where it is known."""
+        if name == "allreduce_" and len(args[0]) == 1 and (values := self.known(args[0][0])) is not None:
+            return values * group.size() if int(args[2].op()) == _SUM else values
+        if name not in ("_allgather_base_", "alltoall_base_") or (values := self.known(args[1])) is None:
+            return None
+        if name == "alltoall_base_":
+            values = (values.split(args[4]) if args[4] else values.chunk(group.size()))[group.rank()]
+        return torch.cat([values] * group.size())
+
+    def _arrive(self, into: Sequence[Tensor], came: Tensor | None) -> None:
+        if came is None or self.ledger.is_spoiled(into[0]) or came.numel() != into[0].numel():
+            self.forget(into)
+            return
+        values = self.known(into[0])
+        with _disable_current_modes():
+            if values is not None:
+                values.copy_(came.view(values.shape))
+            else:
+                into[0]._known = came.view(into[0].shape)  # type: ignore[attr-defined]
+
+
+def where() -> str:
+    """File, line and function of who called torch: the innermost that is neither torch's nor the rehearsal's."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH, _HERE, "<")):
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return "torch"
+
+
+def _asked_by() -> str:
+    """The file whose Python called the operator, or called into the C++ that did."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _device_in_cpp(tensor: Any) -> torch.device:
+    """What torch's C++ is told: the CPU in the place of any accelerator, whose code may not be there. Python sees `tensor.device`."""
+    if tensor.fake_mode.in_kernel_invocation or tensor.fake_device.type == "meta":
+        return torch.device("meta")
+    return torch.device("cpu")
+
+
+def _is_of_meta(tensors: Sequence[Tensor], kwargs: Any) -> bool:
+    """Whether an operator has to do with torch's meta device alone."""
+    device = kwargs.get("device")
+    if not tensors or device is not None:
+        return device is not None and torch.device(device).type == "meta"
+    return all(not isinstance(tensor, FakeTensor) and tensor.is_meta for tensor in tensors)
+
+
+def _is_small(tensors: Sequence[Tensor], *, of_nothing: bool) -> bool:
+    return all(t.numel() <= (MADE_ELEMENTS if of_nothing and t.is_floating_point() else KNOWN_ELEMENTS) for t in tensors)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,210 @@
+"""A rehearsal is the run without its numbers: what it counts and holds is what real ranks count and hold, and what is wrong it names.
+
+The plain twin of a rank of a world that is not there: a world of two to four gloo ranks that is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.bench.alive import Alive
+from moe.checks.together import check_run
+from moe.cli.main import main
+from moe.nn import attention
+from moe.recipe.sections import Run
+from moe.rehearse.rehearse import carried
+from moe.rehearse.walk import Walked, open_job, take_step, walk
+from moe.router.rehearsed import balanced_logits
+from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
+from parallel.errors import BadInput
+from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.process import World
+from parallel.rehearse.pretended import Found
+from tests.support.ranks import run_on_ranks
+
+
+def run_of(case: Case) -> Run:
+    run = check_run(case.run(), case.world)
+    run, _ = carried(run)
+    return run.model_copy(update={"experts": run.experts.model_copy(update={"kernels": "auto"})})
+
+
+def rehearsed(case: Case, *, rank: int, device: str = "cpu") -> Walked:
+    return walk(run_of(case), World(rank, case.world, place=device))
+
+
+def staged(schedule: str, model: str = "gshard", kind: str = "ddp") -> Case:
+    """Two stages, two replicas of each; as many micro-batches as the schedule needs."""
+    least = {"zb_h2": 3, "dualpipe_v": 4}.get(schedule, 4)
+    microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(6) if m >= least and m % 2 == 0)
+    layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
+    return Case(model, kind, 4, 2 if model != "dense" else 1, microbatches, "fp32", pp=2, schedule=schedule, layers=layers)
+
+
+# --- what real ranks count and hold -----------------------------------------------------------------------------------
+
+REAL = [
+    Case("dense", "ddp", 2, 1, 3, "fp32"),
+    Case("dense", "fsdp", 2, 1, 1, "bf16", "full"),
+    Case("dense", "ddp", 4, 1, 1, "fp32", tp=2, tensor="sliced"),
+    Case("dense", "ddp", 2, 1, 1, "fp32", sp=2, length=SLICED),
+    replace(staged("1f1b", "dense"), precision="bf16"),
+    Case("gshard", "ddp", 2, 2, 1, "fp32"),
+]
+
+
+def real(rank: int, world: int, run: Run) -> tuple[dict[str, list[int]], int]:
+    """Counts of the second step, and the most bytes of tensors in it."""
+    with Alive() as alive:
+        job = open_job(run, World(rank, world, place="cpu"))
+        for _ in range(2):
+            alive.most = alive.now
+            take_step(job)
+    return {" ".join(key): [c.calls, c.bytes, c.sent] for key, c in job.mesh.communicator.counts().items()}, alive.most
+
+
+@pytest.mark.parametrize("case", REAL, ids=lambda case: f"{case.layout} {case.kind}")
+def test_counts_and_peak_are_those_of_real_ranks(case: Case) -> None:
+    rank = case.world // 2
+    counts, most = run_on_ranks(real, case.world, case.world, run_of(case))[rank]
+    walked = rehearsed(case, rank=rank)
+    found = {" ".join(key): [c.calls, c.bytes, c.sent] for key, c in walked.counts.items()}
+    if case.ep > 1:  # how many rows travel is the routing's; how often they do is not
+        rows, pretended = counts.pop("ep all_to_all"), found.pop("ep all_to_all")
+        assert rows[0] == pretended[0] and abs(rows[1] / pretended[1] - 1) < 0.3
+    assert found == counts
+    if case.kind == "ddp" and case.ep == 1:
+        assert walked.peak_bytes == pytest.approx(most, rel=0.05)
+    assert sum(walked.held.values()) == walked.peak_bytes
+
+
+def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
+    """DDP in fp32: 4 bytes of weight and of gradient and 8 of moments a parameter, in a world of any size."""
+    case = replace(Case("dense", "ddp", 6, 1, 1, "fp32"), batch=12)
+    walked = rehearsed(case, rank=3)
+    elements = sum(torch.Size(shape).numel() for shape in walked.parameters.values())
+    assert walked.held["parameters"] == 4 * elements
+    assert walked.held["gradients"] == 4 * elements
+    assert 8 * elements <= walked.held["optimizer"] <= 8 * elements + 8 * len(walked.parameters)
+    assert walked.saved_bytes == 0 and rehearsed(case, rank=0).saved_bytes == 12 * elements
+
+
+# --- every engine, schedule and kind, on both devices -----------------------------------------------------------------
+
+plain = Case("dense", "ddp", 4, 1, 1, "fp32")
+sparse = Case("deepseek", "ddp", 4, 4, 1, "fp32")
+EVERY = {
+    "ddp": Case("gshard", "ddp", 4, 2, 3, "bf16", "selective"),
+    "fsdp": Case("gshard", "fsdp", 2, 2, 1, "bf16", "full"),
+    "zero3": Case("dense", "zero3", 2, 1, 1, "fp32"),
+    "fp16": Case("dense", "ddp", 8, 1, 1, "fp16", "full", batch=24),
+    "tiles": Case("gshard", "fsdp", 2, 2, 1, "fp32", tiles=5, head_tiles=3, chunks=7),
+    **{schedule: staged(schedule, "gshard" if schedule in ("chimera", "zb_h1") else "dense") for schedule in SCHEDULES},
+    "1f1b fsdp": staged("1f1b", kind="fsdp"),
+    **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
+    **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in GRIDS.items()},
+    "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
+    "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
+    "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
+    **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in ATTENTION},
+    **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in ROWS},
+    **{f"etp {rows}": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows=rows) for rows in ("all_to_all", "all_gather")},
+    **{router: Case(router, "ddp", 4, 2, 1, "fp32") for router in ("expert_choice", "noisy_top_k", "sinkhorn", "packed")},
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_kind_goes_through_on_a_gpu_that_is_not_there(name: str) -> None:
+    case = EVERY[name]
+    walked = walk(run_of(case), World(case.world // 2, case.world, place="cuda"), steps=1)
+    assert walked.device == "cuda:0" and walked.peak_bytes >= walked.built_bytes > 0 and walked.saved_bytes >= 0
+
+
+@pytest.mark.parametrize("name", ["zero3", "chimera", "2d", "hierarchical"])
+def test_kinds_go_through_on_cpu(name: str) -> None:
+    case = EVERY[name]
+    assert walk(run_of(case), World(1, case.world, place="cpu"), steps=1).peak_bytes > 0
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+def test_a_world_of_any_size_costs_one_process(world: int) -> None:
+    case = Case("gshard", "fsdp", world, 4, 1, "bf16", pp=2, layers=3, batch=world // 2)
+    walked = rehearsed(case, rank=world // 2 + 3, device="cuda")
+    assert walked.counts["world", "all_reduce"].calls >= 1 and walked.counts["dp", "all_gather"].bytes > 0
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "experts", "choices"), [(12, 6, 2), (7, 4, 1), (40, 16, 6)])
+def test_balanced_logits_choose_every_expert_equally_often(tokens: int, experts: int, choices: int) -> None:
+    logits_TE = balanced_logits(tokens, num_experts=experts, num_choices=choices)
+    counts = torch.bincount(logits_TE.topk(choices).indices.flatten(), minlength=experts)
+    assert int(counts.sum()) == tokens * choices and int(counts.max() - counts.min()) <= 1
+
+
+# --- what is wrong is named -------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotate = attention.rotate
+
+    def wrong(x_BHLC: torch.Tensor, position_L: torch.Tensor) -> torch.Tensor:
+        return rotate(x_BHLC, position_L) + torch.zeros(x_BHLC.shape)  # the host's, where there is a GPU
+
+    monkeypatch.setattr(attention, "rotate", wrong)
+    case = Case("dense", "ddp", 2, 1, 1, "fp32")
+    rehearsed(case, rank=1)
+    with pytest.raises(Found, match=rf"{Path(__file__).name}:\d+ in wrong: add: Expected all tensors to be on the same device"):
+        rehearsed(case, rank=1, device="cuda")
+
+
+def test_a_collective_of_a_host_tensor_is_found() -> None:
+    from parallel import collectives
+    from parallel.mesh import Degrees
+    from parallel.process import connect
+    from parallel.rehearse.stage import rehearsal
+
+    world = World(3, 8, place="cuda")
+    with rehearsal(world), pytest.raises(Found, match=r"collectives\.py:\d+ in .*allreduce of a tensor on cpu"):
+        collectives.sum_over(torch.zeros(3), connect(Degrees(dp=8), world).axis("dp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--world 4 --rank 4", "--rank: got 4, needed 0 to 3 in a world of 4; fix: --rank 2"),
+        ("--world 0", "--world: got 0"),
+        ("", "--world: got nothing"),
+        ("--world 4 --device tpu", "--device: got tpu, needed one of cpu, cuda; fix: --device cuda"),
+        ("--world 6 --degrees.tp 4", "degrees"),
+        ("--world 1 --sharding.kind dp --sharding.replicas 2", "sharding.kind: got dp, whose replicas are threads"),
+        ("--world 4 --sharding.kind zero --sharding.stage 2 --sharding.offload.optimizer cpu", "sharding.offload: got DeepSpeed's offload"),
+    ],
+)
+def test_bad_input_is_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", "switch_tiny", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"error: {line}") and "; fix: " in said
+
+
+def test_the_verb_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rehearsal.json"
+    words = ["--world", "8", "--rank", "5", "--device", "cuda", "--degrees.ep", "4", "--model.num_layers", "2", "--train.global_batch", "8"]
+    assert main(["rehearse", "switch_tiny", *words, "--json", str(path)]) == 0
+    written: dict[str, Any] = json.loads(path.read_text())
+    (row,) = written["rows"]
+    assert (row["rank"], row["world"], written["failed"]) == (5, 8, 0)
+    assert f"{row['peak_bytes']:,} bytes" in capsys.readouterr().out
+    assert {"axis", "collective", "calls", "bytes", "sent"} == set(row["collectives"][0])
+
+
+def test_a_refused_layout_is_refused_as_the_run_would_be() -> None:
+    with pytest.raises(BadInput, match="ep"):
+        check_run(replace(Case("gshard", "ddp", 4, 2, 1, "fp32"), ep=3).run(), 4)
