@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "rehearse", "convert", "simulate", "energy")
+RECIPE_VERBS = ("train", "show", "convert", "rehearse", "simulate", "energy")
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (

@@ -128,5 +128,10 @@ def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Te
     buffer = bucket.buffer()
     wide = buffer.float()
     future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
-    done: torch.futures.Future[Tensor] = future.then(lambda f: (f.wait(), buffer.copy_(wide) if buffer is not wide else wide)[1])
+
+    def summed(arrived: torch.futures.Future[Any]) -> Tensor:
+        arrived.wait()  # raises what went wrong; the sum is in place
+        return wide if buffer is wide else buffer.copy_(wide)
+
+    done: torch.futures.Future[Tensor] = future.then(summed)
     return done

@@ -106,7 +106,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
     assert all(known(table) == known(offered) for table in tables) and set(offered) == set(verbs.VERBS)
     for verb, spec in offered.items():
         words = [option["flags"][-1] for option in spec["options"] if not option["flags"][-1].startswith("-")]
-        assert words == (recipe_names() if verb in ("train", "show") else cli.bench_names() if verb == "bench" else [])
+        assert words == (recipe_names() if verb in ("train", "show", "rehearse") else cli.bench_names() if verb == "bench" else [])
         needed = ["dense_tiny", "to"][: sum(f.default is dataclasses.MISSING for f in dataclasses.fields(verbs.VERBS[verb]))]
         for option in spec["options"]:
             flag = option["flags"][-1]
