@@ -19,7 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from moe.cli import verbs
 from moe.cli.flags import check_words
-from moe.cli.verbs import Bench, Combinations, Convert, Doctor, Energy, Generate, Recipes, Rehearse, Report, Show, Simulate, Train, Verify
+from moe.cli.verbs import (
+    Bench,
+    Combinations,
+    Convert,
+    Doctor,
+    Energy,
+    Generate,
+    Plan,
+    Recipes,
+    Rehearse,
+    Report,
+    Show,
+    Simulate,
+    Train,
+    Verify,
+)
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
@@ -134,6 +149,15 @@ def _arguments_of_main(module: Path) -> list[str]:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
             return [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
     return []
+
+
+def _plan(flags: Plan, overrides: dict[str, str]) -> int:
+    if flags.cluster is None:
+        from parallel.plan.cluster import cluster_names
+
+        raise BadInput("--cluster", got="nothing", needed=f"one of {', '.join(cluster_names())}, or a file", fix="--cluster a100-80-8x4")
+    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "recipe"}
+    return _call("moe.cli.plan", flags.recipe, overrides=overrides, **given)
 
 
 def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:
@@ -255,6 +279,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "generate": _generate,
     "report": _report,
     "bench": _bench,
+    "plan": _plan,
     "simulate": _simulate,
     "energy": _energy,
     "convert": _convert,

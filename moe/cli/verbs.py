@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "convert", "rehearse", "simulate", "energy")
+RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy")
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -109,6 +109,20 @@ class Bench:
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
     tables: Path | None = _flag(None, "of planner: a folder of measured runs")
     json: Path | None = _flag(None, "also write the table as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Choose how a recipe is trained on a cluster, by predicted memory and time, without a device; say why the others were not chosen."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    cluster: str | None = _flag(None, "a shipped cluster, as h100-8 or h100-8x4 for 4 nodes, or a YAML file; needed")
+    top: int = _flag(10, "plans to print")
+    exhaustive: bool = _flag(False, "try every choice for every way to cut the ranks, not only for the fastest ways")
+    search: Literal["enumerate", "alpa", "flexflow"] = _flag("enumerate", "try all plans; or search on the graph of the recipe's operators")
+    explain: bool = _flag(False, "first walk through the guide that chooses a strategy, with this recipe's numbers")
+    out: Path | None = _flag(None, "also write the best plan as a recipe, *.yaml")
+    json: Path | None = _flag(None, "also write what was chosen, ranked and refused as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +247,7 @@ VERBS: dict[str, type] = {
     "generate": Generate,
     "report": Report,
     "bench": Bench,
+    "plan": Plan,
     "simulate": Simulate,
     "energy": Energy,
     "convert": Convert,
@@ -283,7 +298,8 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
         _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
     names = recipe_names()
-    text = mended(script.getvalue(), shell=words[1], words={"train": names, "show": names, "rehearse": names, "bench": benches})
+    named = {verb: names for verb in ("train", "show", "plan", "rehearse")}
+    text = mended(script.getvalue(), shell=words[1], words={**named, "bench": benches})
     if least == 2:
         print(text, end="")
     else:

@@ -29,6 +29,7 @@ from parallel.plan.program import OWN, Program
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
 ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
 ADAM_BYTES = 26  # per element: two moments and the master copy read and written, parameters written; the gradient is read twice more
+STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
 ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
 
 
@@ -267,7 +268,16 @@ def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ..
     """By the simulator. Times are rounded to a thousandth of the longest, so that similar plans share a simulation."""
     unit = max(max(forward), max(backward)) / 1000
     rounded = [tuple(round(x / unit) for x in times) for times in (forward, backward, weights)]
-    return _makespan(plan.schedule, plan.pp, plan.microbatches, plan.chunks, *rounded, round(sent / unit)) * unit
+    p, m = plan.pp, plan.microbatches
+
+    def makespan(microbatches: int) -> float:
+        return _makespan(plan.schedule, p, microbatches, plan.chunks, *rounded, round(sent / unit)) * unit
+
+    few = STEADY * p + m % p
+    if m <= few + p:
+        return makespan(m)
+    first = makespan(few)
+    return first + (makespan(few + p) - first) * (m - few) / p
 
 
 @lru_cache(maxsize=5_000)

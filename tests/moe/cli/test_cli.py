@@ -106,7 +106,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
     assert all(known(table) == known(offered) for table in tables) and set(offered) == set(verbs.VERBS)
     for verb, spec in offered.items():
         words = [option["flags"][-1] for option in spec["options"] if not option["flags"][-1].startswith("-")]
-        assert words == (recipe_names() if verb in ("train", "show", "rehearse") else cli.bench_names() if verb == "bench" else [])
+        assert words == (recipe_names() if verb in ("train", "show", "plan", "rehearse") else cli.bench_names() if verb == "bench" else [])
         needed = ["dense_tiny", "to"][: sum(f.default is dataclasses.MISSING for f in dataclasses.fields(verbs.VERBS[verb]))]
         for option in spec["options"]:
             flag = option["flags"][-1]
@@ -239,7 +239,15 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     assert list(launch.parse(["switch_tiny", *words]).allow_changes) == allowed
     assert cli.main(["train", "switch_tiny", "--nproc", "2", *words]) == 1
     assert launched.pop()[2]["allow_changes"] == allowed
-    flags = {"nproc": 2, "launcher": "deepspeed", "out": None, "fresh": False, "hostfile": None, "debug_collectives": False}
+    flags = {
+        "nproc": 2,
+        "launcher": "deepspeed",
+        "out": None,
+        "fresh": False,
+        "hostfile": None,
+        "debug_collectives": False,
+        "grace_s": 600.0,
+    }
     flags |= {"allow_changes": []}
     assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})
     assert launched == [

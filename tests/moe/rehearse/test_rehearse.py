@@ -21,7 +21,7 @@ from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
 from moe.router.rehearsed import balanced_logits
-from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case
+from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.process import World
@@ -39,11 +39,12 @@ def rehearsed(case: Case, *, rank: int, device: str = "cpu") -> Walked:
     return walk(run_of(case), World(rank, case.world, place=device))
 
 
-def staged(schedule: str, model: str = "dense", kind: str = "ddp", world: int = 2) -> Case:
-    """Two stages; as many micro-batches as the schedule needs."""
+def staged(schedule: str, model: str = "gshard", kind: str = "ddp") -> Case:
+    """Two stages, two replicas of each; as many micro-batches as the schedule needs."""
+    least = {"zb_h2": 3, "dualpipe_v": 4}.get(schedule, 4)
+    microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(6) if m >= least and m % 2 == 0)
     layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
-    microbatches = 1 if schedule == "pipedream" else 4 if world == 2 else 6
-    return Case(model, kind, world, 1 if model == "dense" else world // 2, microbatches, "fp32", pp=2, schedule=schedule, layers=layers)
+    return Case(model, kind, 4, 2 if model != "dense" else 1, microbatches, "fp32", pp=2, schedule=schedule, layers=layers)
 
 
 # --- what real ranks count and hold -----------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ REAL = [
     Case("dense", "fsdp", 2, 1, 1, "bf16", "full"),
     Case("dense", "ddp", 4, 1, 1, "fp32", tp=2, tensor="sliced"),
     Case("dense", "ddp", 2, 1, 1, "fp32", sp=2, length=SLICED),
-    replace(staged("1f1b", world=4), precision="bf16"),
+    replace(staged("1f1b", "dense"), precision="bf16"),
     Case("gshard", "ddp", 2, 2, 1, "fp32"),
 ]
 
@@ -100,15 +101,17 @@ plain = Case("dense", "ddp", 4, 1, 1, "fp32")
 sparse = Case("deepseek", "ddp", 4, 4, 1, "fp32")
 EVERY = {
     "ddp": Case("gshard", "ddp", 4, 2, 3, "bf16", "selective"),
+    "fsdp": Case("gshard", "fsdp", 2, 2, 1, "bf16", "full"),
     "zero3": Case("dense", "zero3", 2, 1, 1, "fp32"),
     "fp16": Case("dense", "ddp", 8, 1, 1, "fp16", "full", batch=24),
-    "fsdp": Case("gshard", "fsdp", 2, 2, 1, "bf16", tiles=5, head_tiles=3, chunks=7),
+    "tiles": Case("gshard", "fsdp", 2, 2, 1, "fp32", tiles=5, head_tiles=3, chunks=7),
     **{schedule: staged(schedule, "gshard" if schedule in ("chimera", "zb_h1") else "dense") for schedule in SCHEDULES},
-    "1f1b fsdp": staged("1f1b", "gshard", "fsdp", world=4),
+    "1f1b fsdp": staged("1f1b", kind="fsdp"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
     **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in GRIDS.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
     "zigzag gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", sp=2, length=SLICED),
+    "1d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=2, tensor="1d"),
     **{way: replace(plain, sp=4 if way == "heads2" else 2, attention=way, length=SLICED, recompute="full") for way in ATTENTION},
     **{rows: replace(sparse, rows=rows, ep=2 if rows == "overlapped" else 4) for rows in ROWS},
     **{f"etp {rows}": Case("gshard", "ddp", 4, 2, 1, "fp32", etp=2, rows=rows) for rows in ("all_to_all", "all_gather")},
@@ -123,14 +126,14 @@ def test_every_kind_goes_through_on_a_gpu_that_is_not_there(name: str) -> None:
     assert walked.device == "cuda:0" and walked.peak_bytes >= walked.built_bytes > 0 and walked.saved_bytes >= 0
 
 
-@pytest.mark.parametrize("name", ["chimera", "2d", "hierarchical"])
+@pytest.mark.parametrize("name", ["zero3", "chimera", "2d", "hierarchical"])
 def test_kinds_go_through_on_cpu(name: str) -> None:
     case = EVERY[name]
     assert walk(run_of(case), World(1, case.world, place="cpu"), steps=1).peak_bytes > 0
 
 
-def test_a_world_of_a_thousand_ranks_costs_one_process() -> None:
-    world = 1024
+@pytest.mark.parametrize("world", [8, 1024])
+def test_a_world_of_any_size_costs_one_process(world: int) -> None:
     case = Case("gshard", "fsdp", world, 4, 1, "bf16", pp=2, layers=3, batch=world // 2)
     walked = rehearsed(case, rank=world // 2 + 3, device="cuda")
     assert walked.counts["world", "all_reduce"].calls >= 1 and walked.counts["dp", "all_gather"].bytes > 0

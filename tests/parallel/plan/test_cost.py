@@ -66,6 +66,23 @@ def test_other_schedules_take_what_the_simulator_says(schedule: str) -> None:
     assert ideal <= got * (1 + 1e-9) and got <= ideal + 3 * 12 + 1e-9  # no less than the work, no more than 1F1B's bubble
 
 
+@pytest.mark.parametrize(("schedule", "chunks", "off"), [("zb_h1", 1, 1e-9), ("zb_v", 2, 1e-9), ("chimera", 1, 1e-9), ("zb_h2", 1, 0.02)])
+def test_long_steps_are_short_ones_and_rounds_that_repeat(schedule: str, chunks: int, off: float) -> None:
+    """With unequal stages and times; zb_h2, whose ranks run far ahead, settles late."""
+    draw = random.Random(5)
+    for _ in range(6):
+        p = draw.choice([2, 4])
+        m = p * draw.randint(6, 10)
+        forward = [float(draw.randint(700, 1000)) for _ in range(p)]
+        backward = [2.0 * f for f in forward]
+        plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=chunks)
+        made = make_schedule(schedule, ranks=p, microbatches=m)
+        of = [made.homes[stage][0] for stage in range(made.num_stages)]
+        times = [[values[r] / chunks for r in of] for values in (forward, backward)]
+        whole = simulate(made, costs(*times, weight_share=0.5)).makespan
+        assert pipeline_time(plan, forward, backward, forward) == pytest.approx(whole, rel=off + 2e-3)  # times are rounded to 1/1000
+
+
 def test_parts_add_up_and_none_is_negative() -> None:
     for network in (DENSE, SPARSE):
         for plan in (

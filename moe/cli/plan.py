@@ -1,0 +1,176 @@
+"""`moe plan RECIPE --cluster NAME`: chooses degrees, engine, schedule, micro-batch and recomputation by predicted memory and time.
+
+moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
+moe plan dense_8b --cluster a100-80-8 --explain                        the guide, with this recipe's own numbers
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe.checks.together import check_run
+from moe.launch import exit_codes
+from moe.plan.job import network_of, plan_of
+from moe.plan.planned import Planned, guided, planned
+from moe.recipe.load import RECIPES, flat, load
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.candidates import Space
+from parallel.plan.choose import Found, Ranked, described
+from parallel.plan.cluster import Cluster, load_cluster
+from parallel.plan.cost import step_time
+from parallel.plan.job import Plan
+from parallel.plan.memory import peak
+
+_SECONDS, _GIB = "seconds", 2**30
+
+
+def main(
+    recipe: str,
+    *,
+    overrides: dict[str, str] | None = None,
+    cluster: str,
+    top: int = 10,
+    exhaustive: bool = False,
+    explain: bool = False,
+    search: str = "enumerate",
+    out: Path | None = None,
+    json: Path | None = None,
+) -> int:
+    """Print the ranking, the best plan's parts and why it leads; write its recipe. Raises BadInput where nothing fits."""
+    if top < 1:
+        raise BadInput("--top", got=top, needed="at least 1", fix="--top 10")
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
+    run, _ = load(recipe, overrides)
+    machines = load_cluster(cluster)
+    print(_about(run, machines))
+    if explain:
+        for rule in guided(run, machines):
+            print(rule)
+        print()
+    if search != "enumerate":
+        from moe.cli.plan_search import searched
+
+        ranked, chosen, said = searched(run, machines, search)
+        print(f"{said}\n{ranked.seconds:.4g} s a step, {ranked.held_bytes / _GIB:.1f} GiB: {described(ranked.plan)}")
+        made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
+        return _written(made, recipe, run, cluster, 0.0, out, json)
+    began = time.perf_counter()
+    made = planned(run, machines, checked=check_run, top=top, space=Space(), ways=None if exhaustive else 24)
+    seconds = time.perf_counter() - began
+    for line in _lines(made, run, seconds):
+        print(line)
+    return _written(made, recipe, run, cluster, seconds, out, json)
+
+
+def _written(made: Planned, recipe: str, run: Run, cluster: str, seconds: float, out: Path | None, json: Path | None) -> int:
+    machines = made.cluster
+    if out is not None:
+        out.write_text(_recipe(recipe, run, made, cluster), encoding="utf-8")
+        print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))
+    if json is not None:
+        _write(json, recipe, cluster, made, seconds)
+    return exit_codes.DONE
+
+
+def _about(run: Run, cluster: Cluster) -> str:
+    nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
+    memory = cluster.device.memory_gib
+    batch = f"{run.train.global_batch} sequences of {run.model.max_length} tokens a step"
+    return f"{cluster.world} x {cluster.device.name}, {memory:.0f} GiB each ({nodes}); {batch}"
+
+
+def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
+    found = made.found
+    lines = [f"{found.tried} plans tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
+    lines.append(f"{'':>3} {'s a step':>9} {'GiB':>6}  plan")
+    for place, ranked in enumerate(found.ranked, 1):
+        note = f"   not recommended: {ranked.advice}" if ranked.advice else ""
+        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {ranked.held_bytes / _GIB:>6.1f}  {described(ranked.plan)}{note}")
+    best = found.ranked[0]
+    lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
+    lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
+    lines += _why(made, best)
+    if _asked(run, made.cluster):
+        lines.append(_asked(run, made.cluster))
+    lines += ["", "refused, by their first reason:"]
+    lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
+    if len(found.refused) > 8:
+        lines.append(f"{sum(one.count for one in found.refused[8:]):>8}  for {len(found.refused) - 8} other reasons (--json lists them)")
+    return lines
+
+
+def _parts(parts: dict[str, float], whole: float) -> str:
+    large = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * whole), key=lambda p: -p[1])
+    return ", ".join(f"{name} {s / whole:.0%}" for name, s in large)
+
+
+def _bytes(parts: dict[str, float]) -> str:
+    large = sorted(((name, b) for name, b in parts.items() if b >= 0.01 * sum(parts.values())), key=lambda p: -p[1])
+    return ", ".join(f"{name} {b / _GIB:.2g} GiB" for name, b in large)
+
+
+def _why(made: Planned, best: Ranked) -> list[str]:
+    """What the best way to cut the ranks saves against the next one that differs."""
+    other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan)), None)
+    if other is None:
+        return []
+    mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
+    more = {name: theirs[name] - mine[name] for name in mine}
+    costs = max(more, key=lambda name: more[name])
+    slower = other.seconds / best.seconds - 1
+    return [f"why: the next other way, {described(other.plan)}, is {slower:.1%} slower, most of all by {costs} (+{more[costs]:.3g} s)"]
+
+
+def _way(plan: Plan) -> tuple[Any, ...]:
+    return plan.pp, plan.tp, plan.sp, plan.dp, plan.ep, plan.etp
+
+
+def _asked(run: Run, cluster: Cluster) -> str:
+    """The recipe's own plan beside the best, where it runs on so many devices."""
+    try:
+        resolved = check_run(run, cluster.world)
+    except BadInput:
+        return ""
+    network, plan = network_of(resolved), plan_of(resolved)
+    held = peak(network, plan).used
+    fits = "fits" if held <= cluster.device.memory_gib * _GIB else "does not fit"
+    return f"as the recipe has it: {step_time(network, plan, cluster).step:.4g} s, {held / _GIB:.1f} GiB ({fits}): {described(plan)}"
+
+
+def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
+    """The chosen plan as a recipe that extends the one it was made for, or holds all of it where that is not a shipped one."""
+    best, chosen = made.found.ranked[0], made.runs[0]
+    shipped = (RECIPES / f"{name}.yaml").is_file()
+    before, after = flat(run), flat(chosen)
+    told: dict[str, Any] = {"extends": name} if shipped else {}
+    for key, value in after.items():
+        if not shipped or value != before[key]:
+            *sections, last = key.split(".")
+            held = told
+            for section in sections:
+                held = held.setdefault(section, {})
+            held[last] = value
+    head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {best.held_bytes / _GIB:.1f} GiB predicted"
+    return f"{head}\n{yaml.safe_dump(told, sort_keys=False)}"
+
+
+def _write(path: Path, recipe: str, cluster: str, made: Planned, seconds: float) -> None:
+    from moe.records.results import write_json
+
+    ranked = [_row(made, one) for one in made.found.ranked]
+    refused = [{"reason": one.reason, "count": one.count, "example": described(one.example)} for one in made.found.refused]
+    about = {"recipe": recipe, "cluster": cluster, "tried": made.found.tried, "fitting": made.found.fitting, "seconds_to_plan": seconds}
+    write_json(str(path), verb="plan", rows=[], chosen=ranked[0], ranked=ranked, refused=refused, **about)
+
+
+def _row(made: Planned, one: Ranked) -> dict[str, Any]:
+    plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
+    plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "microbatch", "microbatches", "recompute")}
+    parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
+    return {"plan": described(one.plan), **plan, _SECONDS: one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, **parts}

@@ -1,0 +1,53 @@
+"""`moe plan --search alpa | flexflow`: a plan found on the operator graph of the recipe (parallel/plan/search.py).
+
+The recipe gives the number of micro-batches. What a search finds freely is brought to the nearest plan that the trainer runs; its seconds
+and bytes are then predicted as those of every other plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moe.checks.together import check_run
+from moe.plan.graph import graph_of
+from moe.plan.job import network_of
+from moe.plan.recipe_of import as_stored, recipe_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.choose import Ranked
+from parallel.plan.cluster import Cluster
+from parallel.plan.cost import step_time
+from parallel.plan.job import Plan
+from parallel.plan.links import machine_of
+from parallel.plan.memory import peak
+from parallel.plan.search import alpa, flexflow
+from parallel.plan.strategies import Settings
+
+SEARCHES = ("enumerate", "alpa", "flexflow")
+
+
+def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
+    """(the plan with its predicted seconds and bytes, its recipe, what the search says). Raises BadInput where nothing fits."""
+    batch, m = run.train.global_batch, run.pipeline.microbatches
+    if batch % m:
+        fix = f"set pipeline.microbatches to a divisor of {batch}"
+        raise BadInput("pipeline.microbatches", got=m, needed=f"a divisor of train.global_batch={batch}", fix=fix)
+
+    def filled(plan: Plan) -> Plan:
+        return as_stored(replace(plan, microbatches=m, microbatch=max(1, batch // m // plan.dp)), run)
+
+    def allowed(plan: Plan) -> bool:
+        try:
+            check_run(recipe_of(filled(plan), run), cluster.world)
+        except BadInput:
+            return False
+        return True
+
+    graph, machine = graph_of(run, sequences=batch // m), machine_of(cluster)
+    settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
+    found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
+    plan = filled(found.plan)
+    made = check_run(recipe_of(plan, run), cluster.world)
+    network = network_of(made)
+    said = f"{search}: {found.said}; by its own costs {found.seconds:.4g} s"
+    return Ranked(plan, step_time(network, plan, cluster).step, peak(network, plan).used), made, said

@@ -1,0 +1,192 @@
+"""The best plans of a recipe on a cluster: candidates, refused or ranked (parallel/plan/choose.py), and the recipe of the one chosen.
+
+    round 1    every way to cut the ranks (pp, tp, sp, dp, ep), each with a few choices within          -> the fastest ways
+    round 2    those ways, with every engine, schedule, tensor kind, micro-batch and form of experts    -> ranked
+
+Round 2 costs as much as it has ways, whatever the cluster's size; `ways=None` takes all of them and needs no first round. What is ranked
+has passed the recipe's own checks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from moe.plan.job import network_of, plan_of
+from moe.plan.recipe_of import as_stored, recipe_of
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.candidates import Space, Way, candidates, way_of
+from parallel.plan.choose import Found, Ranked, Refused, choose, described
+from parallel.plan.cluster import Cluster
+from parallel.plan.cost import Time, step_time
+from parallel.plan.guide import FAMILIES, Said, walk
+from parallel.plan.job import Engine, Network, Plan
+from parallel.plan.memory import Memory, peak
+
+WAYS = 24
+_GIB = 2**30
+FIRST = Space(
+    engines=("zero1", "fsdp"),
+    tensors=("sliced", "1d", "2d", "3d"),
+    sequences=("ring",),
+    schedules=(("1f1b", 1),),
+    etp=(1,),
+    largest_microbatch=4,
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`found`: ranked and refused; `runs`: the recipes of those ranked, in the same order."""
+
+    network: Network
+    cluster: Cluster
+    found: Found
+    runs: tuple[Run, ...]
+
+    def time(self, plan: Plan) -> Time:
+        return step_time(self.network, plan, self.cluster)
+
+    def memory(self, plan: Plan) -> Memory:
+        return peak(self.network, plan)
+
+
+def planned(
+    run: Run,
+    cluster: Cluster,
+    *,
+    checked: Callable[[Run, int], Run],
+    top: int = 10,
+    space: Space | None = None,
+    ways: int | None = WAYS,
+) -> Planned:
+    """The best plans for all devices of the cluster. `checked`: the recipe's own checks (moe/checks/together.py).
+
+    Raises BadInput where no plan fits, with the change that would make one fit.
+    """
+    space = space or Space()
+    run = run.resolve(cluster.world)
+    network, base = network_of(run), plan_of(run)
+    stored = _storages(run, base, space.engines)
+
+    def made(space: Space, only: Collection[Way] | None) -> Iterator[Plan]:
+        for plan in candidates(network, world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
+            yield replace(plan, storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+
+    def chosen(plans: Iterable[Plan], top: int) -> Found:
+        return choose(
+            network,
+            plans,
+            held_bytes=lambda plan: peak(network, plan).used,
+            limit_bytes=cluster.device.memory_gib * _GIB,
+            seconds=lambda plan: step_time(network, plan, cluster).step,
+            devices_per_node=cluster.devices_per_node,
+            top=top,
+        )
+
+    only, first = None, None
+    if ways is not None:
+        small = replace(FIRST, largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
+        first = chosen(made(small, None), 100 * ways)
+        only = list(dict.fromkeys(way_of(ranked.plan) for ranked in first.ranked))[:ways]
+    found = chosen(made(space, only), 4 * top) if only is None or only else None
+    if found is None or not found.ranked:
+        raise _nothing_fits((found or first), cluster)
+    if first is not None:
+        found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(found, first))
+    return _runnable(run, network, cluster, found, top, checked)
+
+
+def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
+    """By engine a plan with the bytes that an element has under it."""
+    return {engine: as_stored(replace(base, engine=engine), run) for engine in {*engines, *FIRST.engines, "ddp"}}  # type: ignore[arg-type]
+
+
+def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
+    reasons = {one.reason: one for one in first.refused}
+    for one in found.refused:
+        before = reasons.get(one.reason)
+        reasons[one.reason] = one if before is None else replace(before, count=before.count + one.count)
+    return tuple(sorted(reasons.values(), key=lambda one: -one.count))
+
+
+def _runnable(run: Run, network: Network, cluster: Cluster, found: Found, top: int, checked: Callable[[Run, int], Run]) -> Planned:
+    """Those of the ranked that the recipe's checks accept; the others are refused with the checks' words."""
+    kept: list[Ranked] = []
+    runs: list[Run] = []
+    refused = list(found.refused)
+    for ranked in found.ranked:
+        try:
+            made = checked(recipe_of(ranked.plan, run), cluster.world)
+        except BadInput as reason:
+            refused.append(Refused(str(reason), 1, ranked.plan))
+            continue
+        kept.append(ranked)
+        runs.append(made)
+        if len(kept) == top:
+            break
+    if not kept:
+        last = refused[-1]
+        raise BadInput("plan", got="no plan that the recipe's checks accept", needed="one", fix=f"mend the recipe: {last.reason}")
+    return Planned(network, cluster, replace(found, ranked=tuple(kept), refused=tuple(refused)), tuple(runs))
+
+
+def _nothing_fits(found: Found | None, cluster: Cluster) -> BadInput:
+    assert found is not None
+    if found.nearest is None:
+        reason = found.refused[0].reason if found.refused else "no way to cut so many ranks divides the batch"
+        got = f"no plan that runs on {cluster.world} devices: {reason}"
+        return BadInput("plan", got=got, needed="one", fix="change that size, or --cluster")
+    plan, over = found.nearest
+    limit = cluster.device.memory_gib * _GIB
+    times = math.ceil((over + limit) / limit)
+    return BadInput(
+        "plan",
+        got=f"{over / _GIB:.1f} GiB a device too much for the smallest plan ({described(plan)})",
+        needed=f"at most {cluster.device.memory_gib:.0f} GiB",
+        fix=f"take about {times} times as many devices, a smaller model.max_length, or offload (sharding.offload)",
+    )
+
+
+def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
+    """The guide that chooses a strategy, with this recipe's numbers on this cluster. A batch that no division fits is left out."""
+    network, batch = network_of(run.resolve(cluster.world)), run.train.global_batch
+    base = plan_of(run.resolve(cluster.world))
+    stored = _storages(run, base, GUIDED.engines)
+
+    def kept(plan: Plan) -> Plan:
+        return replace(plan, storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+
+    def judged(plan: Plan) -> Ranked:
+        plan = kept(plan)
+        return Ranked(plan, step_time(network, plan, cluster).step, peak(network, plan).used)
+
+    def best(family: str, devices: int) -> Ranked | None:
+        space = replace(GUIDED, largest_tp=cluster.devices_per_node)
+        plans = candidates(network, world=devices, global_batch=batch, base=base, space=space)
+        found = choose(
+            network,
+            (kept(plan) for plan in plans if FAMILIES[family](plan)),
+            held_bytes=lambda plan: peak(network, plan).used,
+            limit_bytes=cluster.device.memory_gib * _GIB,
+            seconds=lambda plan: step_time(network, plan, cluster).step,
+            top=1,
+        )
+        return found.ranked[0] if found.ranked else None
+
+    alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
+    host = judged(replace(alone, engine="zero3", offload_optimizer="cpu", offload_parameters="cpu"))
+    return walk(best, cluster, one_device=judged(alone), offloaded=host)
+
+
+GUIDED = Space(
+    engines=("ddp", "zero1", "zero3", "fsdp"),
+    tensors=("sliced", "1d"),
+    sequences=("ring",),
+    schedules=(("1f1b", 1), ("interleaved", 2)),
+    etp=(1,),
+    largest_sp=1,
+    largest_microbatch=8,
+)

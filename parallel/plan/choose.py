@@ -1,0 +1,116 @@
+"""Chooses among plans: refuses what cannot run or does not fit, each with its first reason, and ranks the rest by predicted seconds.
+
+    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> seconds -> ranked
+
+Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
+slower. Among plans that are equally fast the one that holds less comes first, then the one with fewer kinds of parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from parallel.plan.job import Network, Plan, Recomputed
+from parallel.plan.legal import advice, refusal
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A plan that runs and fits: predicted seconds of a step, bytes of its fullest rank; `advice`: why it is not recommended, if so."""
+
+    plan: Plan
+    seconds: float
+    held_bytes: float
+    advice: str | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Plans that share a first failing constraint: how many, and one of them. `over_bytes`: how far the nearest is from fitting."""
+
+    reason: str
+    count: int
+    example: Plan
+    over_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """`ranked`: best first. `nearest`: of the plans that do not fit the one that misses by least."""
+
+    tried: int
+    fitting: int
+    ranked: tuple[Ranked, ...]
+    refused: tuple[Refused, ...]
+    nearest: tuple[Plan, float] | None = None
+
+
+@dataclass
+class _Reasons:
+    found: dict[str, Refused] = field(default_factory=dict)
+
+    def add(self, kind: str, plan: Plan, over: float = 0.0) -> None:
+        before = self.found.get(kind)
+        nearer = before is None or over < before.over_bytes
+        example, over = (plan, over) if nearer or before is None else (before.example, before.over_bytes)
+        self.found[kind] = Refused(kind, 1 if before is None else before.count + 1, example, over)
+
+
+def choose(
+    network: Network,
+    plans: Iterable[Plan],
+    *,
+    held_bytes: Callable[[Plan], float],
+    limit_bytes: float,
+    seconds: Callable[[Plan], float],
+    recompute: Sequence[Recomputed] = ("none", "selective", "full"),
+    devices_per_node: int | None = None,
+    top: int = 10,
+) -> Found:
+    """The best `top` of the plans under `limit_bytes` a rank; not recommended plans come after all others."""
+    reasons, kept, tried = _Reasons(), [], 0
+    nearest: tuple[Plan, float] | None = None
+    for plan in plans:
+        tried += 1
+        reason = refusal(network, plan)
+        if reason is not None:
+            reasons.add(reason, plan)
+            continue
+        for kind in recompute:
+            made = replace(plan, recompute=kind)
+            held = held_bytes(made)
+            if held <= limit_bytes:
+                kept.append(Ranked(made, seconds(made), held, advice(network, made, devices_per_node=devices_per_node)))
+                break
+        else:
+            over = held - limit_bytes
+            reasons.add(f"it does not fit, with recompute {recompute[-1]} too", made, over)
+            if nearest is None or over < nearest[1]:
+                nearest = made, over
+    kept.sort(key=lambda r: (r.advice is not None, r.seconds, r.held_bytes, _kinds(r.plan)))
+    refused = sorted(reasons.found.values(), key=lambda r: -r.count)
+    return Found(tried, len(kept), tuple(kept[:top]), tuple(refused), nearest)
+
+
+def _kinds(plan: Plan) -> int:
+    return sum(n > 1 for n in (plan.tp, plan.sp, plan.pp, plan.ep, plan.etp)) + plan.stage
+
+
+def described(plan: Plan) -> str:
+    """In one line, as a reader of recipes says it: `dp 4 tp 2 (sliced) pp 4 ep 8, zero1, 1f1b, 16 micro-batches of 2, recompute full`."""
+    degrees = [f"dp {plan.dp}"]
+    if plan.tp > 1:
+        degrees.append(f"tp {plan.tp}" + ("" if plan.tensor == "1d" else f" ({plan.tensor})"))
+    if plan.sp > 1:
+        degrees.append(f"sp {plan.sp} ({plan.sequence})")
+    degrees += [f"{name} {size}" for name, size in (("pp", plan.pp), ("ep", plan.ep), ("etp", plan.etp)) if size > 1]
+    parts = [" ".join(degrees), plan.engine]
+    if plan.pp > 1:
+        parts.append(plan.schedule + (f" of {plan.chunks} chunks" if plan.chunks > 1 else ""))
+    parts.append(f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch}")
+    if plan.recompute != "none":
+        parts.append(f"recompute {plan.recompute}")
+    if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
+        parts.append(f"offload {plan.offload_optimizer}, {plan.offload_parameters}")
+    return ", ".join(parts)

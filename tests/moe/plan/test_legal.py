@@ -1,0 +1,102 @@
+"""The planner's rules are the recipe's checks: what one accepts the other does, and a choice misses no better plan."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.plan.job import network_of, plan_of
+from moe.plan.planned import planned
+from moe.plan.recipe_of import as_stored, recipe_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.plan.candidates import Space, candidates
+from parallel.plan.choose import choose, described
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
+from parallel.plan.job import Plan
+from parallel.plan.legal import advice, refusal
+from parallel.plan.memory import peak
+
+MODEL = {"num_layers": 6, "d_model": 48, "num_heads": 12, "num_kv_heads": 6, "d_ff": 96, "max_length": 48, "vocab_size": 300}
+SPACE = Space(
+    engines=("ddp", "zero1", "zero2", "zero3", "fsdp"),
+    schedules=(("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb_v", 2)),
+    largest_microbatch=8,
+)
+
+
+def run_of(*, sparse: bool) -> Run:
+    more = {"moe_every": 2} if sparse else {}
+    router = {"router": {"preset": "mixtral"}, "experts": {"num_experts": 6, "d_ff": 24}} if sparse else {}
+    train = {"global_batch": 48, "eval_sequences": 48 * 12}
+    return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router})
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool) -> None:
+    run = run_of(sparse=sparse)
+    network, draw = network_of(run), random.Random(7)
+    accepted = refused = 0
+    for world in (4, 6, 8, 12, 16):
+        plans = list(candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(1)), space=SPACE))
+        for plan in draw.sample(plans, min(40, len(plans))):
+            plan = as_stored(plan, run)
+            try:
+                check_run(recipe_of(plan, run), world)
+                runs = None
+            except BadInput as wrong:
+                runs = str(wrong)
+            assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
+            accepted, refused = accepted + (runs is None), refused + (runs is not None)
+    assert accepted > 30 and refused > 30
+
+
+def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
+    """Two rounds find what trying everything finds, and that is the least of the predictions taken one by one."""
+    world, run, cluster = 4, run_of(sparse=True), load_cluster("a100-80-8")
+    cluster = replace(cluster, devices_per_node=world)
+    found = planned(run, cluster, checked=check_run, top=1, space=SPACE)
+    every = planned(run, cluster, checked=check_run, top=1, space=SPACE, ways=None)
+    assert found.found.ranked[0].seconds == every.found.ranked[0].seconds
+    network, times = network_of(run), []
+    for plan in candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(world)), space=SPACE):
+        if refusal(network, plan) is not None or advice(network, plan, devices_per_node=world) is not None:
+            continue
+        plan = as_stored(plan, run)
+        times.append(step_time(network, plan, cluster).step)
+    assert found.found.ranked[0].seconds <= min(times) * (1 + 1e-9)
+
+
+def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> None:
+    run = run_of(sparse=False)
+    network, before = network_of(run), 0.0
+    base = plan_of(run.resolve(8))
+    plans = [as_stored(p, run) for p in candidates(network, world=8, global_batch=48, base=base, space=Space(engines=("ddp", "fsdp")))]
+    cluster = load_cluster("a100-80-8")
+    sizes = sorted(peak(network, replace(p, recompute="full")).used for p in plans if refusal(network, p) is None)
+    for limit in (sizes[-1] * 2, sizes[len(sizes) // 2], sizes[0], sizes[0] * 0.9):
+        found = choose(
+            network,
+            plans,
+            held_bytes=lambda p: peak(network, p).used,
+            limit_bytes=limit,
+            seconds=lambda p: step_time(network, p, cluster).step,
+        )
+        assert found.tried == len(plans) == found.fitting + sum(one.count for one in found.refused)
+        assert all(one.held_bytes <= limit for one in found.ranked)
+        if not found.ranked:
+            assert limit < sizes[0] and found.nearest is not None and found.nearest[1] == pytest.approx(sizes[0] - limit)
+            continue
+        assert found.ranked[0].seconds >= before
+        before = found.ranked[0].seconds
+
+
+def test_a_grid_that_is_none_is_said() -> None:
+    network = network_of(run_of(sparse=False))
+    assert "is no grid" in str(refusal(network, Plan(tp=6, tensor="2d", microbatch=6)))
+    assert refusal(network, Plan(tp=4, tensor="2d", microbatch=6)) is None
