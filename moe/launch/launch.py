@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(number) if number.isdecimal() else 0  # anything else is refused below, in one line
     place: list[Path] = []
-    _hear_early_signals(place, rank)
+    with _early_signals(place, rank):
+        return _run(argv, rank, place)
+
+
+def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
+    """One rank's life. `place` gets the run's folder as soon as it is known. Returns the exit code."""
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
@@ -126,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _hear_early_signals(place: list[Path], rank: int) -> None:
+@contextlib.contextmanager
+def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
     """Until training catches them, SIGTERM, SIGUSR1 and SIGHUP end this process at once, with word that nothing is lost.
 
     No exception is raised: it would come out of the middle of an import, which some libraries cannot be left in. `place`: the run's
@@ -140,10 +146,17 @@ def _hear_early_signals(place: list[Path], rank: int) -> None:
             os.write(2, f"exit code {STOPPED}: a signal came before training began, and {status.NOTHING_LOST}\n".encode())
         os._exit(STOPPED)
 
+    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     with contextlib.suppress(ValueError):  # not the main thread: a library caller keeps its own handlers
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heard:
+            if signal.getsignal(number) is stop:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:

@@ -96,7 +96,9 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         seen.append(number)
 
     try:
-        heard = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+        heard = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            heard.remove(signal.SIGHUP)
         before = {s: signal.signal(s, handler) for s in heard}
     except ValueError:  # not the main thread: a library caller keeps its own handlers
         before = {}

@@ -303,8 +303,8 @@ def _finish(job: Job) -> dict[str, Any]:
         job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
         job.progress.close(before)
         return before
-    if not job.evaluated:  # an earlier life made the last step and recorded this, then died before the summary
-        _evaluate(job, record=False)
+    if not job.evaluated:  # an earlier life made the last step, then died before the summary
+        _evaluate(job, record=not _was_evaluated(job))
     job.engine.module.eval()
     model, length = logits_of(job.executor, job.shard), run.model.max_length
     text = ""

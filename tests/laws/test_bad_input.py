@@ -70,7 +70,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--num-experts 4", "--num-experts: got a flag", "did you mean --experts.num_experts?"),
     (T + "-n 2", "-n: got a flag that moe train does not have, needed one of --nproc", "moe train --help"),
     (T + "model.d_ff=512", "'model.d_ff=512' as one word too many", "did you mean --model.d_ff=512?"),
-    ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train, moe show, moe convert"),
+    ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train, moe show, moe plan, moe convert"),
     ("recipes --json x", "--json: got a flag", "moe recipes --help"),
     (T + "--nproc", "--nproc: got no value", "--nproc=2"),
     (T + "--nproc --fresh", "--nproc: got no value", "--nproc=2"),
