@@ -23,7 +23,7 @@ from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.job import Network, Plan
-from parallel.plan.layer_time import Pass, head_time, layer_time, tokens_of
+from parallel.plan.layer_time import Pass, head_time, layer_time, of_layer, tokens_of
 from parallel.plan.program import OWN, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -206,21 +206,7 @@ def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, e
 def _stage(
     network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, dense: int, sparse: int, head: bool, adds: float
 ) -> Stage:
-    key = Plan(
-        dp=plan.dp,
-        tp=plan.tp,
-        sp=plan.sp,
-        pp=plan.pp,
-        ep=plan.ep,
-        etp=plan.etp,
-        tensor=plan.tensor,
-        depth=plan.depth,
-        sequence=plan.sequence,
-        order=plan.order,
-        microbatch=plan.microbatch,
-        compute_bytes=plan.compute_bytes,
-        recompute_every=plan.recompute_every,
-    )
+    key = replace(of_layer(plan), recompute_every=plan.recompute_every)
     made = _cached(network, key, cluster, program, imbalance, plan.recompute, dense, sparse, head)
     return replace(made, backward=replace(made.backward, compute=made.backward.compute + adds)) if adds else made
 

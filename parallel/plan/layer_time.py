@@ -69,7 +69,7 @@ class Layer:
 
 def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program, *, sparse: bool, imbalance: float = 1.0) -> Layer:
     """One layer of a network. `sparse`: with experts, of which the busiest rank's get `imbalance` times the mean."""
-    return _layer(_only(network, sparse), _of_layer(plan), cluster, program, sparse, imbalance)
+    return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
 
 
 def _only(network: Network, sparse: bool) -> Network:
@@ -77,7 +77,8 @@ def _only(network: Network, sparse: bool) -> Network:
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None)
 
 
-def _of_layer(plan: Plan) -> Plan:
+def of_layer(plan: Plan) -> Plan:
+    """What of a plan a layer depends on, so that plans which differ elsewhere share it."""
     return Plan(
         dp=plan.dp,
         tp=plan.tp,
