@@ -15,11 +15,10 @@ import yaml
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.job import network_of, plan_of
-from moe.plan.planned import Planned, guided, planned
+from moe.plan.planned import WAYS, Planned, guided, planned
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.plan.candidates import Space
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
 from parallel.plan.cost import step_time
@@ -53,15 +52,15 @@ def main(
         for rule in guided(run, machines):
             print(rule)
         print()
+    began = time.perf_counter()
     if search != "enumerate":
         from moe.cli.plan_search import searched
 
         ranked, chosen, said = searched(run, machines, search)
         print(f"{said}\n{ranked.seconds:.4g} s a step, {ranked.held_bytes / _GIB:.1f} GiB: {described(ranked.plan)}")
         made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
-        return _written(made, recipe, run, cluster, 0.0, out, json)
-    began = time.perf_counter()
-    made = planned(run, machines, checked=check_run, top=top, space=Space(), ways=None if exhaustive else 24)
+        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, json)
+    made = planned(run, machines, checked=check_run, top=top, ways=None if exhaustive else WAYS)
     seconds = time.perf_counter() - began
     for line in _lines(made, run, seconds):
         print(line)
@@ -96,8 +95,8 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
     lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
     lines += _why(made, best)
-    if _asked(run, made.cluster):
-        lines.append(_asked(run, made.cluster))
+    if asked := _asked(run, made.cluster):
+        lines.append(asked)
     lines += ["", "refused, by their first reason:"]
     lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
     if len(found.refused) > 8:

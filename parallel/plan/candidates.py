@@ -14,25 +14,22 @@ from itertools import product
 from typing import NamedTuple
 
 from parallel.mesh import divisors
-from parallel.plan.job import Engine, Network, Plan, Recomputed
-from parallel.plan.legal import TWO_CHUNKS
+from parallel.plan.job import Engine, Network, Plan
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. `schedules`: names, or (name, chunks); largest degrees; micro-batches of 1, 2, 4, ... sequences up to the largest."""
+    """What is tried. `schedules`: (name, chunks); largest degrees; micro-batches of 1, 2, 4, ... sequences up to the largest."""
 
     engines: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
     sequences: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 2))
-    recompute: tuple[Recomputed, ...] = ("none", "selective", "full")
     largest_tp: int = 64
     largest_sp: int = 64
     largest_pp: int = 128
     largest_microbatch: int = 16
     etp: tuple[int, ...] = (1, 2)
-    offload: tuple[tuple[str, str], ...] = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
 
 
 def degrees(network: Network, *, world: int, space: Space) -> Iterator[tuple[int, int, int, int]]:
@@ -85,7 +82,7 @@ def candidates(
             made = replace(
                 base, dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, etp=etp, tensor=tensor, depth=depth, sequence=sequence,  # type: ignore[arg-type]
                 order="zigzag" if sequence == "ring" else "contiguous",
-                schedule=schedule, chunks=2 if schedule in TWO_CHUNKS else chunks, stage_layers=None,
+                schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
             for engine in space.engines if dp * sp > 1 else ("ddp",):

@@ -13,12 +13,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.plan.job import Network, Plan
 
-LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")
-TWO_CHUNKS = ("zb_v", "dualpipe_v")  # schedules whose ranks have two stages each
-ANY_CHUNKS = ("interleaved", "looped_bfs")
-CONTINUOUS = ("pipedream", "two_bw")
+LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")  # as a plan names them; not from parallel/tensor/, which imports this folder
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # schedules that put weight gradients off
 
 
@@ -66,7 +64,8 @@ def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
         yield "tensor.kind=copied saves nothing: it is there to check engines"
     if devices_per_node is not None and plan.tp > devices_per_node:
         yield f"degrees.tp={plan.tp} is more than the {devices_per_node} devices of a node: each layer's sums would cross the network"
-    if plan.schedule in CONTINUOUS and plan.pp > 1:
+    kind = SCHEDULES.get(plan.schedule)
+    if plan.pp > 1 and kind is not None and kind.continuous:
         yield f"{plan.schedule} computes gradients with older weights: not the same training as one process"
     if plan.pp > 1 and plan.microbatches < plan.pp:
         yield f"{plan.microbatches} micro-batches on {plan.pp} stages: most ranks wait most of the time"
@@ -167,14 +166,13 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
         yield f"{stages} stages are more than model.num_layers={network.layers}"
     if plan.stage_layers is not None and (len(plan.stage_layers) != stages or sum(plan.stage_layers) != network.layers):
         yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
-    if name in TWO_CHUNKS and plan.chunks != 2:
-        yield f"{name} has 2 chunks"
-    if name not in TWO_CHUNKS + ANY_CHUNKS and plan.chunks != 1:
-        yield f"{name} has 1 chunk"
+    kind = SCHEDULES.get(name)  # None: a file of actions
+    if kind is not None and kind.chunks not in (None, plan.chunks):
+        yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
     if name == "interleaved" and plan.microbatches % pp:
         yield f"interleaved needs micro-batches in groups of degrees.pp={pp}, not {plan.microbatches}"
     yield from _microbatches(plan)
-    if name in CONTINUOUS and plan.engine != "ddp":
+    if kind is not None and kind.continuous and plan.engine != "ddp":
         yield f"{name} updates its stages at different times: ddp alone does"
     if name in SPLIT and plan.stage >= 2:
         yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
