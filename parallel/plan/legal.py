@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.plan.job import Network, Plan
 
-LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")  # as a plan names them; not from parallel/tensor/, which imports this folder
+# as a plan names them; parallel/tensor/sizes.py cannot be asked, since that folder imports this one
+LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # schedules that put weight gradients off
 
 
