@@ -88,17 +88,21 @@ def _is_rank(environment: Mapping[str, str]) -> bool:
 def _verify(flags: Verify, _: dict[str, str]) -> int:
     if flags.nproc < 1:
         raise BadInput("--nproc", got=flags.nproc, needed="at least 1 process", fix="--nproc 2")
+    if flags.timeout_s is not None and not 0 < flags.timeout_s < float("inf"):
+        raise BadInput("--timeout_s", got=flags.timeout_s, needed="seconds, more than 0", fix="--timeout_s 600")
     if flags.debug_collectives:
         from parallel.debug_collectives import DEBUG
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.mutations:
-        for name in ("nproc", "kinds"):
+        for name in ("nproc", "kinds", "timeout_s"):
             if getattr(flags, name) != getattr(Verify, name):
                 got = f"{getattr(flags, name)} with --mutations"
                 raise BadInput(f"--{name}", got=got, needed="nothing: each mutation names its layout", fix=f"remove --{name}")
         return _call("moe.verify.mutations.run", json=_text(flags.json), only=flags.only)
-    return _call("moe.verify.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds)
+    return _call(
+        "moe.verify.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds, timeout_s=flags.timeout_s
+    )
 
 
 def _generate(flags: Generate, _: dict[str, str]) -> int:

@@ -202,17 +202,21 @@ def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tens
 # --- on forked ranks --------------------------------------------------------------------------------------------------------
 
 
-def run_world(chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext) -> Iterator[tuple[Case, Ran]]:
+def run_world(
+    chosen: list[Case], world: int, *, taped: bool = False, inside: Inside = nullcontext, timeout_s: float | None = None
+) -> Iterator[tuple[Case, Ran]]:
     """Every case of one world in its order, each as soon as it is done, on one set of forked ranks.
 
-    Where the ranks fail, their errors are the result of the case that they were at, and what is left runs on new ones.
+    Where the ranks fail, their errors are the result of the case that they were at, and what is left runs on new ones. A case of up to
+    four ranks may take `timeout_s`, one of more ranks as many times that as it has fours; None: LIMIT_S.
     """
     left, imported = list(chosen), {""}
+    limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
         imported.add(_import_engine(left[0]))
         ready, done = list(takewhile(lambda case: _extra(case) in imported, left)), 0
         try:
-            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=LIMIT_S * max(1, world // 4)):
+            for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=limit):
                 yield left[done], _gather(parts)
                 done += 1
         except RuntimeError as error:

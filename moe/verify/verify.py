@@ -37,9 +37,13 @@ def main(
     json: str | None = None,
     only: str | None = None,
     kinds: str = ",".join(KINDS),
+    timeout_s: float | None = None,
     say: Say = say_now,
 ) -> int:
-    """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it."""
+    """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it.
+
+    A layout of up to four ranks that takes longer than `timeout_s` seconds has failed (None: 120); of eight ranks, twice that.
+    """
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
     started = time.perf_counter()
     chosen = [c for c in cases(nproc, kinds=tuple(kinds.split(","))) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
@@ -48,7 +52,7 @@ def main(
     failed: list[tuple[Case, dict[str, Any]]] = []
     say(_line("layout", "kind", "world", "precision", *NUMBERS, "of bound", ""))
     for world in sorted({c.world for c in chosen}):
-        for case, ran in run_world([c for c in chosen if c.world == world], world):
+        for case, ran in run_world([c for c in chosen if c.world == world], world, timeout_s=timeout_s):
             twin = twin_of(case)
             if twin not in expected:
                 expected[twin] = Expected.of(twin)
