@@ -286,12 +286,13 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     monkeypatch.setattr(cli, "BENCHES", tmp_path / "bench")
     assert cli.main(["generate", "runs/a", "--tokens", "5"]) == 0
     assert cli.main(["report", "runs/a"]) == 0
+    kinds = "data,expert,tensor,sequence,pipeline,hybrid"
     assert cli.main(["verify", "--only", "ep 2", "--json", "f.json"]) == 0
     assert cli.main(["bench", "how-fast", "--steps", "4"]) == 0
     assert called == [
         ("moe.train.generate", ("runs/a",), {"tokens": 5}),
         ("moe.report", ("runs/a",), {"json": None}),
-        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": "data,expert,tensor,sequence,pipeline,hybrid"}),
+        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": kinds, "timeout_s": None}),
         ("moe.bench.how_fast", (), {"steps": 4}),
     ]
 
