@@ -21,9 +21,13 @@ def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
 
     torch's own default has one folder for all versions, which is built again whenever two environments alternate.
     """
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"{sys.implementation.name}{sys.version_info.major}.{sys.version_info.minor}"
-    return cache / "moe-parallel" / "extensions" / f"torch-{version_of('torch')}-deepspeed-{version_of('deepspeed')}-{python}"
+    return cache_dir(environment) / "extensions" / f"torch-{version_of('torch')}-deepspeed-{version_of('deepspeed')}-{python}"
+
+
+def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
+    """The user's cache of this project."""
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-parallel"
 
 
 def use_extensions_dir() -> None:

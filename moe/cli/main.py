@@ -55,6 +55,13 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     launcher: start.Launcher = flags.launcher or "deepspeed"
     world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
     run, _ = load(flags.recipe, overrides)
+    if flags.dry_run:
+        counted = flags.nproc is not None or flags.hostfile is not None
+        return _call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
+    if flags.cluster is not None:
+        from parallel.plan.cluster import load_cluster
+
+        load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
@@ -71,6 +78,8 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             allow_changes=allowed,
             hostfile=flags.hostfile,
             debug_collectives=flags.debug_collectives,
+            cluster=flags.cluster,
+            force=flags.force,
             grace_s=run.train.grace_s,
         )
     from moe.launch import launch
@@ -78,6 +87,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items()), *(f"--allow-change={key}" for key in allowed)]
     words += ["--out", str(flags.out)] if flags.out else []
     words += ["--debug-collectives"] if flags.debug_collectives else []
+    words += [*([f"--cluster={flags.cluster}"] if flags.cluster else []), *(["--force"] if flags.force else [])]
     return launch.main(words + (["--fresh"] if flags.fresh else []))
 
 

@@ -54,6 +54,9 @@ class Train:
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
     allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
+    dry_run: bool = _flag(False, "say what the run would need, memory by part, FLOPs and seconds a step, and start and write nothing")
+    cluster: str | None = _flag(None, "what predicts memory and time, as in moe plan; with --dry_run all its devices train")
+    force: bool = _flag(False, "start what is predicted not to fit all the same")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
 

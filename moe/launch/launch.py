@@ -31,7 +31,7 @@ from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
 from parallel.extensions import use_extensions_dir
 
-USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--debug-collectives]"
+USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--cluster NAME] [--force] [--debug-collectives]"
 DEBUG_FLAG = "--debug-collectives"
 
 
@@ -43,6 +43,8 @@ class Arguments(NamedTuple):
     out: Path | None = None
     fresh: bool = False
     allow_changes: tuple[str, ...] = ()
+    cluster: str | None = None
+    force: bool = False
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -50,12 +52,19 @@ def parse(argv: Sequence[str]) -> Arguments:
     words, overrides = take_overrides(list(argv))
     recipe: str | None = None
     out: Path | None = None
-    fresh = False
+    cluster: str | None = None
+    fresh = force = False
     allowed: list[str] = []
     rest = iter(words)
     for word in rest:
         if word == "--fresh":
             fresh = True
+        elif word == "--force":
+            force = True
+        elif word == "--cluster" or word.startswith("--cluster="):
+            cluster = word.partition("=")[2] if "=" in word else next(rest, None)
+            if not cluster:
+                raise BadInput("--cluster", got="nothing", needed="a cluster's name or file", fix="--cluster a100-80-8")
         elif word.partition("=")[0] in ("--allow-change", "--allow_change"):
             key = word.partition("=")[2] if "=" in word else next(rest, None)
             if not key:
@@ -75,7 +84,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             recipe = word
     if recipe is None:
         raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
-    return Arguments(recipe, overrides, out, fresh, tuple(allowed))
+    return Arguments(recipe, overrides, out, fresh, tuple(allowed), cluster, force)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +178,17 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     process.share_cores(world)
     process.start(world)
     try:
-        train(run, name=name, out=out, origins=origins, fresh=given.fresh, allow_changes=given.allow_changes, world=world)
+        train(
+            run,
+            name=name,
+            out=out,
+            origins=origins,
+            fresh=given.fresh,
+            allow_changes=given.allow_changes,
+            world=world,
+            cluster=given.cluster,
+            force=given.force,
+        )
     except Stopped:
         return STOPPED
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 MISSING = "–"
@@ -21,6 +21,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (share[0], percent(summary.get(share[1]))),
         ("dropped tokens", _dropped(summary)),
         ("peak memory, one process", size(summary.get("peak_memory_bytes"))),
+        ("memory against its prediction", _against(summary, "memory_bytes", size)),
+        ("step against its prediction", _against(summary, "step_seconds", lambda value: f"{value:.3g} s")),
         ("parameters", _parameters(summary)),
         ("FLOPs per token", count(summary.get("flops_per_token"))),
         ("steps", _number(summary.get("steps"), ",.0f")),
@@ -58,6 +60,14 @@ def _parameters(summary: Mapping[str, Any]) -> str:
     if not known(total):
         return MISSING
     return count(total) if not known(active) or active == total else f"{count(total)}, {count(active)} active for a token"
+
+
+def _against(summary: Mapping[str, Any], what: str, words: Callable[[Any], str]) -> str:
+    found = summary.get("predicted") or {}
+    predicted, measured = found.get(what), found.get(f"measured_{what}")
+    if not known(predicted) or not known(measured) or not predicted:
+        return MISSING
+    return f"{words(measured)}, predicted {words(predicted)}: {measured / predicted:.2f} times"
 
 
 def known(value: Any) -> TypeGuard[int | float]:

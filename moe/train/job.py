@@ -7,10 +7,12 @@ from pathlib import Path
 
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
+from moe.plan.predicted import Prediction
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
 from moe.train.executor import Executor
+from moe.train.prediction import Measured
 from moe.train.rebalance import Rebalancer
 from moe.train.state import Counters
 from parallel.data.engine import Engine
@@ -24,6 +26,7 @@ from parallel.process import World
 class Job:
     """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process.
 
+    `predicted`: what was said before it started, if anything could be; `measured`: what to hold against that.
     `schedules` of a pipeline by how many batches they take without a drain: one object each, as its runtime keeps what it works out of it.
     """
 
@@ -42,6 +45,8 @@ class Job:
     counters: Counters = field(default_factory=Counters)
     evaluated: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    predicted: Prediction | None = None
+    measured: Measured | None = None
     schedules: dict[int, Schedule] = field(default_factory=dict)
 
     @property

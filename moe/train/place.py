@@ -77,14 +77,18 @@ def set_aside(checkpoints: Path, world: World) -> None:
     process.barrier()
 
 
-def peak_memory_bytes(mesh: Mesh) -> float:
-    """The largest rank's peak: allocated on a GPU, resident on a CPU."""
+def own_peak_bytes() -> float:
+    """This rank's peak: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
-        peak, device = float(torch.cuda.max_memory_allocated()), "cuda"
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak, device = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), "cpu"
-    return float(max_over(torch.tensor(peak, dtype=torch.float64, device=device), mesh.axis("world")).item())
+        return float(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def peak_memory_bytes(mesh: Mesh) -> float:
+    """The largest rank's. Collective."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return float(max_over(torch.tensor(own_peak_bytes(), dtype=torch.float64, device=device), mesh.axis("world")).item())
 
 
 @contextmanager

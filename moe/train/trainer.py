@@ -26,6 +26,7 @@ from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
 from moe.plan.flops import size
 from moe.plan.pipeline import continuous
+from moe.plan.predicted import Prediction
 from moe.recipe.changes import check_allowed
 from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
@@ -43,6 +44,7 @@ from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
+from moe.train.prediction import Measured, foretell
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
 from moe.train.state import Counters
@@ -71,28 +73,42 @@ def train(
     allow_changes: Sequence[str] = (),
     world: World | None = None,
     display: bool = True,
+    cluster: str | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
     In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
-    instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. Raises BadInput before
-    anything is written, and Stopped after a signal once the state is saved.
+    instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
+    predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. Raises BadInput before anything is
+    written, and Stopped after a signal once the state is saved.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
-    run = check_run(run, world.size)
+    asked, run = run, check_run(run, world.size)
     process.start(world)
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
+    say: Callable[[str], None] = print if world.rank == 0 and display else _silent
+    predicted = foretell(run, asked, world, cluster=cluster, force=force, say=say)
     with contextlib.nullcontext() if world.rank else alone_in(out):
-        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display)
+        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted)
 
 
 def _train(
-    run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, allow_changes: Sequence[str], world: World, display: bool
+    run: Run,
+    name: str,
+    out: Path,
+    origins: dict[str, str],
+    fresh: bool,
+    allow_changes: Sequence[str],
+    world: World,
+    display: bool,
+    predicted: Prediction | None,
 ) -> dict[str, Any]:
     job = _open(run, name, out, origins, fresh, allow_changes, world, display)
+    job.predicted, job.measured = predicted, Measured(world)
     with asked_to_stop() as asked:
         try:
             with planned_clocks(run, job.executor, job.mesh, world, note=job.progress.note):
@@ -200,6 +216,8 @@ def _record(job: Job, made: Made, seconds: float) -> None:
     numbers, norm, rate, scale = made
     tokens = run.train.global_batch * run.model.max_length
     job.seconds += seconds
+    if job.measured is not None:
+        job.measured.step(seconds)
     line = {
         "kind": "train",
         "step": c.step,
@@ -328,6 +346,7 @@ def _finish(job: Job) -> dict[str, Any]:
         "dropped_share": dropped,
         "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
+        "predicted": None if job.measured is None else job.measured.against(job.predicted, job.mesh),
         "parameters_total": counted.total,
         "parameters_active": counted.active,
         "flops_per_token": counted.training,

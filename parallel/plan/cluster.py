@@ -59,7 +59,11 @@ class Between:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from."""
+    """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from.
+
+    `cores`: the devices are processes of a host without accelerators, which share so many cores, and the memory that one device states.
+    0: every device has its own.
+    """
 
     name: str
     device: Device
@@ -70,7 +74,14 @@ class Cluster:
     host_gb_s: float = 20.0
     host_adam_per_s: float = 4e9
     disk_gb_s: float = 3.0
+    cores: int = 0
     sources: tuple[str, ...] = ()
+
+    def memory_bytes(self, ranks: int | None = None) -> float:
+        """Of one rank, where so many train (all devices if not given)."""
+        whole = self.device.memory_gib * 2**30
+        here = min(self.devices_per_node, ranks or self.devices_per_node)
+        return whole / here if self.cores else whole
 
     @property
     def world(self) -> int:
@@ -142,6 +153,7 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         host_gb_s=float(told.get("host_gb_s", 20)),
         host_adam_per_s=float(told.get("host_adam_per_s", 4e9)),
         disk_gb_s=float(told.get("disk_gb_s", 3)),
+        cores=int(told.get("cores", 0)),
         sources=tuple(told.get("sources", ())),
     )
 

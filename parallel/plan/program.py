@@ -68,6 +68,8 @@ PROGRAMS = {
     for program in (
         # this project: torch's eager mode and fused attention; MLPs' hidden part is computed again
         Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole"),
+        # ... on processes of a host without accelerators: a core computes and sends, one after the other
+        Program("moe-parallel-cpu", launch_us=20, pointwise=2.0, transfers="whole", gradients="after"),
         # Megatron-LM of 2021: fused softmax and bias kernels, sums of gradients after the backward pass, parts of messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
         # ... and of 2022, when products began to add to the sums of gradients themselves
@@ -111,6 +113,7 @@ PROGRAMS = {
     )
 }
 OWN = PROGRAMS["moe-parallel"]
+OWN_ON_CPU = PROGRAMS["moe-parallel-cpu"]
 
 
 def program_named(name: str) -> Program:

@@ -1,0 +1,94 @@
+"""`moe train RECIPE --dry-run`: what the run would need, without ranks, files or a device.
+
+moe train dense_8b --dry-run --cluster h100-8x128 --train.global_batch 2048      on all devices of a cluster
+moe train dense_8b --dry-run --cluster h100-8 --nproc 64                         on so many of its kind
+moe train switch_tiny --dry-run --nproc 2                                        on this machine (loads torch, to ask for its devices)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe.checks.together import check_run
+from moe.launch import exit_codes
+from moe.plan.flops import size as flops_of
+from moe.plan.predicted import Place, Prediction, predict
+from moe.recipe.sections import Run
+from moe.records import prediction
+from moe.records.summary import count, size
+from parallel.plan.choose import described
+from parallel.plan.cluster import Cluster, load_cluster
+from parallel.plan.memory import CONTEXT_BYTES
+
+
+def main(run: Run, *, world: int | None, cluster: str | None, force: bool = False) -> int:
+    """Print the table. `world` None: all devices of the cluster, or one process. Raises BadInput for what cannot fit, unless forced."""
+    machines = None if cluster is None else load_cluster(cluster)
+    world = world or (machines.world if machines else 1)
+    run, place = _here(run, world) if machines is None else (_settled(run, machines), Place.of(machines, world))
+    checked = check_run(run, world)
+    found = predict(checked, place)
+    for line in _lines(checked, world, found):
+        print(line)
+    if found.over_bytes > 0:
+        refused = prediction.refusal(found, run, world, checked=check_run)
+        if not force:
+            raise refused
+        print(f"it would not fit: {refused.got}")
+    elif warned := prediction.warning(found):
+        print(warned)
+    print("nothing was started and nothing written (--dry-run)")
+    return exit_codes.DONE
+
+
+def _settled(run: Run, cluster: Cluster) -> Run:
+    """`auto` as the cluster's devices have it."""
+    if run.precision.compute != "auto":
+        return run
+    compute = "bf16" if "bf16" in cluster.device.peak_tflops else "fp32"
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
+
+
+def _here(run: Run, world: int) -> tuple[Run, Place]:
+    """The same for this machine."""
+    from moe.train.place import settle_precision
+    from moe.train.prediction import here
+    from parallel.process import World
+
+    return settle_precision(run, World()), here(World(size=world, local_size=world))
+
+
+def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
+    place, sizes = found.place, flops_of(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    tokens = run.train.global_batch * run.model.max_length
+    where = f" ({place.cluster.name}, {place.cluster.device.name})" if place.cluster else " of this machine"
+    yield f"{world} rank{'s' if world > 1 else ''}{where}: {described(found.plan)}; {run.precision.compute} compute"
+    active = "" if sizes.active == sizes.total else f", {count(sizes.active)} active for a token"
+    yield f"{'parameters':<16}{count(sizes.total)}{active}"
+    flops = sizes.training * tokens
+    yield f"{'FLOPs a step':<16}{count(flops)} ({tokens:,} tokens), {count(flops / world)} a rank"
+    yield f"{'memory a rank':<16}{_memory(found)}"
+    fullest = found.fullest
+    for name, held in sorted(fullest.parts.items(), key=lambda part: -part[1]):
+        if held:
+            yield f"  {name:<22}{size(held):>10}"
+    for name, held in fullest.host.items():
+        yield f"  {name + ' on the host':<22}{size(held):>10}"
+    yield f"{'time of a step':<16}{_time(found)}"
+
+
+def _memory(found: Prediction) -> str:
+    limit = "" if found.place.limit_bytes is None else f", of {size(found.place.limit_bytes)}"
+    which = f"rank {found.fullest.rank} of the pipeline's {len(found.ranks)}: " if len(found.ranks) > 1 else ""
+    if found.place.kind == "cpu":
+        return f"{which}{size(found.rank_bytes)} of tensors{limit}"
+    more = f"{size(found.needed_bytes)} with the allocator's share and {size(CONTEXT_BYTES)} of context"
+    return f"{which}{size(found.rank_bytes)} of tensors, {more}{limit}"
+
+
+def _time(found: Prediction) -> str:
+    if found.time is None:
+        return f"not predicted: {prediction.CALIBRATE} measures this machine, or name a cluster (--cluster)"
+    step = found.time.step
+    large = sorted(((name, s) for name, s in found.time.parts.items() if s >= 0.005 * step), key=lambda part: -part[1])
+    return f"{prediction.seconds(step)}: " + ", ".join(f"{name} {s / step:.0%}" for name, s in large)

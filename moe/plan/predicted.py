@@ -1,0 +1,87 @@
+"""What a run will need, before it starts: bytes of each rank, seconds of a step, and whether the bytes are there.
+
+    predict(run, Place)     Prediction: parallel/plan/memory.py of each rank, parallel/plan/cost.py on the place's cluster if it has one
+
+What "cannot fit" means is said in favour of the run: on a GPU the tensors alone exceed the device, without the allocator's share and the
+context; on a host without one the tensors of all its ranks exceed its memory. Between that and what a device really takes, a run may fit
+and is only warned of (the words are in moe/records/prediction.py). Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from moe.plan.job import network_of, plan_of
+from moe.recipe.sections import Run
+from parallel.plan.cluster import Cluster
+from parallel.plan.cost import Time, step_time
+from parallel.plan.job import Network, Plan
+from parallel.plan.memory import CONTEXT_BYTES, RESERVED, Memory, memory
+from parallel.plan.program import OWN, OWN_ON_CPU
+from parallel.plan.stack import OURS, OURS_ON_CPU
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks train. `limit_bytes`: of one rank, on a cpu its share of the host's; None if unknown. `cluster`: predicts time."""
+
+    kind: Literal["cpu", "cuda"]
+    limit_bytes: float | None = None
+    cluster: Cluster | None = None
+
+    @classmethod
+    def of(cls, cluster: Cluster, world: int) -> Place:
+        """As many of the cluster's nodes as so many ranks need."""
+        return cls("cpu" if cluster.cores else "cuda", cluster.memory_bytes(world), cluster.holding(world))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """`ranks`: one of each pipeline stage; those of the other axes are alike."""
+
+    place: Place
+    network: Network
+    plan: Plan
+    ranks: tuple[Memory, ...]
+    time: Time | None
+
+    @property
+    def fullest(self) -> Memory:
+        return max(self.ranks, key=_held(self.place))
+
+    @property
+    def rank_bytes(self) -> float:
+        """Tensors of the fullest rank. On a cpu what is offloaded to the host counts: it is the same memory."""
+        return _held(self.place)(self.fullest)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Of one rank, as the limit counts: on a GPU with the allocator's share and the context."""
+        return self.least_bytes if self.place.kind == "cpu" else RESERVED * self.rank_bytes + CONTEXT_BYTES
+
+    @property
+    def least_bytes(self) -> float:
+        """What no allocator undercuts: the fullest rank's tensors on a GPU, the mean of those that share a host's memory."""
+        return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
+
+    @property
+    def over_bytes(self) -> float:
+        """How far beyond the limit; negative where it fits or nothing is known."""
+        return -1.0 if self.place.limit_bytes is None else self.least_bytes - self.place.limit_bytes
+
+
+def predict(run: Run, place: Place) -> Prediction:
+    """Of a checked run, whose degrees are numbers. Raises BadInput for a schedule that the planner does not know."""
+    network, plan = network_of(run), plan_of(run)
+    on_cpu = place.kind == "cpu"
+    ranks = memory(network, plan, OURS_ON_CPU if on_cpu else OURS)
+    time = step_time(network, plan, place.cluster, OWN_ON_CPU if on_cpu else OWN) if place.cluster else None
+    return Prediction(place, network, plan, ranks, time)
+
+
+def _held(place: Place) -> Callable[[Memory], float]:
+    if place.kind == "cpu":
+        return lambda rank: rank.allocated + sum(rank.host.values())
+    return lambda rank: rank.allocated

@@ -1,0 +1,103 @@
+"""Before a run starts: what it will need, said in a line, and refused where it cannot fit. At its end: what it took.
+
+    foretell(run, ...)      on every rank, before anything is built     -> the same decision on all of them
+    Measured                peak and seconds of the steps, and what else was in memory when they began
+
+On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak less what was no tensor when the
+model was built. What libraries load and keep from then on (50 to 80 MiB) is part of it. A prediction that cannot be made is a line, never
+an error.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from moe.checks.together import check_run
+from moe.plan.predicted import Place, Prediction, predict
+from moe.recipe.sections import Run
+from moe.records import prediction
+from moe.train.place import own_peak_bytes
+from parallel import process
+from parallel.collectives import max_over
+from parallel.mesh import Mesh
+from parallel.plan.cluster import load_cluster
+from parallel.plan.this_machine import measured_cluster, memory_limit_bytes, processor, resident_bytes
+from parallel.process import World
+
+STEPS_OF_MEMORY = 2  # moments are there from the second on
+
+
+def here(world: World) -> Place:
+    """This machine: memory of the GPU or a share of the host's, and the cluster file that was measured on it, if there is one."""
+    if world.device.type == "cuda":
+        made = torch.cuda.get_device_properties(world.device)
+        return Place("cuda", float(made.total_memory), measured_cluster(made.name))
+    return Place("cpu", memory_limit_bytes() / world.local_size, measured_cluster(processor()))
+
+
+def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
+    """Collective. `run`: checked; `asked`: as the user has it, from which the line's fix goes on. Raises BadInput for what cannot fit."""
+    found: Prediction | None = None
+    limit = float("inf")
+    try:
+        place = here(world) if cluster is None else Place.of(load_cluster(cluster), world.size)
+        if place.cluster is not None:
+            place = replace(place, cluster=place.cluster.holding(world.size))
+        found = predict(run, place)
+        limit = float("inf") if place.limit_bytes is None else place.limit_bytes
+    except Exception as error:  # a number that cannot be given must not stop a run that works
+        say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
+    least = torch.tensor(-limit, dtype=torch.float64, device=world.device)
+    limit = -float(max_over(least, process.everyone(world)).item())  # the smallest rank's decides on all of them alike
+    if found is None:
+        return None
+    if limit != float("inf"):
+        found = replace(found, place=replace(found.place, limit_bytes=limit))
+    say(prediction.line(found))
+    if found.over_bytes > 0:
+        refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
+        if not force:
+            raise refused
+        say(f"going on all the same (--force): {refused.got}")
+    elif warned := prediction.warning(found):
+        say(warned)
+    return found
+
+
+class Measured:
+    """Made when the model and its engine are there, and given every step's peak: bytes of tensors of the fullest rank, and seconds."""
+
+    def __init__(self, world: World) -> None:
+        self.other = 0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
+        self.peak_bytes = 0.0
+        self.seconds: list[float] = []
+
+    def step(self, seconds: float) -> None:
+        """After a step. The first two alone decide the memory: what is saved and evaluated later is not theirs."""
+        if len(self.seconds) < STEPS_OF_MEMORY:
+            self.peak_bytes = own_peak_bytes() - self.other
+        self.seconds.append(seconds)
+
+    def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
+        """What the summary says of prediction and measurement, of the fullest and the slowest rank; None where either is missing.
+
+        Collective.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mine = torch.tensor([self.peak_bytes, median(self.seconds or [0.0])], dtype=torch.float64, device=device)
+        memory_bytes, step_seconds = max_over(mine, mesh.axis("world")).tolist()
+        if found is None or not self.seconds:
+            return None
+        return prediction.against(prediction.record(found), memory_bytes=memory_bytes, step_seconds=step_seconds)
+
+
+def _tensor_bytes() -> int:
+    """Of all tensors that Python knows of, each storage once."""
+    found = (thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())

@@ -1,0 +1,102 @@
+"""`moe train --dry-run`: it starts and writes nothing, says what the planner's own functions give, and a refusal's fix works.
+
+It alone would notice a dry run that leaves a folder or imports torch for a cluster that is elsewhere, and flags in a fix that do not fit.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.cli.main import main
+from moe.launch import launch, start
+from moe.plan.flops import size
+from moe.plan.job import network_of, plan_of
+from moe.recipe.load import load
+from moe.records.summary import count
+from moe.records.summary import size as bytes_of
+from parallel.plan.memory import peak
+
+ELSEWHERE = ["dense_8b", "--cluster", "h100-8x128", "--train.global_batch", "2048"]
+REFUSED = {
+    "states": ELSEWHERE,
+    "activations": ["dense_8b", "--cluster", "h100-8", "--nproc", "64", "--degrees.tp", "8", "--train.global_batch", "1024"],
+    "experts": ["glam_8b_64e", "--cluster", "a100-80-8x4"],
+    "stages": ["dense_8b", "--cluster", "a100-40-8x2", "--degrees.pp", "8", "--pipeline.microbatches", "16"],
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    def started(*_: object, **__: object) -> int:
+        raise AssertionError("a dry run started something")
+
+    monkeypatch.setattr(launch, "main", started)
+    monkeypatch.setattr(start, "start", started)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dry(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["train", *words, "--dry-run"])
+    said = capsys.readouterr()
+    return code, said.out, said.err.strip()
+
+
+def test_it_says_what_the_planner_gives_and_leaves_no_trace(nothing_starts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {"sharding.kind": "fsdp", "recompute.kind": "full", "train.global_batch": "2048"}
+    code, said, _ = dry(["dense_8b", "--cluster", "h100-8x128", *(f"--{key}={value}" for key, value in words.items())], capsys)
+    run = check_run(load("dense_8b", words)[0], 1024)
+    fullest = peak(network_of(run), plan_of(run))
+    sizes = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    assert code == 0 and not list(nothing_starts.iterdir())
+    assert said.startswith("1024 ranks (h100-8, H100-SXM5-80GB): dp 1024, fsdp")
+    for value in (count(sizes.total), count(sizes.training * 2048 * run.model.max_length), bytes_of(fullest.allocated)):
+        assert value in said
+    for name, held in fullest.parts.items():
+        assert not held or re.search(rf"^  {name} +{re.escape(bytes_of(held))}$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_fix_of_a_refusal_fits(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = dry(REFUSED[case], capsys)
+    assert code == 2 and "\n" not in error and "too much" in error
+    fix = re.search(r"fix: add (.+): then", error)
+    assert fix, error
+    code, said, error = dry([*REFUSED[case], *shlex.split(fix[1])], capsys)
+    assert code == 0 and not error and "may not fit" not in said
+
+
+def test_force_goes_on_and_what_nothing_mends_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = dry([*ELSEWHERE, "--force"], capsys)
+    assert code == 0 and "it would not fit" in said
+    code, _, error = dry(["dense_8b", "--cluster", "v100-8", "--nproc", "1", "--model.max_length", "1000000"], capsys)
+    assert code == 2 and "times as much memory" in error
+
+
+def test_a_cluster_that_is_elsewhere_needs_no_torch() -> None:
+    program = (
+        "import sys; from moe.cli.main import main; "
+        f"code = main({['train', *ELSEWHERE, '--sharding.kind', 'fsdp', '--recompute.kind', 'full', '--dry-run']!r}); "
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["dense_tiny", "--cluster", "h1000"], "cluster: got h1000"),
+        (["dense_tiny", "--cluster", "none.yaml"], "cluster: got none.yaml, needed a file that exists"),
+        (["dense_tiny", "--nproc", "3", "--cluster", "a100-80-8", "--train.global_batch", "16"], "train.global_batch"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = dry(words, capsys)
+    assert code == 2 and line in error and "fix:" in error and "\n" not in error
