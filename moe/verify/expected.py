@@ -1,9 +1,9 @@
 """What a case must give, and how far from it it may be.
 
-    fp32           the plain twin; each number within 1e-5
+    fp32           the plain twin, which computes in float64; each number within 1e-5
     bf16, fp16     one process in that precision; each number within twice what reordering does, measured here: other micro-batches,
-                   the plain kernels, both, and for rows that cut the head, the loss or sums within layers, that too. And the plain twin
-                   in fp32; each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
+                   the plain kernels, both, and for rows that cut the head, the loss or sums within layers, that too. And the plain twin;
+                   each number, and each parameter's gradient, within a bound that follows from the dtype's unit roundoff,
                    so that one process cannot be wrong in 16 bits unseen
 
 The bound is measured as well (Monte Carlo arithmetic, Parker 1997): the twin runs in fp32, and every number that a 16-bit run would
@@ -103,7 +103,7 @@ def spread(twin: Case, baseline: Result) -> dict[str, float]:
 
 @dataclass
 class Bound:
-    """How far a run in a 16-bit dtype may be from the twin in fp32."""
+    """How far a run in a 16-bit dtype may be from the plain twin."""
 
     twin: Case
     drawn: int = 0

@@ -73,16 +73,21 @@ class Kind:
     dropout: float
 
 
+def wide(x: Tensor) -> Tensor:
+    """In fp32; in float64 what is that already."""
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind, cast: Cast) -> Layer:
     """x [T, D] through the layer called `name` (layers.3), in training."""
     spec, num_experts = kind.spec, kind.num_experts
-    seen = x.float()
+    seen = wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
-    logits = seen @ weights[f"{name}.router.weight"].float().t()
+    logits = seen @ wide(weights[f"{name}.router.weight"]).t()
     noisy = logits
     if spec.noise == "noisy_top_k":
-        size = F.softplus(seen @ weights[f"{name}.router.noise_weight"].float().t())
+        size = F.softplus(seen @ wide(weights[f"{name}.router.noise_weight"]).t())
         noisy = logits + size * _normal(tokens.draw(f"{name}.router.noise", num_experts))
     scores = score(noisy, spec)
     bias = weights.get(f"{name}.router.bias")
@@ -131,7 +136,7 @@ def gates_of(scores: Tensor, logits: Tensor, chosen: list[list[int]], kept: list
         gates = gates * _mask(kept, experts)
     if spec.gates != "as_is":
         total = gates.double().sum(1, keepdim=True)
-        gates = (gates.double() / torch.where(total > 0, total, 1.0)).float()
+        gates = (gates.double() / torch.where(total > 0, total, 1.0)).to(gates.dtype)
     return gates * spec.gate_scale
 
 
@@ -286,8 +291,8 @@ def _groups(tokens: Tokens, spec: RouterSpec) -> list[range]:
 def _experts(
     x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, kind: Kind, cast: Cast
 ) -> Tensor:
-    """Expert after expert: its tokens through its network, added up with their gates in fp32."""
-    y = x.new_zeros(x.shape, dtype=torch.float32)
+    """Expert after expert: its tokens through its network, added up with their gates, in fp32 at least."""
+    y = gates.new_zeros(x.shape)
     scale = None
     if kind.dropout:
         width = weights[f"{name}.experts.0.w1"].shape[1]
@@ -296,7 +301,7 @@ def _experts(
         rows = torch.tensor([t for t in range(len(x)) if expert in kept[t]], dtype=torch.int64)
         matrices = [weights.get(f"{name}.experts.{expert}.{matrix}") for matrix in ("w1", "w2", "w3")]
         out = network(x[rows], *matrices, ffn=kind.ffn, cast=cast, scale=None if scale is None else scale[rows])
-        y = y.index_add(0, rows, out.float() * gates[rows, expert].unsqueeze(1))
+        y = y.index_add(0, rows, wide(out) * gates[rows, expert].unsqueeze(1))
     return cast(y)
 
 

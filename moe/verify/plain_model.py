@@ -4,8 +4,8 @@ attention, feed-forward networks, what stands beside the experts, loss. No modul
     x = embedding[tokens] ; x = x + attention(norm x) ; x = x + ffn-or-experts(norm x) ; ... ; logits = head(norm x) ; loss
 
 What is shared with the model is the recipe and the hash of keyed random numbers (moe/verify/plain_layer.py). `Rounding` says what is
-done with every number that a 16-bit run would round: nothing in fp32; round it; or, to learn what rounding can do, disturb it by as
-much (moe/verify/expected.py).
+done with every number that a 16-bit run would round: nothing in fp32 and float64; round it; or, to learn what rounding can do, disturb
+it by as much (moe/verify/expected.py).
 Sources: GQA (arXiv 2305.13245), rotary (2104.09864), T5 (1910.10683), RMSNorm (1910.07467), DeepSeekMoE (2401.06066), PR-MoE
 (2201.05596).
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe.recipe.sections import Run
 from moe.verify.batches import PADDING
-from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, network
+from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
 
@@ -111,17 +111,17 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         note(name, x)
     x = cast(norm(x, weights["norm.weight"], model.norm))
     note("norm", x)
-    logits = cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()).float()
+    logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
     return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
 
 
 def norm(x: Tensor, gain: Tensor, kind: str) -> Tensor:
-    """Fp32."""
-    x = x.float()
+    """Fp32 at least."""
+    x = wide(x)
     if kind == "layernorm":
         x = x - x.mean(1, keepdim=True)
-        return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain.float()
-    return x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * gain.float()
+        return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * wide(gain)
+    return x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * wide(gain)
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: list[list[bool]] | None, cast: Rounding) -> Tensor:
@@ -145,9 +145,9 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
     mixed = []
     for head in range(heads):
         group = head // (heads // groups)
-        scores = (q[head] @ k[group].transpose(1, 2)).float() / math.sqrt(size)
+        scores = wide(q[head] @ k[group].transpose(1, 2)) / math.sqrt(size)
         if model.positions == "t5":
-            scores = scores + cast(weights[f"{name}.attention.bias.weight"].float()[_buckets(length), head]).float()
+            scores = scores + wide(cast(wide(weights[f"{name}.attention.bias.weight"])[_buckets(length), head]))
         shares = scores.masked_fill(~past, -math.inf).softmax(2)
         mixed.append(cast(shares.to(v.dtype) @ v[group]))
     flat = torch.stack(mixed, 2).reshape(-1, heads * size)
@@ -157,8 +157,8 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
 def _turned(x: Tensor, cast: Rounding) -> Tensor:
     """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place / 10000^(2i/C))."""
     half = x.shape[-1] // 2
-    rate = 10000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[-2], dtype=torch.float32).unsqueeze(1) * rate
+    rate = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
     cos, sin, a, b = cast(angle.cos()), cast(angle.sin()), x[..., :half], x[..., half:]
     return cast(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
@@ -183,11 +183,11 @@ def _dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> 
 def beside(x: Tensor, y: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
     """The experts' result with what every token passes besides."""
     if f"{name}.coefficient.weight" in weights:
-        share = cast((x.float() @ weights[f"{name}.coefficient.weight"].float().t()).softmax(1))
+        share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
         return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * _dense(x, weights, f"{name}.residual", ffn, cast)))
     if f"{name}.shared.w1.weight" not in weights:
         return y
     shared = _dense(x, weights, f"{name}.shared", ffn, cast)
     if f"{name}.shared_gate.weight" in weights:
-        shared = cast(cast((x.float() @ weights[f"{name}.shared_gate.weight"].float().t()).sigmoid()) * shared)
+        shared = cast(cast((wide(x) @ wide(weights[f"{name}.shared_gate.weight"]).t()).sigmoid()) * shared)
     return cast(y + shared)

@@ -4,8 +4,10 @@
     moe/verify/plain_step.py    decay groups, clipping, AdamW, the routers' biases
 
 It shares with what it checks the recipe, the first values of the parameters and the hash of keyed random numbers; no module, kernel,
-engine, process group or optimizer. Where a layout's gradients are of older weights (PipeDream, 2BW), so are the twin's: gradients are
-taken at the values that a parameter had `age` updates ago, and the step is made from the newest.
+engine, process group or optimizer. It computes in float64, so that what a layout may be off by is not taken by the twin's own rounding:
+Adam's first step is lr g / (|g| + eps), which turns an error d of a gradient near 0 into lr d / eps, here 300 d.
+Where a layout's gradients are of older weights (PipeDream, 2BW), so are the twin's: gradients are taken at the values that a parameter
+had `age` updates ago, and the step is made from the newest.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from moe.verify.plain_step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
 from parallel.checkpoint import pieces
 from parallel.mesh import Degrees, Mesh
-from parallel.precision import DTYPES
 
 STEPS = 10
 
@@ -45,9 +46,9 @@ class Result:
 
 
 def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None = None, steps: int = STEPS) -> Result:
-    """The plain twin of a case's model, in its compute dtype unless `rounding` says otherwise."""
-    run, cast = case.run(), rounding or Rounding(DTYPES[case.precision])
-    parameters, biases = first_values(run)
+    """The plain twin of a case's model, in float64 unless `rounding` says otherwise."""
+    run, cast = case.run(), rounding or Rounding(torch.float64)
+    parameters, biases = ({n: t.to(cast.dtype) for n, t in tensors.items()} for tensors in first_values(run))
     optimizer, old = PlainAdamW(run.optimizer), ages(case, [*parameters, *biases])
     history: list[Weights] = []
     losses: list[float] = []

@@ -9,8 +9,8 @@ A deviation that is there in the output of a layer is named before what follows 
 off by twice the most that rounding moves any line of its phase, or of an earlier one, for what comes later carries on what came before.
 What rounding does is measured:
 
-    fp32        the twin again, with every number disturbed at random by up to the unit roundoff of fp32 (as for the bound of 16-bit
-                rows, moe/verify/expected.py); at most the 1e-5 of a row, for what fails a row is never put down to rounding
+    fp32        the twin again, in fp32 and with every number disturbed at random by up to the unit roundoff of fp32 (as for the bound
+                of 16-bit rows, moe/verify/expected.py); at most the 1e-5 of a row, for what fails a row is never put down to rounding
     bf16, fp16  one process again in that precision, in the other orders of its sums that give a row its tolerance
 """
 
