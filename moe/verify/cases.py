@@ -490,6 +490,9 @@ def pipeline_cases(nproc: int) -> list[Case]:
                 for model in ("dense", "gshard", "deepseek"):
                     found += [_staged(model, engine, world, pp, name, precision) for engine in ("ddp", *shards)]
                     found += [_staged(model, "ddp", world, pp, name, precision, "full")] if model != "deepseek" else []
+    for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
+        for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
+            found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
     return found
 
 

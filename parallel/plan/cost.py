@@ -245,6 +245,8 @@ def pipeline_time(plan: Plan, forward: list[float], backward: list[float], weigh
         return sum(sum(way) + (m - 1) * max(way) for way in ways)
     if plan.schedule in ("1f1b", "pipedream", "two_bw"):
         return sum(total) + (m - 1) * max(total)
+    if plan.schedule == "interleaved" and m < plan.pp:  # one group, which is through a chunk before the ranks are
+        return sum(total) + (m - 1) * max(total) / plan.chunks
     if plan.schedule == "interleaved":
         return m * max(total) + (sum(total) - max(total)) / plan.chunks
     return _simulated(plan, tuple(forward), tuple(backward), tuple(weights), sent)

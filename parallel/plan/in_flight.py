@@ -41,13 +41,21 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
     if schedule in ALL_AT_ONCE:
         stages = chunks if schedule == "looped_bfs" else 1
         return tuple(Rank(tuple(range(r, ranks * stages, ranks)), ((microbatches,) * stages,)) for r in range(ranks))
-    few = min(microbatches, STEADY.get(schedule, 3) * ranks)
+    few = min(microbatches, _few(schedule, ranks, microbatches))
     try:
         return _found(schedule, ranks, few, chunks)
     except BadInput:
         if few == microbatches:
             raise
         return _found(schedule, ranks, -(-few // ranks) * ranks, chunks)
+
+
+def _few(schedule: str, ranks: int, microbatches: int) -> int:
+    """A number that keeps as many at once as `microbatches` do, where these are more."""
+    if schedule != "interleaved" or microbatches % ranks == 0:
+        return STEADY.get(schedule, 3) * ranks
+    count, left = divmod(microbatches, ranks)  # groups of `ranks`, some with one more if there are groups enough
+    return 2 * ranks + 1 if count >= left else microbatches
 
 
 @cache

@@ -170,8 +170,6 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     kind = SCHEDULES.get(name)  # None: a file of actions
     if kind is not None and kind.chunks not in (None, plan.chunks):
         yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
-    if name == "interleaved" and plan.microbatches % pp:
-        yield f"interleaved needs micro-batches in groups of degrees.pp={pp}, not {plan.microbatches}"
     yield from _microbatches(plan)
     if kind is not None and kind.continuous and plan.engine != "ddp":
         yield f"{name} updates its stages at different times: ddp alone does"

@@ -1,31 +1,40 @@
 """Interleaved 1F1B [2104.04473, section 2.2]: v chunks of layers per rank, rank r holds stages r, p + r, 2p + r, ...
 
 A micro-batch passes the ranks v times with 1/v of the work each time, so the ramp costs 1/v as much: bubble (p - 1) / (v m), with
-v times the messages. Micro-batches go in groups of p: one group through chunk 0, through chunk 1, ..., then the next group.
-In flight on rank r: min(m v, 2 (p - 1 - r) + (v - 1) p + 1) chunks; on rank 0, the layers of 1 + (p - 1) / (p v) times its own.
+v times the messages. Micro-batches go in groups of p or a few more: one group through chunk 0, through chunk 1, ..., then the next:
+
+    p = 3, m = 7     groups of 4 and 3     chunk 0: 0 1 2 3, chunk 1: 0 1 2 3, chunk 0: 4 5 6, chunk 1: 4 5 6
+
+m need not be a multiple of p: there are m // p groups, whose sizes differ by at most one. With n = ceil(m / (m // p)) in the largest
+group, min(m v, 2 (p - 1 - r) + (v - 1) n + 1) chunks are in flight on rank r; n = p where p divides m, and rank 0 then keeps the layers
+of 1 + (p - 1) / (p v) times its own. Fewer than p micro-batches are one group, which is through a chunk before the ranks are: each
+chunk but the last costs a wait of p - m, so the bubble is (p - 1 + (v - 1) (p - m)) / (v m).
+
+Where m // p divides m, the order is torch's; Megatron-Core has groups of a given size and a last one that is smaller.
 """
 
 from __future__ import annotations
 
-from parallel.errors import BadInput
+from itertools import accumulate, pairwise
+
 from parallel.pipeline.schedule import Action, Op, Schedule, flushed, looped
 from parallel.pipeline.schedules.one_f_one_b import alternate
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Raises BadInput unless the micro-batches are a multiple of the ranks."""
-    if microbatches % ranks:
-        near = sorted({max(ranks, microbatches // ranks * ranks), (microbatches // ranks + 1) * ranks})
-        raise BadInput(
-            "microbatches",
-            got=microbatches,
-            needed=f"a multiple of {ranks} stages for interleaved, whose micro-batches go in groups of that size",
-            fix=f"set microbatches to {' or '.join(map(str, near))}",
-        )
+    """`chunks` stages per rank."""
+    sizes = groups(ranks, microbatches)
     orders = []
     for rank in range(ranks):
-        passes = [(c, g + j) for g in range(0, microbatches, ranks) for c in range(chunks) for j in range(ranks)]
+        passes = [(c, j) for start, end in pairwise([0, *accumulate(sizes)]) for c in range(chunks) for j in range(start, end)]
         forwards = [Action(Op.F, chunk * ranks + rank, j) for chunk, j in passes]
         backwards = [Action(Op.B, (chunks - 1 - chunk) * ranks + rank, j) for chunk, j in passes]
-        orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank) + (chunks - 1) * ranks))
+        orders.append(alternate(forwards, backwards, warmup=2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0]))
     return flushed("interleaved", looped(ranks, chunks), microbatches, orders)
+
+
+def groups(ranks: int, microbatches: int) -> list[int]:
+    """The sizes of groups of at least `ranks` micro-batches, as even as can be, the larger first; one group where there are fewer."""
+    count = max(1, microbatches // ranks)
+    each, more = divmod(microbatches, count)
+    return [each + 1] * more + [each] * (count - more)

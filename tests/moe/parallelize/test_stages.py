@@ -112,11 +112,6 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
         "pipeline.microbatches",
         "set pipeline.microbatches to 4 or 8",
     ),
-    "interleaved m": (
-        {"degrees": {"pp": 4}, "pipeline": {"schedule": "interleaved", "microbatches": 6}},
-        "pipeline.microbatches",
-        "set pipeline.microbatches to 4 or 8",
-    ),
     "zb_v chunks": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "zb_v", "chunks": 3}}, "pipeline.chunks", "set pipeline.chunks to 2"),
     "two_bw m": ({"degrees": {"pp": 4}, "pipeline": {"schedule": "two_bw"}}, "pipeline.microbatches", "set pipeline.microbatches to 4"),
     "no such": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "chimaera"}}, "pipeline.schedule", "did you mean chimera?"),

@@ -37,7 +37,7 @@ def test_closed_forms_are_the_simulator_where_stages_are_alike_or_the_last_is_sl
     draw = random.Random(3)
     for _ in range(12):
         p = draw.choice([2, 3, 4])
-        m = p * draw.choice([1, 2, 4])
+        m = draw.choice([p, 2 * p, 4 * p, *([3 * p - 1, 2 * p + 1] if schedule == "interleaved" else ())])
         forward = [5] * (p - 1) + [draw.randint(5, 11)]
         backward = [2 * x for x in forward]
         plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=chunks)

@@ -123,6 +123,13 @@ def test_in_flight_closed_forms() -> None:
     assert chunks == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]  # Megatron-LM's warm-up, and the one at work
 
 
+@pytest.mark.parametrize("microbatches", [3, 5, 6, 7, 11, 13, 18, 27])
+def test_in_flight_of_interleaved_where_groups_are_uneven(microbatches: int) -> None:
+    whole = make_schedule("interleaved", ranks=4, microbatches=microbatches, chunks=2)
+    found = in_flight("interleaved", ranks=4, microbatches=microbatches, chunks=2)
+    assert tuple(max(map(sum, of.most)) for of in found) == peak_held(whole)
+
+
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,19 @@ def test_bubbles_of_chunked_schedules(name: str, p: int, m: int, v: int) -> None
         assert idle(run(name, p, m, F, B, chunks=v), v * m * (F + B)) == Fraction(p - 1, v * m)
 
 
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_interleaved_with_any_number_of_micro_batches(p: int, v: int) -> None:
+    """The bubble stays (p - 1) / (v m); fewer than p also wait p - m before each chunk but the first. One chunk is 1F1B."""
+    for m in range(1, 3 * p + 3):
+        largest = -(-m // max(1, m // p))
+        for F, B in RATIOS[:2]:
+            timeline = run("interleaved", p, m, F, B, chunks=v)
+            assert idle(timeline, v * m * (F + B)) == Fraction(p - 1 + (v - 1) * max(0, p - m), v * m)
+            peaks = tuple(min(m * v, 2 * (p - 1 - r) + (v - 1) * largest + 1) for r in range(p))
+            assert peak_activations(timeline.schedule) == peaks
+
+
 @pytest.mark.parametrize("name", ["pipedream", "two_bw"])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_schedules_without_a_flush_have_their_ramps_once(name: str, p: int, m: int) -> None:
