@@ -257,11 +257,13 @@ def _combinations(flags: Combinations, _: dict[str, str]) -> int:
 
 
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
-    from moe.recipe.load import recipe_names, recipe_path
+    from moe.recipe.load import published_names, recipe_names, recipe_path
 
-    for name in recipe_names():
+    names = [*recipe_names(), *published_names()]
+    width = max(map(len, names))
+    for name in names:
         first = recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
-        print(f"{name:<16} {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
+        print(f"{name:<{width}} {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
     return exit_codes.DONE
 
 

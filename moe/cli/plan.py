@@ -2,6 +2,7 @@
 
 moe plan glam_8b_64e --cluster h100-8x4 --top 5 --out plan.yaml        then: moe train plan.yaml
 moe plan dense_8b --cluster a100-80-8 --explain                        the guide, with this recipe's own numbers
+moe plan published/bloom_176b --cluster jeanzayx48 --as-is             the recipe's own plan (plan_as_is.py)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main(
     cluster: str,
     top: int = 10,
     exhaustive: bool = False,
+    as_is: bool = False,
     explain: bool = False,
     search: str = "enumerate",
     out: Path | None = None,
@@ -53,6 +55,12 @@ def main(
             print(rule)
         print()
     began = time.perf_counter()
+    if as_is:
+        from moe.cli import plan_as_is
+
+        made = plan_as_is.as_is(run, machines)
+        print("\n".join(plan_as_is.lines(made)))
+        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, json)
     if search != "enumerate":
         from moe.cli.plan_search import searched
 

@@ -123,6 +123,7 @@ class Plan:
     cluster: str | None = _flag(None, "a shipped cluster, as h100-8 or h100-8x4 for 4 nodes, or a YAML file; needed")
     top: int = _flag(10, "plans to print")
     exhaustive: bool = _flag(False, "try every choice for every way to cut the ranks, not only for the fastest ways")
+    as_is: bool = _flag(False, "try nothing: the recipe's own plan, with its seconds and bytes, whether it fits or not")
     search: Literal["enumerate", "alpa", "flexflow"] = _flag("enumerate", "try all plans; or search on the graph of the recipe's operators")
     explain: bool = _flag(False, "first walk through the guide that chooses a strategy, with this recipe's numbers")
     out: Path | None = _flag(None, "also write the best plan as a recipe, *.yaml")
@@ -296,12 +297,12 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
         got = " ".join(words[1:]) or "no shell"
         raise BadInput(words[0], got=got, needed=" or ".join(SHELLS), fix=f"{words[0]} bash{' FILE' if least == 3 else ''}")
     from moe.cli.completion import mended
-    from moe.recipe.load import recipe_names
+    from moe.recipe.load import published_names, recipe_names
 
     script = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(script):
         _tyro(["--tyro-print-completion", words[1]], benches=benches, complete=True)
-    names = recipe_names()
+    names = [*recipe_names(), *published_names()]
     named = {verb: names for verb in ("train", "show", "plan", "rehearse")}
     text = mended(script.getvalue(), shell=words[1], words={**named, "bench": benches})
     if least == 2:

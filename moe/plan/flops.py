@@ -66,6 +66,17 @@ def core_forward(model: sections.Model) -> float:
     return 4.0 * (model.max_length + 1) / 2 * width
 
 
+def counted_training(run: sections.Run) -> float:
+    """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
+
+    All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B); recomputation does not.
+    """
+    m = run.model
+    counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
+    width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
+    return counted + 3 * m.num_layers * (4.0 * m.max_length * width - core_forward(m))
+
+
 def expert_size(model: sections.Model, experts: sections.Experts) -> int:
     """Number of parameters of one expert."""
     return _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)

@@ -44,6 +44,7 @@ def _changed(plan: Plan, run: Run) -> Run:
             "stage": int(plan.engine[-1]) if zero else 1,
             "engine": "auto",
             "reshard": plan.reshard,
+            "prefetch": run.sharding.prefetch if plan.engine == "fsdp" else 1,
             "allow_slow": gathers and plan.pp > 1,
         },
         "tensor": {

@@ -27,11 +27,17 @@ from parallel.errors import BadInput, did_you_mean
 from parallel.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+PUBLISHED = "published"
 
 
 def recipe_names() -> list[str]:
     """The names of the recipes that ship with the project."""
     return sorted(p.stem for p in RECIPES.glob("*.yaml"))
+
+
+def published_names() -> list[str]:
+    """The names of well-known runs as recipes, such as published/bloom_176b: to be planned and read, on clusters of their size."""
+    return sorted(f"{PUBLISHED}/{p.stem}" for p in (RECIPES / PUBLISHED).glob("*.yaml"))
 
 
 def run_name(recipe: str) -> str:
@@ -48,7 +54,7 @@ def recipe_path(name: str) -> Path:
             return path
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
-    near = did_you_mean(name, recipe_names())
+    near = did_you_mean(name, [*recipe_names(), *published_names()]) or did_you_mean(f"{PUBLISHED}/{name}", published_names())
     raise BadInput(
         "recipe",
         got=name,

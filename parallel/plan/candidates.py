@@ -86,7 +86,7 @@ def candidates(
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
             for engine in space.engines if dp * sp > 1 else ("ddp",):
-                yield replace(made, engine=engine)
+                yield replace(made, engine=engine, reshard=base.reshard or engine != "fsdp")  # the others have no such choice
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:

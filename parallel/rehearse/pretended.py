@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from parallel.rehearse.ledger import Ledger
 
-MADE_ELEMENTS = 64  # floats made of nothing (zeros, empty) are known up to here: counters are, weights and states are not
+MADE_ELEMENTS = 512  # floats made of nothing (zeros, empty) are known up to here: counters and selection biases are, weights are not
 KNOWN_ELEMENTS = 2**24  # and whatever follows from known values, up to here
 
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]

@@ -36,7 +36,8 @@ def test_cli_page_has_every_exit_code() -> None:
 
 def test_recipes_page_names_every_recipe() -> None:
     page = (ROOT / "docs/use/recipes.md").read_text(encoding="utf-8")
-    assert [path.stem for path in sorted((ROOT / "recipes").glob("*.yaml")) if f"`{path.stem}`" not in page] == []
+    names = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

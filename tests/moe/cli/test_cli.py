@@ -23,7 +23,7 @@ from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import check_words
 from moe.launch import launch, start
-from moe.recipe.load import RECIPES, known_keys, load, recipe_names
+from moe.recipe.load import RECIPES, known_keys, load, published_names, recipe_names
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
 
@@ -106,7 +106,8 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
     assert all(known(table) == known(offered) for table in tables) and set(offered) == set(verbs.VERBS)
     for verb, spec in offered.items():
         words = [option["flags"][-1] for option in spec["options"] if not option["flags"][-1].startswith("-")]
-        assert words == (recipe_names() if verb in ("train", "show", "plan", "rehearse") else cli.bench_names() if verb == "bench" else [])
+        names = [*recipe_names(), *published_names()]
+        assert words == (names if verb in ("train", "show", "plan", "rehearse") else cli.bench_names() if verb == "bench" else [])
         needed = ["dense_tiny", "to"][: sum(f.default is dataclasses.MISSING for f in dataclasses.fields(verbs.VERBS[verb]))]
         for option in spec["options"]:
             flag = option["flags"][-1]
@@ -186,13 +187,13 @@ def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture
 def test_recipes_are_listed_with_their_first_comment(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipe_names()
+    assert [line.split()[0] for line in lines] == [*recipe_names(), *published_names()]
     for line in lines:
         name, _, about = line.partition(" ")
         assert about.strip() == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
 
 
-@pytest.mark.parametrize("recipe", recipe_names())
+@pytest.mark.parametrize("recipe", [*recipe_names(), *published_names()])
 def test_show_prints_a_recipe_that_reads_back_the_same(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["show", recipe, "--train.steps", "7"]) == 0
     text = capsys.readouterr().out

@@ -17,6 +17,7 @@ from moe.bench.alive import Alive
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
+from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
 from moe.rehearse.walk import Walked, open_job, take_step, walk
@@ -140,6 +141,12 @@ def test_a_world_of_any_size_costs_one_process(world: int) -> None:
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_selection_bias_of_as_many_experts_as_deepseek_v3_has_goes_through() -> None:
+    values = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "max_length": 32, "vocab_size": 256, "moe_every": 1}
+    run = check_run(build_run({"model": values, "experts": {"num_experts": 256, "d_ff": 8}, "router": {"preset": "deepseek_v3"}}), 4)
+    assert walk(run, World(1, 4, place="cuda"), steps=1).peak_bytes > 0
 
 
 @pytest.mark.parametrize(("tokens", "experts", "choices"), [(12, 6, 2), (7, 4, 1), (40, 16, 6)])
