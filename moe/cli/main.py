@@ -117,7 +117,8 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
 
 def _generate(flags: Generate, _: dict[str, str]) -> int:
     given = {name: value for name, value in dataclasses.asdict(flags).items() if value is not None}
-    for name, low in (("tokens", 1), ("temperature", 0), ("seed", 0)):
+    given |= {name: str(given[name]) for name in ("prompt_file", "json") if name in given}
+    for name, low in (("tokens", 1), ("samples", 1), ("temperature", 0), ("top_k", 1), ("seed", 0), ("step", 0)):
         if name in given and given[name] < low:
             raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
     run_dir = _run_dir(given.pop("run_dir"), "checkpoints")

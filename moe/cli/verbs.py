@@ -83,9 +83,15 @@ class Generate:
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
     prompt: str | None = _flag(None, "the text to continue")
-    tokens: int | None = _flag(None, "how many tokens to add")
+    prompt_file: Path | None = _flag(None, 'many: one a line, or in a .jsonl file one {"prompt": TEXT} a line')
+    tokens: int | None = _flag(None, "how many tokens to add, at most: a separator ends a text")
+    samples: int | None = _flag(None, "continuations of each prompt")
     temperature: float | None = _flag(None, "0 takes the likeliest token each time")
+    top_k: int | None = _flag(None, "choose among so many likeliest tokens")
+    top_p: float | None = _flag(None, "choose among the likeliest tokens that have this probability together")
     seed: int | None = _flag(None, "of the random choices")
+    step: int | None = _flag(None, "of the checkpoint; the newest if not given")
+    json: Path | None = _flag(None, "also write the texts as JSON")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,18 @@
-"""Continue a text with a trained model, token by token.
+"""Continue texts with a trained model.
+
+    prompts -> tokens -> continued (decode.py), with keys and values kept -> text, as it comes
 
 Every rank of an expert-parallel model must call `sample` with the same arguments: the experts are exchanged as in training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+import json as json_text
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,14 +24,28 @@ from moe.model.names import global_name
 from moe.model.transformer import Output, Transformer
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
+from moe.records.results import write_json
+from moe.train.decode import Cached, Reads, Recomputed, can_cache, continued, dropless
+from moe.train.sampling import Sampling
 from moe.train.state import load_extra
 from parallel import checkpoint
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.mesh import Degrees, Mesh
 from parallel.stored import Reader, check_same_parameters
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Continued:
+    """`ids`: what was added, up to a separator, which ends a text and is not part of it. `ended`: whether one came."""
+
+    prompt: str
+    sample: int
+    ids: list[int]
+    text: str
+    ended: bool
+
+
 def sample(
     model: Callable[[Tensor], Output],
     tokenizer: Tokenizer,
@@ -36,37 +57,104 @@ def sample(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> str:
-    """The prompt and `num_tokens` more; temperature 0 takes the likeliest token each time. The context is the last max_length tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(tokenizer.encode(prompt)) or [tokenizer.separator]
-    for _ in range(num_tokens):
-        seen = ids[-max_length:]
-        # filled up to one length, because every new length costs new code; a causal model does not see what comes after
-        context_1L = torch.tensor([seen + [0] * (max_length - len(seen))], device=device)
-        logits_V = model(context_1L).logits_BLV[0, len(seen) - 1, : tokenizer.vocab_size].float().cpu()
-        ids.append(_choose(logits_V, temperature, generator))
-    return tokenizer.decode(ids)
+    """The prompt and `num_tokens` more, by a model of which nothing is known but that it can be called, on one rank or on several."""
+    ids = _ids(tokenizer, prompt)
+    sampling = Sampling(temperature)
+    size, reads = tokenizer.vocab_size, Recomputed(model, max_length)
+    steps = continued(
+        reads, [ids], num_tokens=num_tokens, max_length=max_length, vocab_size=size, sampling=sampling, seeds=[seed], device=device
+    )
+    return tokenizer.decode(ids + [token for (token,) in steps])
 
 
-def _choose(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if not logits_V.isfinite().all():
-        raise BadInput(
-            "model",
-            got="logits that are not finite",
-            needed="finite weights",
-            fix="take an earlier checkpoint, or lower optimizer.lr",
+def generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    num_tokens: int = 200,
+    samples: int = 1,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    max_batch: int = 64,
+    heard: Callable[[str], None] | None = None,
+) -> list[Continued]:
+    """`samples` continuations of each prompt, in order; sample n draws by seed + n, whatever else is asked for.
+
+    Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. `heard` gets a single text piece by
+    piece, as soon as it is whole characters. Nothing is dropped for lack of capacity. Where experts choose their tokens, every token
+    reads the whole context again.
+    """
+    dropless(model)
+    asked = [(tuple(_ids(tokenizer, prompt)), prompt, n) for prompt in prompts for n in range(samples)]
+    found: dict[int, Continued] = {}
+    listens = heard if len(asked) == 1 else None
+    for group in _groups(asked, max_batch, model.config.max_length):
+        reads: Reads = Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
+        steps = continued(
+            reads,
+            [asked[i][0] for i in group],
+            num_tokens=num_tokens,
+            max_length=model.config.max_length,
+            vocab_size=tokenizer.vocab_size,
+            sampling=sampling or Sampling(),
+            seeds=[seed + asked[i][2] for i in group],
+            device=next(model.parameters()).device,
         )
-    if temperature == 0:
-        return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator))
+        for i, (ids, ended) in zip(group, _until_separators(steps, len(group), tokenizer, listens), strict=True):
+            found[i] = Continued(asked[i][1], asked[i][2], ids, tokenizer.decode(ids), ended)
+    return [found[i] for i in range(len(asked))]
 
 
-def load_model(run_dir: Path) -> tuple[Transformer, Tokenizer, int]:
-    """A run's newest whole checkpoint as one model on this device: (model, tokenizer, step). Raises BadInput."""
-    mesh = Mesh.of(Degrees())
-    path = checkpoint.newest(run_dir / "checkpoints", world=mesh.axis("world"), log=print)
-    if path is None:
-        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    return tokenizer.encode(prompt).tolist() or [tokenizer.separator]
+
+
+def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:
+    """Numbers of texts that can be continued together."""
+    by_length: dict[int, list[int]] = {}
+    for i, (ids, _, _) in enumerate(asked):
+        by_length.setdefault(min(len(ids), max_length), []).append(i)
+    for same in by_length.values():
+        for first in range(0, len(same), most):
+            yield same[first : first + most]
+
+
+def _until_separators(
+    steps: Iterator[list[int]], count: int, tokenizer: Tokenizer, heard: Callable[[str], None] | None
+) -> list[tuple[list[int], bool]]:
+    """What each text got before its first separator, and whether one came; no more steps than the longest needs."""
+    texts: list[list[int]] = [[] for _ in range(count)]
+    ended = [False] * count
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for chosen in steps:
+        for i, token in enumerate(chosen):
+            ended[i] |= token == tokenizer.separator
+            if not ended[i]:
+                texts[i].append(token)
+                if heard is not None:
+                    heard(decoder.decode(tokenizer.token_bytes[token]))
+        if all(ended):
+            break
+    if heard is not None:
+        heard(decoder.decode(b"", final=True))
+    return list(zip(texts, ended, strict=True))
+
+
+def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
+    """A run's newest whole checkpoint, or the one of a step, as one model on this device: (model, tokenizer, step). Raises BadInput."""
+    mesh, folder = Mesh.of(Degrees()), run_dir / "checkpoints"
+    there = sorted(number for number, _ in checkpoint.numbered(folder))
+    if step is None:
+        path = checkpoint.newest(folder, world=mesh.axis("world"), log=lambda text: print(text, file=sys.stderr))
+        if path is None:
+            raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+    elif step in there:
+        path = folder / f"step-{step}"
+        checkpoint.verify(path)
+    else:
+        needed = f"one of {', '.join(map(str, there))}" if there else "a run with a checkpoint"
+        raise BadInput("--step", got=step, needed=needed, fix=f"--step {there[-1]}" if there else "train first: moe train switch_tiny")
     state = Reader(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
@@ -80,15 +168,70 @@ def restore(path: Path) -> Transformer:
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
         parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
-    load_extra(reader, model, log=print)
+    load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
     return model.eval()
 
 
-def main(run_dir: str, *, prompt: str = "def ", tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:
-    """`moe generate`: print a continuation of the prompt."""
-    for what, value, low in (("--tokens", tokens, 1), ("--temperature", temperature, 0)):
-        if value < low:
-            raise BadInput(what, got=value, needed=f"at least {low}", fix=f"try {what} {200 if low else 0.8}")
-    model, tokenizer, _ = load_model(Path(run_dir))
-    options = {"num_tokens": tokens, "max_length": model.config.max_length, "device": next(model.parameters()).device}
-    print(sample(model, tokenizer, prompt=prompt, temperature=temperature, seed=seed, **options))  # type: ignore[arg-type]
+def main(
+    run_dir: str,
+    *,
+    prompt: str | None = None,
+    prompt_file: str | None = None,
+    tokens: int = 200,
+    samples: int = 1,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    step: int | None = None,
+    json: str | None = None,
+) -> None:
+    """`moe generate`: print continuations, one text as it comes; then, to stderr, how fast."""
+    for what, value in (("--tokens", tokens), ("--samples", samples)):
+        if value < 1:
+            raise BadInput(what, got=value, needed="at least 1", fix=f"try {what} {200 if what == '--tokens' else 1}")
+    if prompt is not None and prompt_file is not None:
+        raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
+    sampling = Sampling(temperature, top_k, top_p)
+    prompts = ["def " if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
+    model, tokenizer, at = load_model(Path(run_dir), step=step)
+    one = len(prompts) * samples == 1
+    if one:
+        _say(prompts[0])
+    started = time.perf_counter()
+    found = generate(model, tokenizer, prompts, num_tokens=tokens, samples=samples, sampling=sampling, seed=seed, heard=_say)
+    seconds = time.perf_counter() - started
+    _say("\n" if one else "".join(f"--- {n // samples + 1}.{f.sample + 1}\n{f.prompt}{f.text}\n" for n, f in enumerate(found)))
+    made = sum(len(f.ids) for f in found)
+    print(f"{made} tokens of {len(found)} texts in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
+    if json:
+        rows = [{"prompt": f.prompt, "sample": f.sample, "text": f.text, "tokens": len(f.ids), "ended": f.ended} for f in found]
+        write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)
+
+
+def _prompts(path: str) -> list[str]:
+    """One prompt a line, or of a .jsonl file each line's "prompt"."""
+    try:
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        needed = "a text file in UTF-8, one prompt a line"
+        raise BadInput("--prompt_file", got=f"{path} ({error})", needed=needed, fix="check the path, or use --prompt TEXT") from None
+    if not lines:
+        raise BadInput("--prompt_file", got=f"{path} without a line", needed="one prompt a line", fix="write one, or use --prompt TEXT")
+    if not path.endswith(".jsonl"):
+        return lines
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json_text.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            value = None
+        if not isinstance(value, str):
+            got = f'line {number} that is no {{"prompt": TEXT}}'
+            raise BadInput("--prompt_file", got=got, needed='one {"prompt": TEXT} a line', fix="give a .txt file with one prompt a line")
+        found.append(value)
+    return found
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)

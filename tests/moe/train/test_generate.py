@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from moe.data import Tokenizer
 from moe.model.names import global_name
+from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.train import generate
 from moe.train.generate import load_model, sample
+from moe.train.sampling import Sampling
 from parallel.errors import BadInput
 from parallel.process import World
 from parallel.stored import Reader
@@ -47,12 +51,12 @@ def text(model: tuple[torch.nn.Module, Tokenizer], prompt: str, num_tokens: int,
     return sample(model[0], model[1], prompt=prompt, num_tokens=num_tokens, max_length=LENGTH, **options)  # type: ignore[arg-type]
 
 
-def test_temperature_0_takes_the_likeliest_token_given_the_last_max_length_ones(model: tuple[torch.nn.Module, Tokenizer]) -> None:
+def test_temperature_0_takes_the_likeliest_token(model: tuple[torch.nn.Module, Tokenizer]) -> None:
     ids = list(b"abc ")
     with torch.no_grad():
-        for _ in range(2 * LENGTH):
-            ids.append(int(model[0](torch.tensor([ids[-LENGTH:]])).logits_BLV[0, -1].argmax()))  # as long as it is, without filling up
-    assert text(model, "abc ", 2 * LENGTH, temperature=0) == bytes(ids).decode(errors="replace")
+        for _ in range(LENGTH - 4):
+            ids.append(int(model[0](torch.tensor([ids])).logits_BLV[0, -1].argmax()))  # as long as it is, without filling up
+    assert text(model, "abc ", LENGTH - 4, temperature=0) == bytes(ids).decode(errors="replace")
     assert text(model, "abc ", 2 * LENGTH, temperature=0, seed=1) == text(model, "abc ", 2 * LENGTH, temperature=0, seed=2)
 
 
@@ -112,14 +116,60 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) ->
         assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
 
 
-@pytest.mark.parametrize(("options", "what"), [({"tokens": 0}, "--tokens"), ({"temperature": -0.5}, "--temperature")])
-def test_numbers_that_cannot_be_are_refused(options: dict[str, float], what: str, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tokens": 0}, "--tokens"),
+        ({"samples": 0}, "--samples"),
+        ({"temperature": -0.5}, "--temperature"),
+        ({"step": 7}, "--step: got 7, needed one of 20; fix: --step 20"),
+        ({"prompt_file": "/nowhere.txt"}, "--prompt_file"),
+        ({"prompt_file": "/dev/null", "prompt": "a"}, "remove --prompt"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], what: str, out: Path) -> None:
     with pytest.raises(BadInput, match=what):
-        generate.main(str(out), **options)  # type: ignore[arg-type]
+        generate.main(str(out), **options)
 
 
-def test_the_command_prints_the_continuation(
-    out: Path, model: tuple[torch.nn.Module, Tokenizer], capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_one_text_as_it_comes_and_says_how_fast(
+    out: Path, model: tuple[Transformer, Tokenizer], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    generate.main(str(out), prompt="abc", tokens=9, temperature=0.7, seed=4)
-    assert capsys.readouterr().out == text(model, "abc", 9, temperature=0.7, seed=4) + "\n"
+    generate.main(str(out), prompt="abc", tokens=9, temperature=0.7, seed=4, step=20)
+    printed = capsys.readouterr()
+    (want,) = generate.generate(*model, ["abc"], num_tokens=9, sampling=Sampling(0.7), seed=4)
+    assert printed.out == f"abc{want.text}\n"
+    assert "tokens of 1 texts in" in printed.err and "a second" in printed.err
+
+
+def test_a_text_is_the_same_whatever_is_asked_for_beside_it(model: tuple[Transformer, Tokenizer]) -> None:
+    """Prompts of two lengths and three samples each, in groups of at most two, against each by itself."""
+    prompts, options = ["abc", "xyz", "a" * 2 * LENGTH, ""], {"num_tokens": 2 * LENGTH, "sampling": Sampling(1.0, top_k=30)}
+    got = generate.generate(*model, prompts, samples=3, seed=5, max_batch=2, **options)
+    assert [(one.prompt, one.sample) for one in got] == [(prompt, n) for prompt in prompts for n in range(3)]
+    for one in got:
+        (alone,) = generate.generate(*model, [one.prompt], seed=5 + one.sample, **options)
+        assert (alone.ids, alone.text, alone.ended) == (one.ids, one.text, one.ended)
+    assert len({one.text for one in got[:3]}) == 3
+
+
+def test_a_separator_ends_a_text_and_whole_characters_are_heard(model: tuple[Transformer, Tokenizer]) -> None:
+    tokenizer, heard = model[1], []
+    euro = list("€".encode())
+    steps = iter([[97], [euro[0]], [euro[1]], [euro[2]], [98], [tokenizer.separator], [99]])
+    assert generate._until_separators(steps, 1, tokenizer, heard.append) == [([97, *euro, 98], True)]
+    assert [piece for piece in heard if piece] == ["a", "€", "b"]
+    assert next(steps) == [99]  # nothing more was computed
+
+
+def test_prompts_come_from_a_file_and_texts_go_to_one(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.txt").write_text("abc\n\nxy z\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "xy z"}\n')
+    for name in ("p.txt", "p.jsonl"):
+        generate.main(str(out), prompt_file=str(tmp_path / name), tokens=5, samples=2, json=str(tmp_path / f"{name}.json"))
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in ("p.txt", "p.jsonl"))
+    assert first == second and [row["prompt"] for row in first] == ["abc", "abc", "xy z", "xy z"]
+    assert all(row["text"] in capsys.readouterr().out for row in first[:1])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "abc"}\n[1]\n')
+    with pytest.raises(BadInput, match="line 2"):
+        generate.main(str(out), prompt_file=str(tmp_path / "bad.jsonl"))

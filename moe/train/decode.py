@@ -1,0 +1,125 @@
+"""Texts continued token by token: what is read for the next token, and where a context that is full begins anew.
+
+    tokens so far    0 1 2 3 4 5 6 7     8      9      10     11     12       (a model of at most 8)
+    context          all                 4..8   4..9   4..10  4..11  8..12    a full one begins anew with its newer half
+
+So a token costs one token's work with a cache, and a whole context's only once in half a context. `Recomputed` reads the whole
+context for every token: it needs nothing of the model but to be called, and is what `Cached` is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Output, Transformer, moe_layers
+from moe.nn.attention import Attention
+from moe.nn.cache import KeyValueCache
+from moe.train.sampling import Sampling
+
+# B texts, S tokens of a context, V vocabulary
+
+
+class Reads(Protocol):
+    """Logits fp32 [B, V] after contexts of one length, int64 [B, S], which begin with token number `start` of their texts."""
+
+    def __call__(self, context_BS: Tensor, start: int) -> Tensor: ...
+
+
+def start_of(length: int, max_length: int) -> int:
+    """Where the context of a text of so many tokens begins."""
+    half = max(1, max_length // 2)
+    return max(0, -(-(length - max_length) // half) * half)
+
+
+class Recomputed:
+    """`model` reads every context whole, filled up to one length: each new length costs new code, and a causal model does not see
+    what comes after."""
+
+    def __init__(self, model: Callable[[Tensor], Output], max_length: int) -> None:
+        self.model, self.max_length = model, max_length
+
+    def __call__(self, context_BS: Tensor, start: int) -> Tensor:
+        batch, seen = context_BS.shape
+        filled_BL = torch.cat([context_BS, context_BS.new_zeros(batch, self.max_length - seen)], dim=1)
+        logits_BLV: Tensor = self.model(filled_BL).logits_BLV
+        return logits_BLV[:, seen - 1]
+
+
+class Cached:
+    """A whole model on one device, which keeps the keys and values of what it has read of a context."""
+
+    def __init__(self, model: Transformer, *, at_once: int = 512) -> None:
+        self.model, self.max_length = model, model.config.max_length
+        self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
+        self.cache, self.start = KeyValueCache(0, 0), -1
+
+    def __call__(self, context_BS: Tensor, start: int) -> Tensor:
+        if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
+            self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
+        with _reading(self.model, self.cache):
+            for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
+                logits_BV: Tensor = self.model(new_BN, self.cache.context(new_BN)).logits_BLV[:, -1]
+                self.cache.seen += new_BN.shape[1]
+        return logits_BV
+
+
+@contextmanager
+def _reading(model: Transformer, cache: KeyValueCache) -> Iterator[None]:
+    """Meanwhile tokens meet in the cache."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    before = [layer.core for layer in layers], model.whole_sequences
+    for layer in layers:
+        layer.core = partial(cache.attend, layer)
+    model.whole_sequences = cache.all_places
+    try:
+        yield
+    finally:
+        for layer, core in zip(layers, before[0], strict=True):
+            layer.core = core
+        model.whole_sequences = before[1]
+
+
+def can_cache(model: Transformer) -> bool:
+    """Whether every token is computed from those before it alone: experts that choose their tokens see those after it, too."""
+    return all(layer.router.spec.select != "expert_choice" for layer in moe_layers(model))
+
+
+def dropless(model: Transformer) -> None:
+    """Have no token dropped in evaluation, where tokens choose their experts."""
+    for layer in moe_layers(model):
+        if layer.router.spec.select != "expert_choice":
+            layer.router.spec = replace(layer.router.spec, eval_capacity_factor=None)
+
+
+@torch.no_grad()
+def continued(
+    reads: Reads,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    max_length: int,
+    vocab_size: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    device: torch.device | None = None,
+) -> Iterator[list[int]]:
+    """The next token of every text, so many times; the prompts have one length, at least 1, of which the last max_length tokens count.
+
+    A text draws by its own seed: which others are continued beside it changes nothing. Tokens from `vocab_size` on never come.
+    """
+    texts = [list(prompt[-max_length:]) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    for _ in range(num_tokens):
+        start = start_of(len(texts[0]), max_length)
+        logits_BV = reads(torch.tensor([text[start:] for text in texts], device=device), start)
+        chosen = sampling.choose(logits_BV[:, :vocab_size].float().cpu(), generators)
+        for text, token in zip(texts, chosen, strict=True):
+            text.append(token)
+        yield chosen
