@@ -43,10 +43,10 @@ def _rows(width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[
     prompts = torch.randint(1, VOCABULARY, (texts, PROMPT), generator=torch.Generator().manual_seed(0))
     model = _model(width)
     work = {"cached": _ours(Cached(model), prompts), "recomputed": _ours(Recomputed(model, LENGTH), prompts)}
-    races = [Race(f"cached over recomputed, width {width}, {texts} texts", "cached", "recomputed", 1.0)]
+    races = [Race(f"cached over recomputed, {width} wide, {texts} texts", "cached", "recomputed", 1.0)]
     if with_peer and (peer := _peer(width, prompts)) is not None:
         work["peer"] = peer
-        races.append(Race(f"cached over transformers, width {width}, {texts} texts", "cached", "peer", 1.0))
+        races.append(Race(f"cached over transformers, {width} wide, {texts} texts", "cached", "peer", 1.0))
     seconds = in_turn(work, rounds=rounds, device=CPU, warmups=1)
     rows = [race_row(race, seconds, ranks=1) for race in races]
     return [row | {"width": width, "texts": texts, "tokens_per_second": texts * TOKENS / row["seconds"]} for row in rows]
@@ -55,7 +55,8 @@ def _rows(width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[
 def _model(width: int) -> Transformer:
     """Sizes of transformers' Mixtral below; every layer has experts."""
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
-    made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(num_choices=CHOICES), vocab_size=VOCABULARY).eval()
+    router: dict[str, Any] = {"num_choices": CHOICES}
+    made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
     dropless(made)
     return made
 
@@ -73,7 +74,12 @@ def _peer(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
         from transformers import MixtralConfig, MixtralForCausalLM
     except ImportError:
         return None
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+    }
     experts: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
     config = MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=HEADS, max_position_embeddings=LENGTH, **sizes, **experts)
     model = MixtralForCausalLM(config).eval()
