@@ -40,6 +40,7 @@ def main(
     explain: bool = False,
     search: str = "enumerate",
     out: Path | None = None,
+    pictures: Path | None = None,
     json: Path | None = None,
 ) -> int:
     """Print the ranking, the best plan's parts and why it leads; write its recipe. Raises BadInput where nothing fits."""
@@ -60,26 +61,32 @@ def main(
 
         made = plan_as_is.as_is(run, machines)
         print("\n".join(plan_as_is.lines(made)))
-        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, json)
+        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, pictures, json)
     if search != "enumerate":
         from moe.cli.plan_search import searched
 
         ranked, chosen, said = searched(run, machines, search)
         print(f"{said}\n{ranked.seconds:.4g} s a step, {ranked.held_bytes / _GIB:.1f} GiB: {described(ranked.plan)}")
         made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
-        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, json)
+        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, pictures, json)
     made = planned(run, machines, checked=check_run, top=top, ways=None if exhaustive else WAYS)
     seconds = time.perf_counter() - began
     for line in _lines(made, run, seconds):
         print(line)
-    return _written(made, recipe, run, cluster, seconds, out, json)
+    return _written(made, recipe, run, cluster, seconds, out, pictures, json)
 
 
-def _written(made: Planned, recipe: str, run: Run, cluster: str, seconds: float, out: Path | None, json: Path | None) -> int:
+def _written(
+    made: Planned, recipe: str, run: Run, cluster: str, seconds: float, out: Path | None, pictures: Path | None, json: Path | None
+) -> int:
     machines = made.cluster
     if out is not None:
         out.write_text(_recipe(recipe, run, made, cluster), encoding="utf-8")
         print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))
+    if pictures is not None:
+        from moe.cli.plan_pictures import draw
+
+        print(f"wrote {' and '.join(map(str, draw(made, pictures)))}")
     if json is not None:
         _write(json, recipe, cluster, made, seconds)
     return exit_codes.DONE

@@ -103,7 +103,7 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program =
         for key, own in zip(_kinds(network, plan, counts), held, strict=True)
     ]
     slowest = max(stages, key=lambda stage: stage.total)
-    sent = _transfer(network, plan, cluster, program)
+    sent = transfer_time(network, plan, cluster, program)
     m = plan.microbatches
     pipeline = pipeline_time(plan, [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages], sent)
     sums = max(
@@ -129,6 +129,14 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program =
         hidden=sums[2],
         joules=_energy(plan, cluster, m * whole.compute, pipeline + sums[0] + sums[1] + optimizer + offload),
     )
+
+
+def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program = OWN) -> list[Stage]:
+    """One micro-batch on each of the stages that have so many layers; the last has the head."""
+    return [
+        _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *_held(network, plan, n, i)))
+        for i, (key, n) in enumerate(zip(_kinds(network, plan, counts), counts, strict=True))
+    ]
 
 
 def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:
@@ -216,7 +224,7 @@ def _crossings(plan: Plan) -> int:
     return 0 if plan.pp == 1 else plan.chunks
 
 
-def _transfer(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
+def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
     """Seconds of one message between stages that a rank waits for."""
     if plan.pp == 1 or (plan.chunks > 1 and program.interleaved_transfers == "beside"):
         return 0.0

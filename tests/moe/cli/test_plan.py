@@ -17,9 +17,11 @@ WORDS = ["plan", "glam_tiny", "--cluster", "a100-80-8", "--top", "3"]
 
 
 def test_the_chosen_plan_is_a_recipe_of_all_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, table = tmp_path / "plan.yaml", tmp_path / "plan.json"
-    assert main([*WORDS, "--out", str(out), "--json", str(table)]) == 0
+    out, table, drawn = tmp_path / "plan.yaml", tmp_path / "plan.json", tmp_path / "drawn"
+    assert main([*WORDS, "--out", str(out), "--json", str(table), "--pictures", str(drawn)]) == 0
     said = capsys.readouterr().out
+    assert sorted(path.name for path in drawn.iterdir()) == ["memory.png", "timeline.png"] and str(drawn / "timeline.png") in said
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.iterdir())
     written = json.loads(table.read_text())
     chosen = plan_of(check_run(load(str(out))[0], 8))
     assert chosen.world == 8 and described(chosen) == written["chosen"]["plan"] and described(chosen) in said
@@ -51,6 +53,7 @@ def test_the_guide_says_each_rule_with_numbers(capsys: pytest.CaptureFixture[str
         (["plan", "glam_tiny"], "--cluster: got nothing, needed one of a100-40-8"),
         (["plan", "glam_tiny", "--cluster", "h1000"], "cluster: got h1000, needed one of a100-40-8"),
         ([*WORDS, "--out", "plan.txt"], "--out: got plan.txt, needed a recipe, *.yaml; fix: --out plan.yaml"),
+        (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
         (["plan", "glam_8b_64e", "--cluster", "v100-8"], "GiB a device too much for the smallest plan"),
     ],

@@ -1,0 +1,35 @@
+"""`moe plan ... --pictures FOLDER`: the best plan's pipeline over time, and what each of its ranks holds at the peak.
+
+timeline.png    a row for each rank of the pipeline: forward, backward, waits         parallel/plan/timeline.py
+memory.png      a bar for each: parameters, activations, ... up to the device's line  moe/report/planned.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe.plan.planned import Planned
+from parallel.errors import BadInput
+from parallel.plan.choose import described
+from parallel.plan.memory import memory
+from parallel.plan.timeline import pictured, timeline
+
+_GIB = 2**30
+
+
+def draw(made: Planned, folder: Path) -> tuple[Path, Path]:
+    """Write both pictures of the plan ranked first. Raises BadInput if the folder cannot be made or written."""
+    from moe.report import planned
+    from parallel.pipeline.simulator import draw as pipeline
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput("--pictures", got=f"{folder}: {error.strerror}", needed="a folder", fix="choose another path") from None
+    best, network = made.found.ranked[0], made.network
+    plan, shown = best.plan, pictured(best.plan)
+    title = f"{described(plan)}: {best.seconds:.4g} s a step" + (f"; here {shown} of them" if shown < plan.microbatches else "")
+    times = folder / "timeline.png"
+    pipeline.draw(timeline(network, plan, made.cluster, microbatches=shown), times, unit="s", title=title)
+    held = planned.draw(memory(network, plan), folder / "memory.png", capacity=made.cluster.device.memory_gib * _GIB)
+    return times, held
