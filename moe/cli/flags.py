@@ -95,10 +95,10 @@ def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
     near = did_you_mean(name, flags)
     if "." in name:
         fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
+    elif recipe and (owner := _recipe_key(name)):  # the very word, before one that is spelled alike
+        fix = f"did you mean --{owner}?"
     elif near:
         fix = f"did you mean {near}?"
-    elif recipe and (owner := _recipe_key(name)):
-        fix = f"did you mean --{owner}?"
     else:
         fix = f"remove it, or see: moe {verb} --help"
     needed = f"one of {', '.join(flags) or 'none: it has no flags'}{', or any --section.key of a recipe' if recipe else ''}"
