@@ -172,7 +172,13 @@ def check_pieces(reader: Reader) -> None:
             raise damaged(reader.path, "manifest.json")
 
 
-def check_same_parameters(reader: Reader, layouts: dict[str, Layout], kinds: tuple[str, ...] = ("weight",)) -> None:
+def check_same_parameters(
+    reader: Reader,
+    layouts: dict[str, Layout],
+    kinds: tuple[str, ...] = ("weight",),
+    *,
+    fix: str = "resume with the recipe the run was started with, choose another --out, or start over with --fresh",
+) -> None:
     """Refuse a checkpoint of another model, naming the first parameter that differs: nothing is loaded in part."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, layout in layouts.items():
@@ -188,5 +194,5 @@ def check_same_parameters(reader: Reader, layouts: dict[str, Layout], kinds: tup
                     f"parameter {name}" if kind == "weight" else f"{kind} of parameter {name}",
                     got=f"shape {list(stored[name])} in {reader.path.name}" if name in stored else f"nothing in {reader.path.name}",
                     needed=f"shape {list(wanted[name])}" if name in wanted else "no such parameter: this model has none",
-                    fix="resume with the recipe the run was started with, choose another --out, or start over with --fresh",
+                    fix=fix,
                 )

@@ -39,6 +39,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean
+from parallel.files import user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -62,6 +63,10 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         from parallel.plan.cluster import load_cluster
 
         load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
+    source = None if flags.init_from is None else user_path(flags.init_from, what="--init_from")
+    if source is not None and not source.is_dir():
+        needed, fix = "the folder of a run, or of one of its checkpoints", "--init_from runs/NAME"
+        raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
@@ -79,6 +84,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             hostfile=flags.hostfile,
             debug_collectives=flags.debug_collectives,
             cluster=flags.cluster,
+            init_from=source,
             force=flags.force,
             grace_s=run.train.grace_s,
         )
@@ -87,6 +93,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items()), *(f"--allow-change={key}" for key in allowed)]
     words += ["--out", str(flags.out)] if flags.out else []
     words += ["--debug-collectives"] if flags.debug_collectives else []
+    words += [f"--init-from={source}"] if source else []
     words += [*([f"--cluster={flags.cluster}"] if flags.cluster else []), *(["--force"] if flags.force else [])]
     return launch.main(words + (["--fresh"] if flags.fresh else []))
 

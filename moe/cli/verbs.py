@@ -53,6 +53,7 @@ class Train:
     out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
     allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
+    init_from: Path | None = _flag(None, "a run, or one of its checkpoints, with whose weights and tokenizer a new run begins")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
     dry_run: bool = _flag(False, "say what the run would need, memory by part, FLOPs and seconds a step, and start and write nothing")
     cluster: str | None = _flag(None, "what predicts memory and time, as in moe plan; with --dry_run all its devices train")

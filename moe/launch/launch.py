@@ -31,7 +31,10 @@ from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
 from parallel.errors import BadInput
 from parallel.extensions import use_extensions_dir
 
-USAGE = "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--cluster NAME] [--force] [--debug-collectives]"
+USAGE = (
+    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
+    "[--debug-collectives]"
+)
 DEBUG_FLAG = "--debug-collectives"
 
 
@@ -45,6 +48,7 @@ class Arguments(NamedTuple):
     allow_changes: tuple[str, ...] = ()
     cluster: str | None = None
     force: bool = False
+    init_from: Path | None = None
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -53,6 +57,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     recipe: str | None = None
     out: Path | None = None
     cluster: str | None = None
+    source: Path | None = None
     fresh = force = False
     allowed: list[str] = []
     rest = iter(words)
@@ -65,6 +70,11 @@ def parse(argv: Sequence[str]) -> Arguments:
             cluster = word.partition("=")[2] if "=" in word else next(rest, None)
             if not cluster:
                 raise BadInput("--cluster", got="nothing", needed="a cluster's name or file", fix="--cluster a100-80-8")
+        elif word.partition("=")[0] in ("--init-from", "--init_from"):
+            value = word.partition("=")[2] if "=" in word else next(rest, None)
+            if not value:
+                raise BadInput("--init_from", got="nothing", needed="a run's folder, or a checkpoint's", fix="--init_from runs/NAME")
+            source = Path(value)
         elif word.partition("=")[0] in ("--allow-change", "--allow_change"):
             key = word.partition("=")[2] if "=" in word else next(rest, None)
             if not key:
@@ -84,7 +94,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             recipe = word
     if recipe is None:
         raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
-    return Arguments(recipe, overrides, out, fresh, tuple(allowed), cluster, force)
+    return Arguments(recipe, overrides, out, fresh, tuple(allowed), cluster, force, source)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,6 +197,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
             allow_changes=given.allow_changes,
             world=world,
             cluster=given.cluster,
+            init_from=given.init_from,
             force=given.force,
         )
     except Stopped:

@@ -50,6 +50,7 @@ def start(
     allow_changes: Sequence[str] = (),
     debug_collectives: bool = False,
     cluster: str | None = None,
+    init_from: Path | None = None,
     force: bool = False,
     hostfile: Path | None = None,
     module: str = "moe.launch.launch",
@@ -69,6 +70,7 @@ def start(
     words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
     words += [f"--allow-change={key}" for key in allow_changes]
     words += ["--debug-collectives"] if debug_collectives else []
+    words += [f"--init-from={init_from}"] if init_from else []
     words += [*([f"--cluster={cluster}"] if cluster else []), *(["--force"] if force else [])]
     with alone_in(out):
         code = _run(words, world, nproc, launcher, out, hostfile, module, grace_s)

@@ -131,7 +131,9 @@ def check_allowed(allowed: Sequence[str]) -> None:
             raise BadInput(f"--allow-change {key}", got=what, needed="a key that changes what the model computes", fix=fix)
 
 
-def check_function(before: Run, after: Run, *, allowed: Sequence[str], where: str) -> None:
+def check_function(
+    before: Run, after: Run, *, allowed: Sequence[str], where: str, otherwise: str = "start over with --fresh or another --out"
+) -> None:
     """Refuse to go on with another function, unless every key of it is `allowed`. `where` names the checkpoint. Raises BadInput."""
     refused = [change for change in function_changes(before, after) if change.key not in allowed]
     if not refused:
@@ -142,7 +144,7 @@ def check_function(before: Run, after: Run, *, allowed: Sequence[str], where: st
         ", ".join(change.key for change in refused),
         got=", ".join(_shown(change.after) for change in refused),
         needed=f"{', '.join(_shown(change.before) for change in refused)}, with which {where} was trained",
-        fix=f"{back}, start over with --fresh or another --out, or {flags} if it is meant",
+        fix=f"{back}, {otherwise}, or {flags} if it is meant",
     )
 
 

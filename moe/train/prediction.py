@@ -10,6 +10,7 @@ an error.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,5 +100,10 @@ class Measured:
 
 def _tensor_bytes() -> int:
     """Of all tensors that Python knows of, each storage once."""
-    found = (thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(RuntimeError):  # a DTensor has no storage: the tensor within has it, and is another object
+                storage = thing.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

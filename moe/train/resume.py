@@ -1,4 +1,4 @@
-"""What a run takes over from the checkpoint that it goes on from, beside tensors: its tokenizer, and the right to be the same model.
+"""What a run takes over from the checkpoint that it goes on or begins from, beside tensors: its tokenizer, and the right to be its model.
 
 checkpoint's recipe + this run's recipe  ->  refused, or allowed; told; recorded        (the table: moe/recipe/changes.py)
 checkpoint's tokenizer                   ->  tokenises whatever the text is now: other ids would scramble the model
@@ -34,6 +34,13 @@ class Resumed:
         function = tuple(function_changes(before, run))
         retrained = any(change.key.startswith("data.") for change in function)
         return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function)
+
+    @staticmethod
+    def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:
+        """Of another run's checkpoint, of which only the model is taken over (`--init_from`): nothing of how it was trained."""
+        before = build_run(source.state["recipe"])
+        check_function(before, run, allowed=allowed, where=str(source.path), otherwise="leave --init_from out")
+        return Resumed(source.state["tokenizer"], (), tuple(function_changes(before, run)))
 
     def recorded(self) -> dict[str, Any]:
         """For the event of going on: what changed, and which of it was allowed by name."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moe.model.names import global_name
@@ -15,6 +16,7 @@ from moe.recipe.changes import told
 from moe.recipe.load import build_run
 from parallel import checkpoint
 from parallel.checkpoint import Piece
+from parallel.collectives import largest
 from parallel.data.engine import MOMENTS, Engine
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved
@@ -128,6 +130,49 @@ def resume(
     load_extra(found, engine.module, log=log, staged=whole is not None)
     scale.load(found.state["loss_scale"])
     return True
+
+
+def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader:
+    """The checkpoint in this folder, or the newest one of this run. Collective. Raises BadInput."""
+    world = mesh.axis("world")
+    given = path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints", world=world, log=log)
+    if given is None:
+        fix = "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
+        raise BadInput(
+            "--init_from", got=f"{path}, which has no checkpoint", needed="a run that saved one, or a checkpoint's folder", fix=fix
+        )
+    if given == path:
+        damage = ""
+        if world.index == 0:  # one rank hashes what the others only read
+            try:
+                checkpoint.verify(given)
+            except BadInput as refused:
+                damage = str(refused)
+                log(damage)
+        if largest(float(bool(damage)), world):
+            raise BadInput("--init_from", got=f"{path}, which is damaged", needed="a checkpoint that verifies", fix="take an earlier one")
+    return Reader(given)
+
+
+def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
+    """Take over another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
+
+    `whole`: the layouts of the whole model, where this rank has some of its stages. Raises BadInput, naming the parameter, for another
+    model.
+    """
+    fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
+    check_same_parameters(found, global_layouts(whole or engine.layouts), fix=fix)
+    rank = mesh.axis("world").index
+
+    def stored(name: str, kind: str, box: Box) -> Tensor:
+        if kind != "weight":
+            return torch.zeros([part.stop - part.start for part in box])
+        tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
+        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=False)
+        return tensor
+
+    engine.load_state(engine.layouts, stored, steps=0)
+    load_extra(found, engine.module, log=log, staged=whole is not None)
 
 
 def check_counters(found: Reader) -> None:

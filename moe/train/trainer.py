@@ -75,13 +75,15 @@ def train(
     display: bool = True,
     cluster: str | None = None,
     force: bool = False,
+    init_from: Path | None = None,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
     In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
     instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
-    predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. Raises BadInput before anything is
-    written, and Stopped after a signal once the state is saved.
+    predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. `init_from`: another run, or one of
+    its checkpoints, whose weights and tokenizer this one begins with. Raises BadInput before anything is written, and Stopped after a
+    signal once the state is saved.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
@@ -93,7 +95,7 @@ def train(
     say: Callable[[str], None] = print if world.rank == 0 and display else _silent
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=say)
     with contextlib.nullcontext() if world.rank else alone_in(out):
-        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted)
+        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from)
 
 
 def _train(
@@ -106,8 +108,9 @@ def _train(
     world: World,
     display: bool,
     predicted: Prediction | None,
+    init_from: Path | None,
 ) -> dict[str, Any]:
-    job = _open(run, name, out, origins, fresh, allow_changes, world, display)
+    job = _open(run, name, out, origins, fresh, allow_changes, world, display, init_from)
     job.predicted, job.measured = predicted, Measured(world)
     with asked_to_stop() as asked:
         try:
@@ -119,13 +122,24 @@ def _train(
             job.records.close()
 
 
-def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, allowed: Sequence[str], world: World, display: bool) -> Job:
+def _open(
+    run: Run,
+    name: str,
+    out: Path,
+    origins: dict[str, str],
+    fresh: bool,
+    allowed: Sequence[str],
+    world: World,
+    display: bool,
+    init_from: Path | None,
+) -> Job:
     first = world.rank == 0
     make_writable(out, world)
     say: Callable[[str], None] = print if first and display else _silent
     mesh = process.connect(run.mesh_degrees(), world)
     found = None if fresh else state.find(out / "checkpoints", mesh, log=say)
-    resumed = Resumed.of(found, run, allowed)
+    source = None if init_from is None or found is not None else state.source(init_from, mesh, log=say)
+    resumed = Resumed.of(found, run, allowed) if source is None else Resumed.begun(source, run, allowed)
     data = open_data(
         run.data,
         max_length=run.model.max_length,
@@ -139,6 +153,7 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     if fresh:
         set_aside(out / "checkpoints", world)
+    whole = whole_layouts(run) if run.degrees.pp > 1 else None
     with during(RESUMING):
         state.resume(
             found,
@@ -149,8 +164,10 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
             data=data.key,
             recipe=run.model_dump(mode="json"),
             log=say,
-            whole=whole_layouts(run) if run.degrees.pp > 1 else None,
+            whole=whole,
         )
+        if source is not None:
+            state.begin(source, executor.engine, mesh, log=say, whole=whole)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     records = Records(out if first else None, resume_step=None if found is None else counters.step, say=say)
@@ -164,6 +181,11 @@ def _open(run: Run, name: str, out: Path, origins: dict[str, str], fresh: bool, 
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
         records.write({"kind": "event", "event": "resumed", "step": counters.step, **resumed.recorded()})
+    if source is not None:
+        progress.note(f"begins with the weights and the tokenizer of {source.path}")
+        records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
+    elif init_from is not None:
+        progress.note(f"--init_from {init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)

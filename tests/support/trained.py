@@ -100,6 +100,7 @@ def train(
     allow_changes: Sequence[str] = (),
     before: Callable[[int], None] | None = None,
     forked: bool = False,
+    init_from: Path | None = None,
 ) -> list[Any]:
     """Each rank's summary, "stopped", or the text of its BadInput. One rank trains in this process unless `forked` or `before`."""
 
@@ -108,7 +109,8 @@ def train(
             before(rank)
         try:
             world = World(rank, ranks, rank, ranks)
-            return trainer.train(run, out=out, fresh=fresh, allow_changes=allow_changes, world=world, display=False)
+            options: dict[str, Any] = {"fresh": fresh, "allow_changes": allow_changes, "init_from": init_from}
+            return trainer.train(run, out=out, world=world, display=False, **options)
         except trainer.Stopped:
             return STOPPED
         except BadInput as bad:
