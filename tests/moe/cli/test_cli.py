@@ -162,8 +162,18 @@ def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
 @given(st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5))
 def test_what_the_parent_sends_is_what_a_rank_reads(overrides: dict[str, str]) -> None:
     words = ["recipe.yaml", *(f"--{key}={value}" for key, value in overrides.items()), "--out", "a folder", "--fresh"]
-    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True, (), None, False)
-    assert launch.parse([*words, "--cluster=a.yaml", "--force"]) == ("recipe.yaml", overrides, Path("a folder"), True, (), "a.yaml", True)
+    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True, (), None, False, None)
+    assert launch.parse([*words, "--cluster=a.yaml", "--force"]) == (
+        "recipe.yaml",
+        overrides,
+        Path("a folder"),
+        True,
+        (),
+        "a.yaml",
+        True,
+        None,
+    )
+    assert launch.parse(["r", "--init-from", "runs/a"]).init_from == launch.parse(["r", "--init_from=runs/a"]).init_from == Path("runs/a")
 
 
 def test_checked_words_mean_the_same_to_tyro() -> None:
@@ -249,6 +259,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
         "hostfile": None,
         "debug_collectives": False,
         "cluster": None,
+        "init_from": None,
         "force": False,
         "grace_s": 600.0,
     }
