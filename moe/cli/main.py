@@ -25,6 +25,7 @@ from moe.cli.verbs import (
     Convert,
     Doctor,
     Energy,
+    Eval,
     Generate,
     Plan,
     Recipes,
@@ -130,6 +131,14 @@ def _generate(flags: Generate, _: dict[str, str]) -> int:
             raise BadInput(f"--{name}", got=given[name], needed=f"at least {low}", fix=f"--{name} {low}")
     run_dir = _run_dir(given.pop("run_dir"), "checkpoints")
     return _call("moe.train.generate", run_dir, **given)
+
+
+def _eval(flags: Eval, overrides: dict[str, str]) -> int:
+    given = {name: value for name in ("sequences", "step") if (value := getattr(flags, name)) is not None}
+    for name, value in given.items():
+        if value < 0:
+            raise BadInput(f"--{name}", got=value, needed="at least 0", fix=f"--{name} 0")
+    return _call("moe.train.evaluate", _run_dir(flags.run_dir, "checkpoints"), overrides=overrides, json=_text(flags.json), **given)
 
 
 def _report(flags: Report, _: dict[str, str]) -> int:
@@ -301,6 +310,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "train": _train,
     "verify": _verify,
     "generate": _generate,
+    "eval": _eval,
     "report": _report,
     "bench": _bench,
     "plan": _plan,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy")
+RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval")
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -93,6 +93,16 @@ class Generate:
     seed: int | None = _flag(None, "of the random choices")
     step: int | None = _flag(None, "of the checkpoint; the newest if not given")
     json: Path | None = _flag(None, "also write the texts as JSON")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """A trained model's loss, bits per byte, expert load and drops on the run's validation text, or on another (--data.path)."""
+
+    run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    sequences: int | None = _flag(None, "how many, spread evenly over the text, 512 by default; 0: all")
+    step: int | None = _flag(None, "of the checkpoint; the newest if not given")
+    json: Path | None = _flag(None, "also write the figures as JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +268,7 @@ VERBS: dict[str, type] = {
     "train": Train,
     "verify": Verify,
     "generate": Generate,
+    "eval": Eval,
     "report": Report,
     "bench": Bench,
     "plan": Plan,

@@ -11,7 +11,7 @@ from moe.convert.checks import even_gate_sum, experts_of, gate_sum, layers_that,
 from moe.convert.layers import Conversion, feed_forward
 from moe.model.transformer import Transformer
 from moe.recipe.changes import ORDER, changes, function_changes
-from moe.train.generate import restore
+from moe.train.restore import restore
 
 
 def told(conversion: Conversion, source: Path, out: Path) -> list[str]:

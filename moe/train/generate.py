@@ -19,20 +19,13 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
-from moe.data import load as load_tokenizer
-from moe.model.names import global_name
 from moe.model.transformer import Output, Transformer
-from moe.parallelize.build import build
-from moe.recipe.load import build_run
 from moe.records.results import write_json
 from moe.train.decode import Cached, Reads, Recomputed, can_cache, continued, dropless
+from moe.train.restore import load_model
 from moe.train.sampling import Sampling
-from moe.train.state import load_extra
-from parallel import checkpoint
 from parallel.errors import BadInput
 from parallel.files import read_text
-from parallel.mesh import Degrees, Mesh
-from parallel.stored import Reader, check_same_parameters
 
 
 @dataclass(frozen=True)
@@ -139,37 +132,6 @@ def _until_separators(
     if heard is not None:
         heard(decoder.decode(b"", final=True))
     return list(zip(texts, ended, strict=True))
-
-
-def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
-    """A run's newest whole checkpoint, or the one of a step, as one model on this device: (model, tokenizer, step). Raises BadInput."""
-    mesh, folder = Mesh.of(Degrees()), run_dir / "checkpoints"
-    there = sorted(number for number, _ in checkpoint.numbered(folder))
-    if step is None:
-        path = checkpoint.newest(folder, world=mesh.axis("world"), log=lambda text: print(text, file=sys.stderr))
-        if path is None:
-            raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
-    elif step in there:
-        path = folder / f"step-{step}"
-        checkpoint.verify(path)
-    else:
-        needed = f"one of {', '.join(map(str, there))}" if there else "a run with a checkpoint"
-        raise BadInput("--step", got=step, needed=needed, fix=f"--step {there[-1]}" if there else "train first: moe train switch_tiny")
-    state = Reader(path).state
-    return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
-
-
-def restore(path: Path) -> Transformer:
-    """The model of one checkpoint, whole on this device, ready to evaluate."""
-    mesh, reader = Mesh.of(Degrees()), Reader(path)
-    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, layouts = build(run, mesh, device=device)
-    check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
-    load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
-    return model.eval()
 
 
 def main(

@@ -31,7 +31,7 @@ from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router
 from moe.train import trainer
-from moe.train.generate import restore
+from moe.train.restore import restore
 from parallel.checkpoint import numbered
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh

@@ -15,7 +15,8 @@ from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run
 from moe.train import generate
-from moe.train.generate import load_model, sample
+from moe.train.generate import sample
+from moe.train.restore import load_model
 from moe.train.sampling import Sampling
 from parallel.errors import BadInput
 from parallel.process import World

@@ -1,0 +1,131 @@
+"""A trained model's loss on held-out text, or on any text of the user's: `moe eval`.
+
+    text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; of each MoE layer, load and drops
+
+With the recipe's own text and as many sequences as `train.eval_sequences`, the loss is the one that training recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.data import Dataset, ValidationSet, open_data
+from moe.data.token_shard import TokenShard
+from moe.model.transformer import Transformer
+from moe.recipe.load import build_run, load
+from moe.records.results import write_json
+from moe.train.numbers import LayerNumbers, Sums
+from moe.train.passes import count_tokens, passes_of
+from moe.train.restore import choose, restore
+from parallel.errors import BadInput
+from parallel.stored import Reader
+
+TOKENS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """`loss` in nats a token; `layers`: each MoE layer's choices and drops over all tokens."""
+
+    sequences: int
+    tokens: int
+    loss: float
+    bits_per_byte: float
+    layers: list[LayerNumbers]
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token; infinite where it is beyond a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(model: Transformer, texts: list[ValidationSet], *, sequences: int) -> Evaluated:
+    """Over `sequences` windows of these texts, by their lengths; 0: all there are. With the recipe's capacity for evaluation."""
+    device, length = next(model.parameters()).device, model.config.max_length
+    there = [text.windows.num_windows for text in texts]
+    asked = sum(there) if sequences == 0 else min(sequences, sum(there))
+    ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
+    loss, tokens, bytes_seen = 0.0, 0, 0.0
+    sums = Sums(model.expert_counts, device)
+    for text, count in zip(texts, [end - start for start, end in zip([0, *ends], ends, strict=False)], strict=True):
+        if count == 0:
+            continue
+        shard = TokenShard.whole(count, length)
+        held = text.held(shard)
+        counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
+        for inputs in passes_of(_on(device, stored), counted, shard):
+            found = model(inputs.inputs_BL, inputs.context, inputs.targets_BL)
+            loss += found.loss.double().item()
+            sums.add(None, found.layers, inputs.share * count / asked)
+        tokens += counted.targets
+        bytes_seen += held.bytes_per_token * counted.targets
+    return Evaluated(asked, tokens, loss / tokens, loss / math.log(2) / bytes_seen, sums.total(()).layers)
+
+
+def _on(device: torch.device, sequences_NL: Tensor) -> Iterator[Tensor]:
+    """A few sequences at a time, on the model's device."""
+    at_once = max(1, TOKENS_AT_ONCE // sequences_NL.shape[1])
+    return (part.to(device) for part in sequences_NL.split(at_once))
+
+
+def main(
+    run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
+) -> None:
+    """`moe eval`: print what the model makes of the run's validation text, or of all of another (`--data.path`)."""
+    overrides = overrides or {}
+    for key in overrides:
+        if not key.startswith("data."):
+            needed = "keys of data: the model is as it was trained"
+            raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
+    path = choose(Path(run_dir), step=step)
+    state = Reader(path).state
+    run = build_run(state["recipe"])
+    data_config = load(Path(run_dir) / "recipe.yaml", overrides)[0].data if overrides else run.data
+    data = open_data(
+        data_config,
+        max_length=run.model.max_length,
+        vocab_size=run.vocab_size,
+        seed=run.train.seed,
+        tokenizer=state["tokenizer"],
+        log=_note,
+    )
+    model = restore(path)
+    texts = _whole(data) if "data.path" in overrides else [data.validation]
+    found = evaluate(model, texts, sequences=sequences)
+    where = "all of" if "data.path" in overrides else "the validation part of"
+    print(f"{path}: {where} {data_config.path or data_config.source}, {found.sequences} sequences, {found.tokens} tokens")
+    print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
+    for layer in found.layers:
+        choices = layer.kept + layer.dropped
+        dropped = layer.dropped / choices if choices else 0.0
+        loads = " ".join(f"{share:.1%}" for share in sorted(layer.load, reverse=True)[:8])
+        rest = " ..." if len(layer.load) > 8 else ""
+        print(f"layer {layer.layer}   dropped {dropped:.2%}   busiest experts {loads}{rest}   (even: {1 / len(layer.load):.1%})")
+    if json:
+        layers = [{"layer": n.layer, "load": n.load, "kept": n.kept, "dropped": n.dropped} for n in found.layers]
+        row: dict[str, Any] = {
+            "step": int(state["counters"]["step"]),
+            "sequences": found.sequences,
+            "tokens": found.tokens,
+            "loss": found.loss,
+        }
+        row |= {"bits_per_byte": found.bits_per_byte, "perplexity": found.perplexity, "layers": layers}
+        write_json(json, verb="eval", rows=[row], text=str(data_config.path or data_config.source))
+
+
+def _whole(data: Dataset) -> list[ValidationSet]:
+    """Both parts of a text: nothing of it was trained on."""
+    return [ValidationSet(data.train.windows, data.validation.bytes_per_id), data.validation]
+
+
+def _note(text: object) -> None:
+    print(text, file=sys.stderr)

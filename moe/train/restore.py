@@ -1,0 +1,57 @@
+"""A run's checkpoint as one whole model on this device, whatever layout trained it: to continue texts, to evaluate, to convert."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from moe.data import Tokenizer
+from moe.data import load as load_tokenizer
+from moe.model.names import global_name
+from moe.model.transformer import Transformer
+from moe.parallelize.build import build
+from moe.recipe.load import build_run
+from moe.train.state import load_extra
+from parallel import checkpoint
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
+from parallel.stored import Reader, check_same_parameters
+
+
+def choose(run_dir: Path, *, step: int | None = None) -> Path:
+    """The folder of a run's newest whole checkpoint, or of the one of a step. Raises BadInput."""
+    folder = run_dir / "checkpoints"
+    there = sorted(number for number, _ in checkpoint.numbered(folder))
+    if step is None:
+        path = checkpoint.newest(folder, world=Mesh.of(Degrees()).axis("world"), log=lambda text: print(text, file=sys.stderr))
+        if path is None:
+            raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
+    elif step in there:
+        path = folder / f"step-{step}"
+        checkpoint.verify(path)
+    else:
+        needed = f"one of {', '.join(map(str, there))}" if there else "a run with a checkpoint"
+        raise BadInput("--step", got=step, needed=needed, fix=f"--step {there[-1]}" if there else "train first: moe train switch_tiny")
+    return path
+
+
+def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
+    """Of that checkpoint, the model whole on this device: (model, tokenizer, step). Raises BadInput."""
+    path = choose(run_dir, step=step)
+    state = Reader(path).state
+    return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
+
+
+def restore(path: Path) -> Transformer:
+    """The model of one checkpoint, whole on this device, ready to evaluate."""
+    mesh, reader = Mesh.of(Degrees()), Reader(path)
+    run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, layouts = build(run, mesh, device=device)
+    check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
+    load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
+    return model.eval()
