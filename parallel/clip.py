@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.collectives import sum_over
 from parallel.mesh import Axis
+from parallel.watchdog import check_tokens
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,13 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """From every rank's `squares`. Collective."""
-    totals = sum_over(squares, replace(world, label="the gradient norm")).tolist()
+    """From every rank's `squares`. Collective. Raises Disagreement on all ranks if two have not made the same collectives until here."""
+    record, axis = world.communicator.record, replace(world, label="the gradient norm")
+    if record is not None and world.size > 1:
+        squares = torch.cat((squares, squares.new_tensor([record.token()])))
+    totals: list[float] = sum_over(squares, axis).tolist()
+    if record is not None and world.size > 1:
+        check_tokens(totals.pop())
     # max(0, nan) is 0 in Python: an unfinite sum must stay unfinite
     roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]
     return GradientNorm(math.sqrt(sum(totals)) if math.isfinite(sum(totals)) else math.inf, dict(zip(families, roots, strict=True)))

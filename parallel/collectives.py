@@ -34,7 +34,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-    """Note one collective with the axis's communicator before it is made, and in debug mode compare it: for those too that an engine makes.
+    """Note one collective with the axis's communicator and in this rank's record before it is made, and in debug mode compare it: for
+    those too that an engine makes.
 
     `send`, `receive`: rows to and from each rank. "send" is one rank's to another, and nobody else's. Raises Disagreement.
     """
@@ -43,6 +44,10 @@ def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = Non
         shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         communicator.agreement.check(
             axis.ranks, name, axis=axis.name, label=axis.label, shape=shape, dtype=dtype, send=send, receive=receive
+        )
+    if communicator.record is not None and name != "send":
+        communicator.record.announce(
+            axis.name, axis.ranks, axis.index, name=name, label=axis.label, tensor=tensor, send=send, receive=receive
         )
     handed = sent = tensor.numel() * tensor.element_size()
     if send is not None:

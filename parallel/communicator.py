@@ -1,4 +1,5 @@
-"""What one mesh keeps of its collectives: how many there were and of how many bytes, and in debug mode what ranks compare before each.
+"""What one mesh keeps of its collectives: how many there were and of how many bytes, where this rank is among them for the watchdog, and
+in debug mode what ranks compare before each.
 
     mesh.communicator  <-  every axis of the mesh carries it  <-  collectives note each call there      counts(), reset_counts()
 
@@ -11,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from parallel.debug_collectives import Agreement
+from parallel.record import Record
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class Count:
 
 
 class Communicator:
-    """`agreement`: has every collective compared over its ranks before it runs (parallel/debug_collectives.py); None: nothing is."""
+    """`agreement`: has every collective compared over its ranks before it runs (parallel/debug_collectives.py); None: nothing is.
+    `record`: this process's, which the watchdog reads; None where there is none."""
 
-    def __init__(self, agreement: Agreement | None = None) -> None:
-        self.agreement = agreement
+    def __init__(self, agreement: Agreement | None = None, record: Record | None = None) -> None:
+        self.agreement, self.record = agreement, record
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
         self._sent: Counter[tuple[str, str]] = Counter()

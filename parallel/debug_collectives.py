@@ -19,12 +19,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from parallel.errors import Ended
+
 DEBUG = "MOE_DEBUG_COLLECTIVES"  # in the environment of ranks: seconds to wait for one that does not come
 TIMEOUT_S = 60.0  # longer than a checkpoint or the first step's compilation may hold up a rank that is well
 _LOOK_S = 0.25  # how often a rank that waits looks whether another has failed
 
 
-class Disagreement(RuntimeError):
+class Disagreement(Ended):
     """Ranks of one axis are not about to make the same collective; the message is one line, the same fault on each."""
 
 

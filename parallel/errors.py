@@ -21,3 +21,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word most similar to `word`, or None if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return near[0] if near else None
+
+
+class Ended(RuntimeError):
+    """What ended a run on several ranks, in one line that is the same on each of them: a stack trace would add nothing.
+
+    `speaker`: whether this rank is the one to print it, where nobody waits for all of them.
+    """
+
+    def __init__(self, line: str, *, speaker: bool = True) -> None:
+        super().__init__(line)
+        self.speaker = speaker

@@ -16,11 +16,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from parallel import watchdog
 from parallel.communicator import Communicator
 from parallel.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
 from parallel.malloc import keep_freed_memory
+from parallel.meet import meet
 from parallel.mesh import Axis, Degrees, Mesh
+from parallel.record import Record
+
+LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # for how long ranks wait for one another; the second is torch's own
 
 _NAMES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
@@ -62,8 +67,12 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
         raise BadInput("RANK, WORLD_SIZE, LOCAL_RANK", got=values, needed=needed, fix="start with moe train --nproc N") from None
 
 
-def start(world: World, *, timeout_s: float = 600.0) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none."""
+def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPUs, under a watchdog. On a CPU, also keep freed memory. A single process joins none.
+
+    `timeout_s`: for how long ranks wait for one another, LIMITS_S where it is None, and watchdog.FIRST times as long until the first step
+    is done. `end`: what to do with the watchdog's line before this process ends. Raises NotMet where ranks do not come.
+    """
     if world.device.type == "cpu":
         keep_freed_memory()
     if world.size == 1 or dist.is_initialized():
@@ -74,22 +83,35 @@ def start(world: World, *, timeout_s: float = 600.0) -> None:
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    dist.init_process_group(
-        "nccl" if world.device.type == "cuda" else "gloo", rank=world.rank, world_size=world.size, timeout=timedelta(seconds=timeout_s)
-    )
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    limit_s = timeout_s or LIMITS_S[backend]
+    store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    record = Record(world.rank)
+    record.enter("joining the process group", patience=watchdog.FIRST)
+    holder = f"torchrun at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
+    watchdog.watch(watchdog.Watchdog(record, store, world_size=world.size, limit_s=limit_s, holder=holder, end=end))
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
+
+
+def _last_resort_s() -> float:
+    """torch's own time limit of a group: later than the watchdog's, which says more."""
+    watching = watchdog.current()
+    return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 
 
 def _communicator(world: World) -> Communicator:
     """Of a new mesh: it compares collectives before they run where the environment says so (`--debug-collectives`)."""
-    asked = os.environ.get(DEBUG)
+    asked, watching = os.environ.get(DEBUG), watchdog.current()
+    record = None if watching is None else watching.record
     if not asked or not dist.is_initialized():
-        return Communicator()
+        return Communicator(record=record)
     try:
         timeout_s = float(asked)
     except ValueError:
         raise BadInput(DEBUG, got=asked, needed="seconds to wait for a rank", fix=f"set it to {TIMEOUT_S:g}, or unset it") from None
     store = dist.distributed_c10d._get_default_store()
-    return Communicator(Agreement(store, rank=world.rank, timeout_s=timeout_s))
+    return Communicator(Agreement(store, rank=world.rank, timeout_s=timeout_s), record)
 
 
 def share_cores(world: World) -> None:
@@ -98,13 +120,14 @@ def share_cores(world: World) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
-def connect(degrees: Degrees, world: World, *, timeout_s: float = 600.0) -> Mesh:
+def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:
     """The mesh of this process with its process groups. Every rank must call it."""
     mesh = Mesh.of(degrees, world.rank, communicator=_communicator(world))
+    wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Called by its members only: with a hundred thousand ranks, no rank can take part in creating every group."""
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 
     return mesh.connect(new_group, world=dist.group.WORLD if world.size > 1 else None)
@@ -116,7 +139,8 @@ def everyone(world: World) -> Axis:
 
 
 def stop() -> None:
-    """Leave the process group."""
+    """Leave the process group, in good order."""
+    watchdog.release()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -127,6 +127,7 @@ class Bench:
     kinds: str | None = _flag(
         None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence, tensor"
     )
+    full: bool = _flag(False, "of faults: as often as the aims say, not once each")
     rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
     tables: Path | None = _flag(None, "of planner: a folder of measured runs")
     json: Path | None = _flag(None, "also write the table as JSON")

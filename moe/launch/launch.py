@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +27,8 @@ from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
-from parallel.debug_collectives import DEBUG, TIMEOUT_S, Disagreement
-from parallel.errors import BadInput
+from parallel.debug_collectives import DEBUG, TIMEOUT_S
+from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
 
 USAGE = (
@@ -115,7 +115,7 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
-    code, made = FAILED, list[Path]()
+    code, made, of_all = FAILED, list[Path](), False
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         if DEBUG_FLAG in words:
@@ -131,9 +131,10 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
         code, error = BAD_INPUT, str(bad)
         if rank == 0 or "on rank" in error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-    except Disagreement as disagreement:  # it names rank and collective, so a stack trace adds nothing
-        error = str(disagreement)
-        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+    except Ended as ended:  # it names rank and collective, so a stack trace adds nothing
+        error, of_all = str(ended), True
+        if ended.speaker and TOKEN not in os.environ:  # else the parent says it once for all
+            print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = INTERRUPTED, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
@@ -144,7 +145,7 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
         else:
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     if out is not None:
-        status.leave(out, rank, code, error)
+        status.leave(out, rank, code, error, of_all=of_all)
         if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
             status.tidy(out, made)  # nobody started this process, so nobody waits to read it
     return code
@@ -179,15 +180,15 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
-    from parallel import process  # imports torch, so only after the recipe has been read
+    from parallel import process, watchdog  # they import torch, so only after the recipe has been read
 
     world = process.read_environment()
     check_run(run, world.size)
     from moe.train.trainer import Stopped, train
 
     process.share_cores(world)
-    process.start(world)
     try:
+        process.start(world, timeout_s=run.train.timeout_s, end=_last_word(out, world.rank))
         train(
             run,
             name=name,
@@ -202,12 +203,30 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         )
     except Stopped:
         return STOPPED
+    except Exception as failure:
+        ended = watchdog.ended_by(failure)
+        if ended is not None:
+            raise ended from None
+        raise
     finally:
         # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         process.stop()
     return DONE
+
+
+def _last_word(out: Path, rank: int) -> Callable[[str, bool], None]:
+    """What the watchdog does before it ends this process, whose main thread is stuck."""
+
+    def end(line: str, speaker: bool) -> None:
+        status.leave(out, rank, FAILED, line, of_all=True)
+        if speaker and TOKEN not in os.environ:
+            os.write(2, f"error on rank {rank}: {line}\n".encode())
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h")  # a live display hides the cursor
+
+    return end
 
 
 def _did_not_fit(failure: BaseException, run: Run) -> str | None:

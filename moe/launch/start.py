@@ -36,6 +36,7 @@ from parallel.lock import HELD, alone_in
 Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
+_LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
 
 
@@ -102,7 +103,7 @@ def _run(
         print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
-            ranks, killed = _watch(process, world, caught, grace_s=grace_s, local=hostfile is None)
+            ranks, killed = _watch(process, world, caught, folder, grace_s=grace_s, local=hostfile is None)
             if hostfile is not None and caught:
                 status.wait_for(folder, world, grace_s)
         finally:
@@ -157,7 +158,7 @@ def _command(
 
 
 def _watch(
-    process: subprocess.Popen[bytes], world: int, caught: list[tuple[int, float]], *, grace_s: float, local: bool
+    process: subprocess.Popen[bytes], world: int, caught: list[tuple[int, float]], folder: Path, *, grace_s: float, local: bool
 ) -> tuple[list[Rank], bool]:
     """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns (ranks, whether to kill the rest)."""
     ranks: list[Rank] = []
@@ -178,8 +179,23 @@ def _watch(
         again = any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
         if caught and (again or now - passed_at > grace_s):
             return ranks, True
+        if not caught and _failed_before(ranks, folder, now):
+            return ranks, True
         wait(ranks, _POLL_S)
     return ranks, False
+
+
+def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
+    """Whether a rank failed so long ago that the others have said what they had to; at once, where it spoke for all of them."""
+    ended = [rank for rank in ranks if rank.ended_at is not None]
+    left = status.read(folder) if ended else {}
+    for rank in ended:
+        assert rank.ended_at is not None
+        word = left.get(rank.rank, {})
+        failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
+        if failed and now - rank.ended_at > (_LEAVE_S / 5 if word.get("of_all") else _LEAVE_S):
+            return True
+    return False
 
 
 def _processes(world: int) -> str:
@@ -244,7 +260,7 @@ def verdict(
         return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
-    lines: list[str] = []
+    groups: list[tuple[str, list[int]]] = []
     for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
         last = next((c for c in codes if c not in (None, DONE)), None)
@@ -254,10 +270,16 @@ def verdict(
             how = "was killed: it had not stopped" if killed else f"ended with {_said(last)}: it had not come as far as to save"
         elif wordless and rank in ended_here:
             how = "was ended here, after the others"
-        elif wordless and lines and last in (-signal.SIGTERM, -signal.SIGKILL):
+        elif wordless and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
             how = "was ended by the launcher after that"
         error = left.get(rank, {}).get("error")
-        lines.append(f"rank {rank} {how}{f': {error}' if error else ''}")
+        text, of_all = f"{how}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
+        same = next((who for said, who in groups if of_all and said == text), None)
+        if same is None:
+            groups.append((text, [rank]))
+        else:
+            same.append(rank)
+    lines = [f"rank{'s' if len(who) > 1 else ''} {' '.join(map(str, sorted(who)))} {text}" for text, who in groups]
     return FAILED, lines
 
 

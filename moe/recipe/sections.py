@@ -320,6 +320,9 @@ class Train(Section):
     save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
     keep: int = Field(2, gt=0, description="newest checkpoints kept")
     grace_s: float = Field(600.0, gt=0, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
+    timeout_s: float | None = Field(
+        None, gt=0, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"
+    )
     seed: int = Field(0, ge=0)
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")

@@ -27,6 +27,7 @@ from moe.parallelize.engines import start_engine
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
 from moe.train.passes import Pass
+from parallel import watchdog
 from parallel.collectives import sum_over_all
 from parallel.data.engine import Engine
 from parallel.kfac.fisher import Filler
@@ -90,8 +91,10 @@ class Single:
     def run(self, passes: Sequence[Pass], each: Each) -> None:
         for number, p in enumerate(passes):
             last = number == len(passes) - 1
+            watchdog.enter("the forward pass")
             loss = each(number, self.engine.forward(p.inputs_BL, p.context, p.targets_BL, last=last))
             assert loss is not None
+            watchdog.enter("the backward pass")
             self.engine.backward(loss, last=last)
 
     @torch.no_grad()
@@ -165,6 +168,7 @@ class _Stages:
         return self.executor.crossing(self.passes[microbatch].inputs_BL.shape)
 
     def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
+        watchdog.enter(f"F of stage {stage}, micro-batch {microbatch},")
         p = self.passes[microbatch]
         output = self.compute(p.inputs_BL if x is None else x, p.context, p.targets_BL, self.executor.model.parts[stage])
         loss = self.each(microbatch, output)
@@ -173,6 +177,7 @@ class _Stages:
         return torch.empty(0) if loss is None else loss
 
     def backward(self, output: GradientEdge, gradient: Tensor | None) -> None:
+        watchdog.enter("the backward pass")
         self.executor.engine.backward_from(output, gradient)
 
     def reading(self, stage: int, version: int) -> AbstractContextManager[None]:

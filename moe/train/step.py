@@ -23,6 +23,7 @@ from moe.train.batch_counts import whole_step
 from moe.train.executor import Executor
 from moe.train.numbers import Numbers, Sums
 from moe.train.passes import count_tokens, passes_of
+from parallel import watchdog
 from parallel.clip import GradientNorm, clip_factor, gradient_norm
 from parallel.collectives import sum_over_all
 from parallel.data.engine import Engine
@@ -71,6 +72,7 @@ def finish(
     """
     norm = gradient_norm(engine.owned_gradients(), families=FAMILIES, world=world, device=device).divided_by(scale.value)
     if norm.finite:
+        watchdog.enter("the optimizer's step")
         factor = clip_factor(norm.total, clip_norm) / scale.value
         if factor != 1.0:
             engine.scale_gradients(factor)

@@ -49,7 +49,7 @@ from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
 from moe.train.state import Counters
 from moe.train.step import validation_loss
-from parallel import process
+from parallel import process, watchdog
 from parallel.clip import GradientNorm
 from parallel.collectives import max_over, sum_over
 from parallel.errors import BadInput
@@ -88,7 +88,7 @@ def train(
     world = world or process.read_environment()
     check_allowed(allow_changes)
     asked, run = run, check_run(run, world.size)
-    process.start(world)
+    process.start(world, timeout_s=run.train.timeout_s)
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
@@ -110,6 +110,7 @@ def _train(
     predicted: Prediction | None,
     init_from: Path | None,
 ) -> dict[str, Any]:
+    watchdog.enter("preparing", patience=watchdog.FIRST)
     job = _open(run, name, out, origins, fresh, allow_changes, world, display, init_from)
     job.predicted, job.measured = predicted, Measured(world)
     with asked_to_stop() as asked:
@@ -200,13 +201,15 @@ def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
 
 
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
-    run, counters = job.run, job.counters
+    run, counters, began = job.run, job.counters, job.counters.step
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not _was_evaluated(job):
         _evaluate(job)
     while counters.step < run.train.steps:
         started = time.perf_counter()
+        watchdog.enter("starting the step", step=counters.step + 1, patience=watchdog.FIRST if began == counters.step else 1.0)
         made = advance(job, asked)
+        watchdog.enter("after the step", patience=1.0)
         seconds = (time.perf_counter() - started) / len(made)
         for one in made:
             _count(job, one.norm)
@@ -303,6 +306,7 @@ def _refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
 
 def _evaluate(job: Job, *, record: bool = True) -> None:
     run = job.run
+    watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     held = job.data.validation.held(shard)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
@@ -322,6 +326,7 @@ def _was_evaluated(job: Job) -> bool:
 
 
 def _save(job: Job) -> None:
+    watchdog.enter("saving after the step", patience=watchdog.FIRST)
     path = state.save(
         job.checkpoints,
         job.engine,
@@ -333,6 +338,7 @@ def _save(job: Job) -> None:
         data=job.data.key,
         keep=job.run.train.keep,
     )
+    watchdog.enter("after saving", patience=1.0)
     job.records.write({"kind": "event", "event": "saved", "step": job.counters.step, "path": str(path)})
 
 
@@ -345,6 +351,7 @@ def _finish(job: Job) -> dict[str, Any]:
         return before
     if not job.evaluated:  # an earlier life made the last step, then died before the summary
         _evaluate(job, record=not _was_evaluated(job))
+    watchdog.enter("ending after the step", patience=watchdog.FIRST)
     job.engine.module.eval()
     model, length = logits_of(job.executor, job.shard), run.model.max_length
     text = ""

@@ -91,6 +91,7 @@ class Links:
         """Wait for a message to this rank and return its tensor."""
         while message not in self._early:
             arriving, room, work = self._asked.pop(message.source)
+            self._announce(arriving)
             work.wait()
             self._early[arriving] = room
             self._ask(message.source)
@@ -101,9 +102,16 @@ class Links:
         """Start to send. The tensor is kept until it is known to have arrived."""
         way = self._way(message)
         count(replace(way, label=str(message)), "send", tensor)
+        self._announce(message)
         work = dist.isend(tensor, way.ranks[message.target], group=way.group)
         assert work is not None
         self.sent[message.target].append((self._traffic.taken[message], work, tensor))
+
+    def _announce(self, message: Message) -> None:
+        """For the watchdog: it compares what was sent through a channel with what is waited for."""
+        ranks, record = self.up.ranks, self.up.communicator.record
+        if record is not None:
+            record.message(ranks[message.source], ranks[message.target], str(message))
 
     def _let_go(self, message: Message) -> None:
         """Release sent tensors: whatever this message's sender had taken before sending it has arrived, so waiting for these is free."""

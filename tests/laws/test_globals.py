@@ -19,6 +19,15 @@ from tests.laws.test_architecture import PACKAGES, ROOT, check, python_files, tr
 
 CHANGED = {
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
+    "parallel/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
+    "moe/bench/hangs.py: sys.stdout": "of a forked rank, whose output goes into a file",
+    "moe/bench/hangs.py: sys.stderr": "likewise",
+    "moe/bench/hangs.py: os.environ": "a forked rank gets its place there, as from a launcher",
+    "moe/bench/hang_faults.py: dist.isend": "a fault put into a forked rank, and ended with it",
+    "moe/bench/hang_faults.py: collectives._reduce": "likewise",
+    "moe/bench/hang_faults.py: collectives._exchange": "likewise",
+    "moe/bench/hang_faults.py: Record.announce": "likewise",
+    "moe/bench/hang_faults.py: Record.enter": "likewise",
     "parallel/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
     "parallel/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",

@@ -1,0 +1,29 @@
+"""A sample of `moe bench faults --only hangs`: real ranks that train, of which one is stopped, killed, or makes another collective.
+
+It alone would notice a watchdog that does not end a run, or ends it without the line in every rank's status.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe.bench import hangs
+from moe.bench.faults import Row
+
+SAMPLE = [
+    "stopped (SIGSTOP) at a collective",
+    "killed (SIGKILL) at a collective",
+    "raising in the backward pass",
+    "a message of a pipeline lost",
+    "splits that disagree",
+]
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_every_rank_that_is_left_names_the_culprit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs.warm_up(tmp_path, deepspeed=False)
+    (case,) = [case for case in hangs.CASES if case.name == name]
+    row = Row.of(case.name, 1, lambda number: hangs.once(case, number, tmp_path))
+    assert row.problems == [] and (row.tried, row.held) == (1, 1)
