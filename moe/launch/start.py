@@ -193,7 +193,7 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
         assert rank.ended_at is not None
         word = left.get(rank.rank, {})
         failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
-        if failed and now - rank.ended_at > (_LEAVE_S / 5 if word.get("of_all") else _LEAVE_S):
+        if failed and now - rank.ended_at > (_LEAVE_S / 10 if word.get("of_all") else _LEAVE_S):
             return True
     return False
 
