@@ -187,12 +187,33 @@ def _arguments_of_main(module: Path) -> list[str]:
 
 
 def _plan(flags: Plan, overrides: dict[str, str]) -> int:
+    if flags.calibrate:
+        return _calibrate(flags, overrides)
+    if flags.nproc is not None:
+        raise BadInput("--nproc", got="it without --calibrate", needed="--cluster, whose devices are counted", fix="remove --nproc")
+    if flags.recipe is None:
+        raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
         from parallel.plan.cluster import cluster_names
 
         raise BadInput("--cluster", got="nothing", needed=f"one of {', '.join(cluster_names())}, or a file", fix="--cluster a100-80-8x4")
-    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "recipe"}
+    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name not in ("recipe", "calibrate", "nproc")}
     return _call("moe.cli.plan", flags.recipe, overrides=overrides, **given)
+
+
+def _calibrate(flags: Plan, overrides: dict[str, str]) -> int:
+    for field in dataclasses.fields(flags):
+        if field.name not in ("calibrate", "nproc", "out") and getattr(flags, field.name) != field.default:
+            name = "RECIPE" if field.name == "recipe" else f"--{field.name}"
+            raise BadInput(name, got="it with --calibrate", needed="--out and --nproc alone", fix=f"remove {name}")
+    if overrides:
+        key = next(iter(overrides))
+        raise BadInput(f"--{key}", got="it with --calibrate", needed="no recipe's values", fix="remove it")
+    if flags.nproc is not None and flags.nproc < 1:
+        raise BadInput("--nproc", got=flags.nproc, needed="at least 1", fix="--nproc 2")
+    if flags.out is not None and flags.out.suffix not in (".yaml", ".yml"):
+        raise BadInput("--out", got=str(flags.out), needed="a cluster file, *.yaml", fix=f"--out {flags.out.stem or 'machine'}.yaml")
+    return _call("moe.calibrate.calibrate", out=flags.out, nproc=flags.nproc)
 
 
 def _simulate(flags: Simulate, overrides: dict[str, str]) -> int:

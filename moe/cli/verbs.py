@@ -137,7 +137,9 @@ class Bench:
 class Plan:
     """Choose how a recipe is trained on a cluster, by predicted memory and time, without a device; say why the others were not chosen."""
 
-    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; needed but with --calibrate")
+    calibrate: bool = _flag(False, "instead: measure this machine and write it as a cluster file, --out F.yaml or the user's machine.yaml")
+    nproc: int | None = _flag(None, "with --calibrate: collectives of up to so many processes, the number of cores by default")
     cluster: str | None = _flag(None, "a shipped cluster, as h100-8 or h100-8x4 for 4 nodes, or a YAML file; needed")
     top: int = _flag(10, "plans to print")
     exhaustive: bool = _flag(False, "try every choice for every way to cut the ranks, not only for the fastest ways")

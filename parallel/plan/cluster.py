@@ -62,7 +62,8 @@ class Cluster:
     """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from.
 
     `cores`: the devices are processes of a host without accelerators, which share so many cores, and the memory that one device states.
-    0: every device has its own.
+    0: every device has its own. `threads`: how much faster a process is with so many cores of its own. `program`: what was measured of the
+    training program here, as fields of parallel/plan/program.py.
     """
 
     name: str
@@ -75,13 +76,24 @@ class Cluster:
     host_adam_per_s: float = 4e9
     disk_gb_s: float = 3.0
     cores: int = 0
+    threads: dict[int, float] = field(default_factory=dict, hash=False)
+    program: dict[str, float] = field(default_factory=dict, hash=False)
     sources: tuple[str, ...] = ()
+
+    def crowd(self, world: int) -> float:
+        """How much longer a rank computes where so many share the cores, all of them at work. Below 1 where each has several."""
+        here = min(self.devices_per_node, world)
+        if not self.cores:
+            return 1.0
+        if here > self.cores:
+            return here / self.cores
+        have = self.cores // here
+        return 1 / max((speed for count, speed in self.threads.items() if count <= have), default=1.0)
 
     def memory_bytes(self, ranks: int | None = None) -> float:
         """Of one rank, where so many train (all devices if not given)."""
         whole = self.device.memory_gib * 2**30
-        here = min(self.devices_per_node, ranks or self.devices_per_node)
-        return whole / here if self.cores else whole
+        return whole / (ranks or self.devices_per_node) if self.cores else whole
 
     @property
     def world(self) -> int:
@@ -92,7 +104,9 @@ class Cluster:
         return replace(self, nodes=nodes)
 
     def holding(self, ranks: int) -> Cluster:
-        """As many nodes as so many ranks need."""
+        """As many nodes as so many ranks need; processes of a host are all on it."""
+        if self.cores:
+            return replace(self, devices_per_node=max(self.devices_per_node, ranks), nodes=1)
         return self.of(-(-ranks // self.devices_per_node))
 
 
@@ -139,6 +153,7 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
     """A cluster from the mapping that its file holds."""
     device, inside = dict(told["device"]), dict(told["inside"])
     device["attention"] = tuple(device["attention"])
+    device["rates"] = {kind: {float(flops): float(rate) for flops, rate in row.items()} for kind, row in device.get("rates", {}).items()}
     times = {
         kind: {int(ranks): {int(size): float(us) for size, us in row.items()} for ranks, row in table.items()}
         for kind, table in inside.pop("times", {}).items()
@@ -154,6 +169,8 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         host_adam_per_s=float(told.get("host_adam_per_s", 4e9)),
         disk_gb_s=float(told.get("disk_gb_s", 3)),
         cores=int(told.get("cores", 0)),
+        threads={int(count): float(speed) for count, speed in told.get("threads", {}).items()},
+        program={str(name): float(value) for name, value in told.get("program", {}).items()},
         sources=tuple(told.get("sources", ())),
     )
 

@@ -73,6 +73,13 @@ def _ring(cluster: Cluster, group: Group, *, sums: bool = False) -> tuple[float,
     return min(bus, network(cluster, group)), hops * 1e-6
 
 
+def _turns(cluster: Cluster, group: Group) -> float:
+    """How much longer a collective takes where ranks are processes of a host: its other groups send too, on the same cores."""
+    if not cluster.cores:
+        return 1.0
+    return max(1.0, group.sharing * min(group.inside, cluster.cores) / cluster.cores)
+
+
 def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
     """Seconds to sum a tensor of so many bytes over a group."""
     n = group.size
@@ -82,7 +89,7 @@ def all_reduce(cluster: Cluster, group: Group, num_bytes: float) -> float:
     if group.nodes == 1:
         known = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
         if known is not None:
-            return known
+            return known * _turns(cluster, group)
     bus, steps = _ring(cluster, group, sums=True)
     ring = base + 2 * steps + 2 * (n - 1) / n * num_bytes / bus
     if group.nodes == 1:
@@ -102,7 +109,7 @@ def gather(cluster: Cluster, group: Group, num_bytes: float) -> float:
             sums = _measured(cluster.inside.times.get("all_reduce", {}), n, num_bytes)
             known = None if sums is None else max(sums / 2, cluster.inside.latency_us * 1e-6)
         if known is not None:
-            return known
+            return known * _turns(cluster, group)
     bus, steps = _ring(cluster, group)
     return cluster.inside.latency_us * 1e-6 + steps + (n - 1) / n * num_bytes / bus
 
@@ -113,6 +120,9 @@ def all_to_all(cluster: Cluster, group: Group, num_bytes: float, *, copies: floa
     n = group.size
     if n == 1 or num_bytes <= 0:
         return 0.0
+    known = _measured(cluster.inside.times.get("all_to_all", {}), n, num_bytes) if group.nodes == 1 else None
+    if known is not None:
+        return known * _turns(cluster, group)
     base = cluster.inside.latency_us * 1e-6
     within = (group.inside - 1) / n * num_bytes / cluster.inside.bus(group.inside) if group.inside > 1 else 0.0
     if group.nodes == 1:
@@ -130,6 +140,9 @@ def send(cluster: Cluster, num_bytes: float, *, stride: int, sharing: int = 1) -
     """Seconds of a message to the rank `stride` further on, while `sharing` ranks of the node send too."""
     if num_bytes <= 0:
         return 0.0
+    known = _measured(cluster.inside.times.get("send", {}), 2, num_bytes)
+    if known is not None and stride < cluster.devices_per_node:
+        return known
     if stride < cluster.devices_per_node:
         return (cluster.inside.latency_us + cluster.inside.hop_us) * 1e-6 + num_bytes / (cluster.inside.pair_gb_s * 1e9)
     b = cluster.between

@@ -30,15 +30,15 @@ OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galva
 ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
 ADAM_BYTES = 26  # per element: two moments and the master copy read and written, parameters written; the gradient is read twice more
 STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
-ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
 
 
 @dataclass(frozen=True)
 class Time:
     """Seconds of a step of the slowest stage, by purpose; they add up to `step`.
 
-    `launch`: of the host, where it is slower than its device, and of the engine. `gradients`, `parameters`: sums and gathers that nothing
-    hides; `hidden`: seconds of both that are beside products (not part of the sum). `joules`: of all devices.
+    `launch`: of the host, where it is slower than its device, and of the engine. `cores`: what ranks of one host wait for a core, negative
+    where they have several each. `gradients`, `parameters`: sums and gathers that nothing hides; `hidden`: seconds of both that are beside
+    products (not part of the sum). `joules`: of all devices.
     """
 
     forward: float = 0.0
@@ -50,6 +50,7 @@ class Time:
     launch: float = 0.0
     transfer: float = 0.0
     bubble: float = 0.0
+    cores: float = 0.0
     gradients: float = 0.0
     parameters: float = 0.0
     optimizer: float = 0.0
@@ -93,6 +94,12 @@ class Stage:
     def total(self) -> float:
         return self.ahead + self.back
 
+    @property
+    def work(self) -> float:
+        """Of `total`, what is computed and not sent."""
+        parts = (self.forward, self.backward, self.again)
+        return sum(one.compute for one in parts) + self.launch_forward + self.launch_backward
+
 
 def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program = OWN, *, imbalance: float = 1.0) -> Time:
     """Time of one step. `imbalance`: rows of the busiest rank's experts over the mean. The cluster's number of nodes is not checked."""
@@ -110,6 +117,8 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program =
         (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(counts) - 1, stages.index(slowest)}), key=sum
     )
     optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
+    crowd = cluster.crowd(plan.world)
+    waits = _for_cores(crowd, m, stages, pipeline)
     busy = m * (slowest.total + 2 * sent * _crossings(plan))
     whole = slowest.forward + slowest.backward + slowest.again
     return Time(
@@ -122,12 +131,13 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program =
         launch=m * (slowest.launch_forward + slowest.launch_backward),
         transfer=busy - m * slowest.total,
         bubble=pipeline - busy,
+        cores=waits,
         gradients=sums[0],
         parameters=sums[1],
-        optimizer=optimizer,
+        optimizer=crowd * optimizer,
         offload=offload,
         hidden=sums[2],
-        joules=_energy(plan, cluster, m * whole.compute, pipeline + sums[0] + sums[1] + optimizer + offload),
+        joules=_energy(plan, cluster, m * whole.compute, pipeline + waits + sums[0] + sums[1] + optimizer + offload),
     )
 
 
@@ -137,6 +147,16 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[in
         _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *_held(network, plan, n, i)))
         for i, (key, n) in enumerate(zip(_kinds(network, plan, counts), counts, strict=True))
     ]
+
+
+def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
+    """Seconds that a pipeline (or one stage) takes longer because its ranks share cores: all their work has to be done, and what one of
+    them waits for is time in which another computes. Negative where a rank has several cores."""
+    work = microbatches * sum(stage.work for stage in stages) / len(stages)
+    sent = microbatches * sum(stage.total - stage.work for stage in stages) / len(stages)
+    if crowd < 1:
+        return (crowd - 1) * work
+    return max(0.0, crowd * work + sent - pipeline)
 
 
 def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:
@@ -191,15 +211,15 @@ def _cached(
         backward,
         again,
         weights,
-        (1 + program.engine) * _together(host_forward, forward.device) - forward.device,
-        (1 + program.engine) * _together(host_backward, backward.device + again.device) - backward.device - again.device,
+        (1 + program.engine) * _together(host_forward, forward.device, program) - forward.device,
+        (1 + program.engine) * _together(host_backward, backward.device + again.device, program) - backward.device - again.device,
     )
 
 
-def _together(host: float, device: float) -> float:
+def _together(host: float, device: float, program: Program) -> float:
     """Seconds of a pass that a host launches and a device computes: the slower of the two, and the part of the other in which neither
     helps, because the host waits for a result or the device has run out of work."""
-    return max(host, device) + ALONE * min(host, device)
+    return max(host, device) + program.alone * min(host, device)
 
 
 def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float) -> float:
@@ -361,6 +381,8 @@ def _limited(program: Program, seconds: float, group: Group, num_bytes: float, p
 
 def _beside(seconds: float, window: float, program: Program) -> tuple[float, float]:
     """(waited for, hidden) of collectives beside so many seconds of products, which they slow down meanwhile."""
+    if program.gathers == "waited":
+        return seconds, 0.0
     share = 1.0 if program.gathers == "beside" else 0.67
     hidden = min(seconds, window * share) if share == 1.0 else min(seconds * share, window)
     return seconds - hidden + OVERLAP_SLOWDOWN * hidden, hidden

@@ -13,6 +13,7 @@ Sources: NVIDIA, "Matrix Multiplication Background" (tiles, waves, alignment); W
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -30,6 +31,7 @@ SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processo
 class Device:
     """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
 
+    `rates`: by kind TFLOP/s of one product by its floating-point operations, where they were measured; then no tiles are assumed.
     `sustained`: the share of the peak that large products keep up in a long run; `attention`: of fused attention, forward and backward;
     `memory_share`: of the memory bandwidth that streaming kernels reach; `launch_us`: the shortest time from one kernel to the next.
     """
@@ -45,6 +47,7 @@ class Device:
     launch_us: float = 4.0
     watts: float = 0.0
     idle_watts: float = 0.0
+    rates: dict[str, dict[float, float]] = field(default_factory=dict, hash=False)
 
     def rate(self, kind: str = "bf16") -> float:
         """FLOP/s that large products sustain. A kind that the device lacks runs at the nearest wider one's rate."""
@@ -76,6 +79,8 @@ class Device:
 
 @lru_cache(maxsize=200_000)
 def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> float:
+    if kind in device.rates:
+        return max(count * _measured(device.rates[kind], 2.0 * m * n * k), device.launch_us * 1e-6)
     element = {"fp32": 4, "tf32": 4, "fp8": 1}.get(kind, 2)
     of_unit = device.rate(kind) / device.units * min(alignment(size * element) for size in (n, k))
     best = math.inf
@@ -89,6 +94,17 @@ def _product(device: Device, m: int, n: int, k: int, count: int, kind: str) -> f
             best = min(best, waves * (k / parts + RAMP) * 2 * a * b / (of_unit * share) + summed)
     moved = element * count * (m * k + k * n + m * n) / device.bandwidth
     return max(best, moved, device.launch_us * 1e-6)
+
+
+def _measured(rates: dict[float, float], flops: float) -> float:
+    """Seconds of a product of so many operations: its rate lies between those of its neighbours, straight over the logarithm."""
+    sizes = sorted(rates)
+    at = bisect_left(sizes, flops)
+    if at in (0, len(sizes)):
+        return flops / (rates[sizes[min(at, len(sizes) - 1)]] * 1e12)
+    low, high = sizes[at - 1], sizes[at]
+    share = math.log(flops / low) / math.log(high / low)
+    return flops / ((rates[low] + share * (rates[high] - rates[low])) * 1e12)
 
 
 def alignment(num_bytes: int) -> float:

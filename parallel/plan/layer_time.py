@@ -242,7 +242,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
         forward = product + value_time + device.stream((4 + drop) * scores, kernels=2)
         backward = 2 * (product + value_time) + device.stream((6 + drop) * scores, kernels=2)
         passes = Pass(compute=forward, kernels=8), Pass(compute=backward, kernels=10)
-    return _over_sequence(network, plan, cluster, *passes)
+    return _over_sequence(network, plan, cluster, program, *passes)
 
 
 def _uneven(plan: Plan) -> float:
@@ -252,7 +252,7 @@ def _uneven(plan: Plan) -> float:
     return (2 * plan.sp - 1) / plan.sp if plan.sequence == "ring" and plan.order == "contiguous" else 1.0
 
 
-def _over_sequence(network: Network, plan: Plan, cluster: Cluster, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
+def _over_sequence(network: Network, plan: Plan, cluster: Cluster, program: Program, forward: Pass, backward: Pass) -> tuple[Pass, Pass]:
     """Keys travel while blocks are computed: the first wait is the only one, if links keep up. Exchanges of heads are waited for."""
     if plan.sp == 1:
         return forward, backward
@@ -266,7 +266,8 @@ def _over_sequence(network: Network, plan: Plan, cluster: Cluster, forward: Pass
             exposed = 4 * all_to_all(cluster, group, sent / 4 * plan.sp / (plan.sp - 1))
         else:
             ring = gather(cluster, group, sent * plan.sp / (plan.sp - 1))
-            exposed = max(0.0, ring - one.compute) + ring / plan.sp
+            hidden = 0.0 if program.gathers == "waited" else one.compute
+            exposed = max(0.0, ring - hidden) + ring / plan.sp
         out.append(one + Pass(sequence=exposed, kernels=2 * plan.sp))
     return out[0], out[1]
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from parallel.errors import BadInput
 
+ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
+
 
 @dataclass(frozen=True)
 class Program:
@@ -22,7 +24,8 @@ class Program:
     step_ms        the host's time for what each step has once: data, the gradient norm, the scale, logging
     pointwise      bytes that norms, activations and sums of residuals move, against kernels that fuse what can be fused
     gradients      sums `after` the backward pass, or `beside` its last micro-batch
-    gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces
+    gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces; `waited` for
+    alone          the part of the faster of host and device that is not beside the slower (1: one core does both, one after the other)
     gather_gb_s    the most that one rank receives in such gathers (None: what its links carry)
     experts_beside the part of exchanges with experts that the other direction's work hides
     tensor_beside  the part of tensor parallelism's collectives that products hide
@@ -47,7 +50,8 @@ class Program:
     step_ms: float = 1.0
     pointwise: float = 1.0
     gradients: Literal["after", "beside"] = "beside"
-    gathers: Literal["beside", "partly"] = "beside"
+    gathers: Literal["beside", "partly", "waited"] = "beside"
+    alone: float = ALONE
     gather_gb_s: float | None = None
     tensor_beside: float = 0.0
     experts_beside: float = 0.0
@@ -69,7 +73,7 @@ PROGRAMS = {
         # this project: torch's eager mode and fused attention; MLPs' hidden part is computed again
         Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole"),
         # ... on processes of a host without accelerators: a core computes and sends, one after the other
-        Program("moe-parallel-cpu", launch_us=20, pointwise=2.0, transfers="whole", gradients="after"),
+        Program("moe-parallel-cpu", launch_us=20, pointwise=2.0, transfers="whole", gradients="after", gathers="waited", alone=1.0),
         # Megatron-LM of 2021: fused softmax and bias kernels, sums of gradients after the backward pass, parts of messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
         # ... and of 2022, when products began to add to the sums of gradients themselves

@@ -75,6 +75,7 @@ SETTINGS = {
         "moe/cli/doctor.py": "before ranks are forked, and back",
         "moe/verify/verify.py": "ranks are forked, and a forked process must not inherit a pool of threads",
         "moe/verify/mutations/run.py": "likewise",
+        "moe/calibrate/calibrate.py": "likewise; and a rank that measures how much threads help",
         "moe/bench/": "likewise; what is compared gets equally many",
     },
     "warnings.filterwarnings": {

@@ -1,0 +1,209 @@
+"""Predicted against measured steps and memory of this project's own trainer on this machine: every kind, on 2, 4 and 8 processes.
+
+`moe bench planner-steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
+
+    memory    every tensor that is alive over two steps (moe/bench/alive.py), of the rank whose prediction is furthest off
+    time      the median of some steps after that, of the slowest rank
+
+While other work runs beside, a rank gets less of a core than it did when the machine was measured. So a plain step, each rank by itself, is
+timed before and after every layout, on as many ranks: `beside` is how much longer it takes than when the machine was measured, and an error
+is stated as it is and with that taken out.
+"""
+
+from __future__ import annotations
+
+import time
+from os import getloadavg
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe.bench.alive import Alive
+from moe.bench.sharded import kind_of, load_engines
+from moe.calibrate import calibrate
+from moe.calibrate.own_step import CPU, step_seconds, take_step, tokens_of
+from moe.checks.together import check_run
+from moe.launch import exit_codes
+from moe.parallelize.build import build
+from moe.parallelize.engines import prepare
+from moe.parallelize.sequence import shard_of
+from moe.plan.job import network_of, plan_of
+from moe.plan.predicted import Place, predict, program_on
+from moe.recipe.load import build_run
+from moe.records.results import write_json
+from moe.train.executor import start_executor
+from parallel import process
+from parallel.fork import run_on_ranks
+from parallel.plan.cluster import Cluster
+from parallel.plan.cost import step_time
+from parallel.process import World
+
+WITHIN = 0.10
+MODEL = {"num_layers": 4, "d_model": 192, "num_heads": 8, "d_ff": 768, "max_length": 160, "vocab_size": 1024, "ffn": "swiglu"}
+EXPERTS: dict[str, Any] = {
+    "model": {"moe_every": 2},
+    "experts": {"num_experts": 8},
+    "router": {"preset": "switch", "capacity_factor": None},
+}
+PROBE = (2, 192, 768, 8, 160, 8)  # as calibrate.STEPS
+SEQUENCES, STEPS, TIMEOUT_S = 16, 3, 300.0
+
+
+def layout(ranks: int, *, schedule: str = "1f1b", microbatches: int = 1, chunks: int | None = None, **values: Any) -> dict[str, Any]:
+    """A case: degrees by name, and sections of the recipe."""
+    degrees = {name: values.pop(name) for name in ("tp", "sp", "pp", "ep", "etp") if name in values}
+    apart = degrees.get("tp", 1) * degrees.get("sp", 1) * degrees.get("pp", 1)
+    pipeline = {"schedule": schedule, "microbatches": microbatches, "chunks": chunks}
+    return {"ranks": ranks, "degrees": {"dp": ranks // apart, **degrees}, "pipeline": pipeline, **values}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"sharding": {"kind": "zero", "stage": stage}}
+
+
+FSDP: dict[str, Any] = {"sharding": {"kind": "fsdp"}}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": layout(2),
+    "ddp, 4 micro-batches": layout(2, microbatches=4),
+    "ddp, full recompute": layout(2, recompute={"kind": "full"}),
+    "ddp, selective recompute": layout(2, recompute={"kind": "selective"}),
+    "ddp, bf16": layout(2, precision={"compute": "bf16"}),
+    "fsdp": layout(2, **FSDP),
+    "zero1": layout(2, **zero(1)),
+    "zero2": layout(2, **zero(2)),
+    "zero3": layout(2, **zero(3)),
+    "tp 2": layout(2, tp=2),
+    "tp 2 sliced": layout(2, tp=2, tensor={"sequence_parallel": True}),
+    "tp 2 dtensor": layout(2, tp=2, tensor={"kind": "dtensor"}),
+    "sp 2 ring": layout(2, sp=2, sequence={"kind": "ring"}),
+    "sp 2 ulysses": layout(2, sp=2, sequence={"kind": "ulysses"}),
+    "sp 2 lightseq": layout(2, sp=2, sequence={"kind": "lightseq"}),
+    "sp 2 colossal_ring": layout(2, sp=2, sequence={"kind": "colossal_ring"}),
+    "pp 2 1f1b": layout(2, pp=2, microbatches=4),
+    "pp 2 gpipe": layout(2, pp=2, schedule="gpipe", microbatches=4),
+    "pp 2 interleaved": layout(2, pp=2, schedule="interleaved", chunks=2, microbatches=4),
+    "pp 2 zb_h1": layout(2, pp=2, schedule="zb_h1", microbatches=4),
+    "pp 2 zb_v": layout(2, pp=2, schedule="zb_v", microbatches=4),
+    "ep 2": layout(2, ep=2, **EXPERTS),
+    "experts, dp 2": layout(2, **EXPERTS),
+    "ddp, dp 4": layout(4),
+    "fsdp, dp 4": layout(4, **FSDP),
+    "zero1, dp 4": layout(4, **zero(1)),
+    "tp 4": layout(4, tp=4),
+    "tp 4 2d": layout(4, tp=4, tensor={"kind": "2d"}),
+    "tp 2 dp 2": layout(4, tp=2),
+    "tp 2 pp 2": layout(4, tp=2, pp=2, microbatches=4),
+    "sp 4 ring": layout(4, sp=4, sequence={"kind": "ring"}),
+    "sp 2 dp 2": layout(4, sp=2, sequence={"kind": "ring"}),
+    "pp 4 1f1b": layout(4, pp=4, microbatches=8),
+    "pp 2 dp 2": layout(4, pp=2, microbatches=4),
+    "ep 4": layout(4, ep=4, **EXPERTS),
+    "ep 2 etp 2": layout(4, ep=2, etp=2, **EXPERTS),
+    "ddp, dp 8": layout(8),
+    "tp 8 3d": layout(8, tp=8, tensor={"kind": "3d"}),
+    "tp 8 2.5d": layout(8, tp=8, tensor={"kind": "2.5d", "depth": 2}),
+    "tp 2 pp 2 dp 2": layout(8, tp=2, pp=2, microbatches=4),
+    "sp 2 tp 2 dp 2": layout(8, sp=2, tp=2, sequence={"kind": "ring"}),
+    "ep 4 dp 8": layout(8, ep=4, **EXPERTS),
+}
+
+
+def main(*, only: str | None = None, json: str | None = None, rounds: int = STEPS) -> int:
+    """`only`: cases whose name holds it; `rounds`: steps timed of each. Returns 1 if the median |error| of memory or of time exceeds a
+    tenth, time with what runs beside taken out."""
+    torch.set_num_threads(1)
+    chosen = [case for case in CASES if only is None or only in case]
+    load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
+    machine = calibrate.host(max(CASES[case]["ranks"] for case in chosen))
+    then = _probe(2)
+    print(
+        f"{'case':<26}{'ranks':>6}{'measured s':>12}{'predicted':>11}{'error':>8}{'beside':>8}{'then':>8}{'MiB':>9}{'error':>8}", flush=True
+    )
+    rows = [row for case in chosen if (row := _row(case, machine, then, rounds)) is not None]
+    found = {name: median([abs(row[name]) for row in rows]) for name in ("time_error", "time_error_beside", "memory_error")}
+    words = ", ".join(f"{name} {value:.1%}" for name, value in found.items())
+    print(f"{len(rows)} layouts, median of absolute errors: {words}; load {getloadavg()[0]:.1f} on {machine.cores} cores")
+    passed = found["time_error_beside"] <= WITHIN and found["memory_error"] <= WITHIN
+    if json:
+        write_json(json, verb="bench planner-steps", rows=rows, medians=found, load=getloadavg()[0], program=machine.program)
+    return exit_codes.of(passed)
+
+
+def _row(case: str, machine: Cluster, then: float, steps: int) -> dict[str, Any] | None:
+    """Run one case, print it, and return its row; None where it did not run, which is printed."""
+    ranks, values = CASES[case]["ranks"], recipe(case)
+    alone = then * max(1.0, ranks / max(2, machine.cores))  # as long as the probe would take if nothing else ran
+    beside = _probe(ranks) / alone
+    try:
+        measured = run_on_ranks(measure, ranks, ranks, values, steps, timeout_s=TIMEOUT_S)
+    except RuntimeError as error:
+        print(f"{case:<26}{ranks:>6}  did not run: {str(error).splitlines()[-1][:90]}", flush=True)
+        return None
+    beside = (beside + _probe(ranks) / alone) / 2
+    run = check_run(build_run(values), ranks)
+    cluster = machine.holding(ranks)
+    found, time = predict(run, Place.of(cluster, ranks)), step_time(network_of(run), plan_of(run), cluster, program_on(cluster))
+    pairs = [(one["bytes"], found.ranks[one["stage"]].allocated) for one in measured]
+    held, said = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
+    seconds = max(one["seconds"] for one in measured)
+    row = {
+        "case": case,
+        "ranks": ranks,
+        "measured_seconds": seconds,
+        "predicted_seconds": time.step,
+        "time_error": time.step / seconds - 1,
+        "beside": beside,
+        "time_error_beside": time.step * beside / seconds - 1,
+        "parts": time.parts,
+        "measured_bytes": held,
+        "predicted_bytes": said,
+        "memory_error": said / held - 1,
+        "load": getloadavg()[0],
+    }
+    row["passed"] = abs(row["time_error_beside"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
+    times = f"{seconds:>12.3f}{time.step:>11.3f}{row['time_error']:>8.0%}{beside:>8.2f}{row['time_error_beside']:>8.0%}"
+    print(f"{case:<26}{ranks:>6}{times}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}", flush=True)
+    return row
+
+
+def recipe(case: str) -> dict[str, Any]:
+    """The case's values."""
+    values = {name: value for name, value in CASES[case].items() if name != "ranks"}
+    train = {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES}
+    precision = values.pop("precision", {"compute": "fp32"})
+    model = MODEL | values.pop("model", {})
+    return values | {"model": model, "train": train, "precision": precision, "optimizer": {"warmup_steps": 0}}
+
+
+def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """This rank's peak of tensors in the second step, its median step afterwards, and its place in the pipeline."""
+    run = check_run(build_run(values), ranks)
+    mesh = process.connect(run.mesh_degrees(), World(rank, ranks, rank, ranks))
+    prepare(run, lambda _: None)
+    shard = shard_of(run, mesh, run.train.global_batch)
+    batches = [tokens_of(shard, run.vocab_size, step) for step in range(2 + steps)]
+    with Alive(batches) as alive:
+        model, layouts = build(run, mesh, device=CPU)
+        executor = start_executor(run, model, layouts, mesh)
+        for step in range(2):
+            alive.most = alive.now
+            take_step(run, mesh, executor, shard, batches[step], step)
+        held = alive.most
+    seconds = []
+    for step in range(2, 2 + steps):
+        dist.barrier()
+        began = time.perf_counter()
+        take_step(run, mesh, executor, shard, batches[step], step)
+        seconds.append(time.perf_counter() - began)
+    return {"bytes": held, "seconds": median(seconds), "stage": mesh.axis("pp").index}
+
+
+def _probe(ranks: int) -> float:
+    """Seconds of a plain step on so many ranks, each by itself."""
+    return float(max(run_on_ranks(_alone, ranks, ranks, timeout_s=TIMEOUT_S)))
+
+
+def _alone(rank: int, ranks: int) -> float:
+    return step_seconds(rank, ranks, calibrate.recipe(*PROBE), alone=True)

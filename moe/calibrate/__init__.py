@@ -1,0 +1,1 @@
+"""Measures this machine for the planner: `moe plan --calibrate`."""

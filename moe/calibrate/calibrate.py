@@ -1,0 +1,224 @@
+"""`moe plan --calibrate`: measures this machine and writes a cluster file, by which `moe plan --cluster FILE` and `moe train` predict.
+
+    kernels.py      products by size, attention, memory bandwidth, shortest kernel     every rank that a core can have, at once
+    links.py        collectives by number of ranks and bytes                           2, 4, 8, ... ranks up to --nproc
+    own_step.py     whole steps of small models, each rank by itself                   what the program adds to its products
+
+The steps decide three constants by least squares without negative values, relative to each step: predicted = products + attention +
+launch_us * kernels + pointwise * bytes of what streams + step_ms. On GPUs the program's constants stay those of parallel/plan/program.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from moe.calibrate import kernels, links, own_step
+from moe.launch import exit_codes
+from moe.launch.environment import usable_cores
+from moe.plan.job import network_of, plan_of
+from moe.recipe.load import build_run
+from parallel.fork import run_on_ranks
+from parallel.plan.cluster import Between, Cluster, Inside, told_of
+from parallel.plan.cost import step_time
+from parallel.plan.device import Device
+from parallel.plan.program import OWN_ON_CPU
+from parallel.plan.this_machine import measured_file, memory_limit_bytes, processor
+from parallel.precision import multiplies
+
+TIMEOUT_S = 600.0
+MOST_AT_ONCE = 16  # ranks that measure kernels
+THREADED = (1024, 768, 768)  # the product by which threads are judged
+# (layers, width, hidden, heads, positions, sequences): from mostly launches to mostly products
+STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
+
+
+def main(*, out: Path | None = None, nproc: int | None = None) -> int:
+    """Measure, print and write. `out`: the user's machine.yaml if not given; `nproc`: most ranks of collectives, the cores by default."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)  # ranks are forks of this process
+    gpus = torch.cuda.device_count()
+    made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
+    path = out or measured_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(made), encoding="utf-8")
+    for line in _lines(made):
+        print(line)
+    print(f"wrote {path} in {time.perf_counter() - began:.0f} s" + ("" if out else ", which moe train reads by itself"))
+    return exit_codes.DONE
+
+
+def text(cluster: Cluster) -> str:
+    """The file."""
+    return "# This machine, as moe plan --calibrate measured it.\n" + yaml.safe_dump(told_of(cluster), sort_keys=False)
+
+
+def host(ranks: int) -> Cluster:
+    """A host without accelerators: its devices are processes, which share cores and memory."""
+    cores = usable_cores()
+    at_once = min(cores, MOST_AT_ONCE)
+    found = _typical(run_on_ranks(_of_core, at_once, timeout_s=TIMEOUT_S))
+    core = device(processor(), memory_limit_bytes() / 2**30, 1, found)
+    times = _times(ranks, "cpu")
+    cluster = Cluster(
+        name="machine",
+        device=core,
+        devices_per_node=max(2, ranks),
+        nodes=1,
+        inside=inside(times),
+        between=Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0),
+        cores=cores,
+        threads=_threads(cores),
+        sources=("moe plan --calibrate",),
+    )
+    return replace(cluster, program=program(cluster, at_once))
+
+
+def _gpus(count: int, ranks: int) -> Cluster:
+    """The first GPU stands for all; links between them by NCCL."""
+    times = _times(min(ranks, count), "cuda")  # before this process has a context, which a fork cannot use
+    (found,) = run_on_ranks(_of_gpu, 1, timeout_s=TIMEOUT_S)
+    gpu = device(found["name"], found["memory_gib"], found["units"], found)
+    linked = inside(times) if times else Inside({1: 1.0}, 10.0, 0.0, 1.0)
+    between = Between(node_gb_s=25.0, device_gb_s=25.0, share=0.85, latency_us=14.0, tree_us=14.0)
+    sources = ("moe plan --calibrate", "between: assumed, one adapter of 200 Gb/s: mend it for several nodes")
+    return Cluster("machine", gpu, count, 1, linked, between, sources=sources)
+
+
+# --- measuring, on ranks ---------------------------------------------------------------------------------------------
+
+
+def _of_core(_: int) -> dict[str, Any]:
+    return kernels.measure(
+        own_step.CPU, {kind: dtype for kind, dtype in _DTYPES.items() if kind == "fp32" or multiplies(dtype, own_step.CPU)}
+    )
+
+
+def _of_gpu(_: int) -> dict[str, Any]:
+    made, device = torch.cuda.get_device_properties(0), torch.device("cuda", 0)
+    found = kernels.measure(device, {kind: dtype for kind, dtype in _DTYPES.items() if multiplies(dtype, device)})
+    return found | {"name": made.name, "memory_gib": made.total_memory / 2**30, "units": made.multi_processor_count}
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def _times(ranks: int, place: str) -> dict[int, dict[str, dict[int, float]]]:
+    """Of collectives by number of ranks: 2, 4, 8, ..., and `ranks`."""
+    counts = sorted({n for n in (2, 4, 8, 16, 32, 64) if n <= ranks} | ({ranks} if ranks > 1 else set()))
+    return {n: run_on_ranks(links.measure, n, n, place, timeout_s=TIMEOUT_S)[0] for n in counts}
+
+
+def _threads(cores: int) -> dict[int, float]:
+    """How much faster a process is with so many threads."""
+    found = {}
+    for count in sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= cores} | {cores}):
+        (seconds,) = run_on_ranks(_with_threads, 1, count, timeout_s=TIMEOUT_S)
+        found[count] = seconds
+    return {count: round(found[1] / seconds, 3) for count, seconds in found.items()}
+
+
+def _with_threads(_: int, count: int) -> float:
+    torch.set_num_threads(count)
+    m, n, k = THREADED
+    a, b = torch.randn(m, k), torch.randn(k, n)
+    return kernels.timed(lambda: torch.mm(a, b), own_step.CPU)
+
+
+def _own_steps(rank: int, ranks: int) -> list[float]:
+    return [own_step.step_seconds(rank, ranks, recipe(*size), alone=True) for size in STEPS]
+
+
+def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequences: int) -> dict[str, Any]:
+    """A dense model in fp32 on one rank."""
+    model = {"num_layers": layers, "d_model": width, "d_ff": hidden, "num_heads": heads, "max_length": length, "vocab_size": 512}
+    train = {"global_batch": sequences, "eval_sequences": sequences}
+    return {"model": model, "train": train, "precision": {"compute": "fp32"}, "optimizer": {"warmup_steps": 0}}
+
+
+def _typical(found: list[Any]) -> Any:
+    """The median over ranks of each number in equal nests of mappings and lists."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {key: _typical([one[key] for one in found]) for key in first}
+    return [_typical(list(of)) for of in zip(*found, strict=True)] if isinstance(first, list) else median(found)
+
+
+# --- what the numbers become -----------------------------------------------------------------------------------------
+
+
+def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
+    peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
+    kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
+    forward, backward = (min(1.0, round(rate / peaks[kind], 4)) for rate in found["attention"][kind])
+    return Device(
+        name=name,
+        memory_gib=round(memory_gib, 3),
+        memory_gb_s=round(found["memory_gb_s"], 3),
+        units=units,
+        peak_tflops=peaks,
+        sustained=1.0,
+        attention=(forward, backward),
+        memory_share=1.0,
+        launch_us=round(found["launch_us"], 3),
+        rates={kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()},
+    )
+
+
+def inside(times: dict[int, dict[str, dict[int, float]]]) -> Inside:
+    largest = max(links.SIZES)
+    bus = {n: round((n - 1) / n * largest / found["all_gather"][largest] / 1e3, 4) for n, found in times.items()}
+    smallest = min(links.SIZES)
+    two = times[min(times)]
+    tables = {kind: {n: found[kind] for n, found in times.items()} for kind in links.KINDS if kind != "send"}
+    return Inside(
+        bus_gb_s=bus,
+        latency_us=two["all_reduce"][smallest],
+        hop_us=0.0,
+        pair_gb_s=round(largest / two["send"][largest] / 1e3, 4),
+        times=tables | {"send": {2: two["send"]}},
+    )
+
+
+def program(cluster: Cluster, at_once: int) -> dict[str, float]:
+    """The three constants, from steps that `at_once` ranks make beside each other."""
+    from scipy.optimize import nnls
+
+    found = run_on_ranks(_own_steps, at_once, at_once, timeout_s=TIMEOUT_S)
+    measured = [median(of) for of in zip(*found, strict=True)]
+    alone = replace(cluster, cores=1, devices_per_node=1)
+    names = ("launch_us", "pointwise", "step_ms")
+    rows, wanted = [], []
+    for size, seconds in zip(STEPS, measured, strict=True):
+        run = build_run(recipe(*size)).resolve(1)
+
+        def predicted(run: Any = run, **constants: float) -> float:
+            changed = replace(OWN_ON_CPU, **(dict.fromkeys(names, 0.0) | constants))  # type: ignore[arg-type]
+            return step_time(network_of(run), plan_of(run), alone, changed).step
+
+        base = predicted()
+        rows.append([(predicted(**{name: 10.0}) - base) / 10.0 / seconds for name in names])
+        wanted.append((seconds - base) / seconds)
+    values, _ = nnls(rows, wanted)
+    return {name: round(float(value), 4) for name, value in zip(names, values, strict=True)}
+
+
+def _lines(made: Cluster) -> Iterator[str]:
+    one = made.device
+    yield f"{made.devices_per_node} x {one.name}, {one.memory_gib:.1f} GiB" + (f", {made.cores} cores" if made.cores else "")
+    for kind, rates in one.rates.items():
+        listed = ", ".join(f"{1e3 * rate:.3g} at {flops / 1e6:.3g}" for flops, rate in sorted(rates.items()))
+        yield f"products, {kind}: GFLOP/s by millions of operations: {listed}"
+    yield f"memory {one.memory_gb_s:.3g} GB/s; attention {one.attention[0]:.0%} and {one.attention[1]:.0%} of the best product"
+    for kind, table in made.inside.times.items():
+        for n, row in table.items():
+            yield f"{kind}, {n} ranks: " + ", ".join(f"{us:.0f} us at {size // 1024} KiB" for size, us in row.items())
+    if made.program:
+        yield "the program: " + ", ".join(f"{name} {value:.3g}" for name, value in made.program.items())

@@ -1,0 +1,92 @@
+"""What one device computes: products by size, attention, what streams through memory, the shortest kernel. Medians of a few calls.
+
+On a host without accelerators as many ranks as it has cores measure at the same time, each with one thread: a core beside busy cores is
+slower than one alone. The median of the ranks counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# (m, n, k): rows as of micro-batches, widths as of small and larger models
+PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
+LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # of accelerators
+ATTENTION = (4, 4, 256, 64)  # sequences, heads, places, channels
+STREAM_BYTES = 64 * 2**20
+SECONDS = 0.15  # for each measurement
+
+
+def timed(call: Callable[[], Any], device: torch.device, *, seconds: float = SECONDS) -> float:
+    """Median seconds of a call, after two that do not count."""
+    found: list[float] = []
+    until = None
+    while until is None or len(found) < 3 or (time.perf_counter() < until and len(found) < 1000):
+        if len(found) == 2 and until is None:
+            until, found = time.perf_counter() + seconds, []
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
+    """TFLOP/s of a product by its floating-point operations."""
+    rates = {}
+    for m, n, k in PRODUCTS + (LARGE_PRODUCTS if device.type == "cuda" else ()):
+        a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        flops = 2.0 * m * n * k
+        rates[flops] = flops / timed(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device) / 1e12  # type: ignore[misc]
+    return rates
+
+
+def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """TFLOP/s of causal attention, forward and backward: half of all pairs, and 2.5 times that backward, as parallel/plan counts."""
+    q, k, v = (torch.randn(ATTENTION, device=device).to(dtype).requires_grad_() for _ in range(3))
+    sequences, heads, length, channels = ATTENTION
+    flops = 4 * channels * sequences * heads * length**2 / 2
+
+    def forward() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def both() -> None:
+        forward().sum().backward()
+
+    one, two = timed(forward, device), timed(both, device)
+    return flops / one / 1e12, 2.5 * flops / max(two - one, 0.2 * two) / 1e12
+
+
+def bandwidth(device: torch.device) -> float:
+    """GB/s of a sum of two tensors that no cache holds: two are read and one is written."""
+    a, b = (torch.randn(STREAM_BYTES // 4, device=device) for _ in range(2))
+    return 3 * STREAM_BYTES / timed(lambda: a.add_(b), device) / 1e9
+
+
+def launch_us(device: torch.device) -> float:
+    """Microseconds from one tiny kernel to the next, hundred of them in a row."""
+    a = torch.zeros(16, device=device)
+
+    def hundred() -> None:
+        for _ in range(100):
+            a.add_(1.0)
+
+    return timed(hundred, device) / 100 * 1e6
+
+
+def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    """All of them: `rates` and `attention` by kind, `memory_gb_s`, `launch_us`."""
+    return {
+        "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
+        "attention": {kind: list(attention(device, dtype)) for kind, dtype in dtypes.items()},
+        "memory_gb_s": bandwidth(device),
+        "launch_us": launch_us(device),
+    }

@@ -1,0 +1,63 @@
+"""How long collectives take between ranks of this machine: microseconds by kind, number of ranks and bytes.
+
+    bytes     of the whole tensor on every rank, as parallel/plan/collective_times.py counts: all-reduce and all-to-all of what a rank
+              has, all-gather of what it gets; a message of what is sent
+    backend   gloo between processes of a CPU, NCCL between GPUs
+
+The slowest rank's median counts. A collective on processes takes their cores, so eight on two cores take turns: that is in the numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES = (4096, 65536, 524288, 4 * 2**20)
+KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
+CALLS = 15
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name is being withdrawn
+
+
+def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
+    """Microseconds by kind and bytes, on ranks that are running. `place`: cpu or cuda."""
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    group = dist.new_group(backend="nccl") if place == "cuda" else dist.group.WORLD
+    found: dict[str, dict[int, float]] = {}
+    for kind in KINDS:
+        found[kind] = {}
+        for size in SIZES:
+            seconds = torch.tensor(_median(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+            found[kind][size] = round(1e6 * seconds.item(), 1)
+        for smaller, larger in reversed(list(pairwise(SIZES))):  # less never takes longer: where it seems to, something else ran
+            found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
+    return found
+
+
+def _median(kind: str, size: int, rank: int, ranks: int, device: torch.device, group: Any) -> float:
+    whole = torch.zeros(max(ranks, size // 4 // ranks * ranks), device=device)
+    part = whole[: whole.numel() // ranks].clone()
+    other = torch.empty_like(whole)
+    seconds: list[float] = []
+    for _ in range(CALLS + 2):
+        dist.barrier(group=group)
+        began = time.perf_counter()
+        if kind == "all_reduce":
+            dist.all_reduce(whole, group=group)
+        elif kind == "all_gather":
+            _all_gather(other, part, group=group)
+        elif kind == "all_to_all":
+            dist.all_to_all_single(other, whole, group=group)
+        elif rank < 2:
+            (dist.send if rank == 0 else dist.recv)(whole, 1 - rank, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return median(seconds[2:])

@@ -1,0 +1,69 @@
+"""Seconds of this project's own training step, on ranks that are running: model, engine, batch and update as the trainer has them.
+
+    step_seconds(rank, ranks, values)     a recipe's values -> the median step of the slowest rank
+
+No data is read and nothing is recorded: tokens are random, the same on all ranks of a replica.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.data.token_shard import TokenShard
+from moe.parallelize.build import build
+from moe.parallelize.engines import prepare
+from moe.parallelize.sequence import shard_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.train.executor import Executor, start_executor
+from moe.train.step import accumulate, finish
+from parallel import process
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+
+CPU = torch.device("cpu")
+
+
+def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 3, alone: bool = False) -> float:
+    """Median of `steps` after one that does not count; the slowest rank's. `alone`: each rank trains by itself, beside the others."""
+    world = World() if alone else World(rank, ranks, rank, ranks)
+    run = check_run(build_run(values), world.size)
+    mesh = process.connect(run.mesh_degrees(), world)
+    prepare(run, lambda _: None)
+    model, layouts = build(run, mesh, device=CPU)
+    executor = start_executor(run, model, layouts, mesh)
+    shard = shard_of(run, mesh, run.train.global_batch)
+    seconds = []
+    for step in range(steps + 1):
+        batch = tokens_of(shard, run.vocab_size, step)
+        if ranks > 1:
+            dist.barrier()
+        began = time.perf_counter()
+        take_step(run, mesh, executor, shard, batch, step)
+        seconds.append(time.perf_counter() - began)
+    found = torch.tensor(median(seconds[1:]), dtype=torch.float64)
+    if ranks > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def take_step(run: Run, mesh: Mesh, executor: Executor, shard: TokenShard, batch: Tensor, step: int) -> None:
+    """Gradients and update. Collective."""
+    numbers = accumulate(executor, batch, shard=shard, microbatches=run.pipeline.microbatches, seed=0, step=step)
+    world, scale = mesh.axis("world"), LossScale.of("none")
+    finish(executor.engine, numbers, world=world, scale=scale, lr=1e-3, clip_norm=1.0, device=CPU)
+
+
+def tokens_of(shard: TokenShard, vocab: int, step: int) -> Tensor:
+    """The rank's part of a batch of random tokens."""
+    generator = torch.Generator().manual_seed(step)
+    part: Tensor = shard.of_batch(torch.randint(vocab, (shard.num_sequences, shard.length + 1), generator=generator))
+    return part

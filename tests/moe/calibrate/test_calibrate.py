@@ -1,0 +1,141 @@
+"""`moe plan --calibrate`: the file that it writes is a cluster, constants come out as they were put in, and ranks share a host's cores.
+
+It alone would notice a calibrated number that is written and not read, or read in another unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moe.calibrate import calibrate, kernels, links
+from moe.cli.main import main
+from moe.plan.job import network_of, plan_of
+from moe.plan.predicted import program_on
+from moe.recipe.load import build_run
+from parallel.plan.cluster import Cluster, cluster_of, load_cluster
+from parallel.plan.collective_times import Group, all_reduce, all_to_all, gather, send
+from parallel.plan.cost import step_time
+from parallel.plan.job import Network, Plan
+
+NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)
+
+
+def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
+    """A made-up host: 50 GFLOP/s a core, and the same time for all collectives."""
+    found = {
+        "rates": {"fp32": {1e6: 0.04, 1e9: 0.06}},
+        "attention": {"fp32": [0.03, 0.02]},
+        "memory_gb_s": 10.0,
+        "launch_us": 1.5,
+    }
+    table = {kind: dict.fromkeys(links.SIZES, 1000.0) for kind in links.KINDS}
+    inside = calibrate.inside(dict.fromkeys((2, 4, 8), table))
+    device = calibrate.device("a processor", 8.0, 1, found)
+    known = load_cluster("v100-8")
+    return replace(
+        known, name="machine", device=device, inside=inside, devices_per_node=8, nodes=1, cores=cores, threads=threads or {1: 1.0}
+    )
+
+
+def test_the_file_is_read_as_it_was_written() -> None:
+    made = replace(host(3, threads={1: 1.0, 3: 2.5}), program={"launch_us": 41.5, "pointwise": 3.25})
+    assert cluster_of(yaml.safe_load(calibrate.text(made)), name="machine") == made
+    assert (program_on(made).launch_us, program_on(made).pointwise, program_on(made).gathers) == (41.5, 3.25, "waited")
+
+
+def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are as long as the model says for three constants give back these three."""
+    given = {"launch_us": 37.0, "pointwise": 4.5, "step_ms": 2.25}
+    there = host(2)
+    there = replace(there, device=replace(there.device, launch_us=0.0))  # else kernels have a floor, and the model is not linear
+    alone = replace(there, cores=1, devices_per_node=1)
+
+    def steps(*_: Any, **__: Any) -> list[list[float]]:
+        runs = [build_run(calibrate.recipe(*size)).resolve(1) for size in calibrate.STEPS]
+        program = program_on(replace(alone, program=given))
+        return [[step_time(network_of(run), plan_of(run), alone, program).step for run in runs]] * 2
+
+    monkeypatch.setattr(calibrate, "run_on_ranks", steps)
+    assert calibrate.program(there, 2) == pytest.approx(given, rel=1e-3)
+
+
+def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
+    device = host(2).device
+    assert device.product(100, 100, 50, kind="fp32") == pytest.approx(1e6 / 0.04e12)
+    assert device.product(1000, 1000, 500, kind="fp32", count=3) == pytest.approx(3e9 / 0.06e12)
+    assert 0.04e12 < 3e7 / device.product(300, 1000, 50, kind="fp32") < 0.06e12
+
+
+@pytest.mark.parametrize(("ranks", "cores", "longer"), [(2, 2, 1.0), (6, 2, 3.0), (8, 5, 1.6)])
+def test_ranks_beyond_the_cores_take_turns(ranks: int, cores: int, longer: float) -> None:
+    """As much work for each rank: with r ranks on c cores a step takes r / c times as long, but for what is sent."""
+    plan = Plan(dp=ranks, microbatch=4, compute_bytes=4)
+    one = step_time(NETWORK, replace(plan, dp=1), replace(host(cores), cores=1, devices_per_node=1), program_on(host(cores)))
+    many = step_time(NETWORK, plan, host(cores), program_on(host(cores)))
+    assert many.step - many.gradients == pytest.approx(longer * one.step, rel=1e-9)
+
+
+def test_a_rank_with_several_cores_is_faster_by_the_measured_factor() -> None:
+    plan, slow, fast = Plan(microbatch=4, compute_bytes=4), host(4), host(4, threads={1: 1.0, 2: 1.7, 4: 2.9})
+    times = [step_time(NETWORK, plan, cluster, program_on(cluster)).step for cluster in (slow, fast)]
+    assert times[0] / times[1] == pytest.approx(2.9, rel=1e-9)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4])
+def test_a_pipeline_on_few_cores_waits_for_work_or_for_a_core(cores: int) -> None:
+    """Never below its makespan with a core for each stage, nor below all stages' work over the cores."""
+    plan = Plan(pp=4, microbatch=2, microbatches=6, compute_bytes=4)
+    cluster = host(cores)
+    wide = step_time(NETWORK, plan, replace(cluster, cores=4), program_on(cluster))
+    found = step_time(NETWORK, plan, cluster, program_on(cluster))
+    assert found.step - found.optimizer >= (wide.step - wide.optimizer) * (1 - 1e-9)
+    if cores == 1:
+        work = 4 * (wide.forward + wide.backward + wide.launch)  # of the slowest stage, which has the head
+        assert 0.5 * work < found.step < 1.5 * work
+
+
+def test_groups_of_one_host_take_turns_at_its_links() -> None:
+    cluster = host(2)
+    for collective in (all_reduce, gather, all_to_all):
+        alone = collective(cluster, Group(2, 1, sharing=1), 65536)
+        assert alone == pytest.approx(1e-3) and collective(cluster, Group(2, 1, sharing=4), 65536) == pytest.approx(4e-3)
+    assert send(cluster, 65536, stride=1) == pytest.approx(1e-3)
+
+
+def test_this_machine_is_measured_and_predicted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "SECONDS", 0.01)
+    monkeypatch.setattr(kernels, "PRODUCTS", ((64, 32, 32), (256, 128, 64)))
+    monkeypatch.setattr(kernels, "STREAM_BYTES", 2**20)
+    monkeypatch.setattr(links, "SIZES", (4096, 65536))
+    monkeypatch.setattr(calibrate, "STEPS", ((1, 32, 64, 2, 32, 2), (2, 64, 128, 2, 48, 4), (1, 96, 256, 2, 64, 4)))
+    path = tmp_path / "machine.yaml"
+    assert main(["plan", "--calibrate", "--nproc", "2", "--out", str(path)]) == 0
+    made = load_cluster(str(path))
+    assert made.cores > 0 and made.device.rates["fp32"] and set(made.program) == {"launch_us", "pointwise", "step_ms"}
+    assert all(us > 0 for kind in made.inside.times.values() for row in kind.values() for us in row.values())
+    assert main(["train", "dense_tiny", "--dry-run", "--cluster", str(path)]) == 0
+    assert "time of a step  not predicted" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["dense_tiny", "--calibrate"], "RECIPE: got it with --calibrate"),
+        (["--calibrate", "--cluster", "a100-80-8"], "--cluster: got it with --calibrate"),
+        (["--calibrate", "--out", "machine.json"], "--out: got machine.json, needed a cluster file, *.yaml; fix: --out machine.yaml"),
+        (["--calibrate", "--nproc", "0"], "--nproc: got 0"),
+        (["dense_tiny", "--cluster", "a100-80-8", "--nproc", "2"], "--nproc: got it without --calibrate"),
+        (["--cluster", "a100-80-8"], "moe plan: got no RECIPE"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert line in said and "fix:" in said and "\n" not in said
