@@ -29,15 +29,13 @@ from moe.launch import exit_codes
 from moe.parallelize.build import build
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
-from moe.plan.job import network_of, plan_of
-from moe.plan.predicted import Place, predict, program_on
+from moe.plan.predicted import Place, predict
 from moe.recipe.load import build_run
 from moe.records.results import write_json
 from moe.train.executor import start_executor
 from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Cluster
-from parallel.plan.cost import step_time
 from parallel.process import World
 
 WITHIN = 0.10
@@ -144,7 +142,9 @@ def _row(case: str, machine: Cluster, then: float, steps: int) -> dict[str, Any]
     beside = (beside + _probe(ranks) / alone) / 2
     run = check_run(build_run(values), ranks)
     cluster = machine.holding(ranks)
-    found, time = predict(run, Place.of(cluster, ranks)), step_time(network_of(run), plan_of(run), cluster, program_on(cluster))
+    found = predict(run, Place.of(cluster, ranks))
+    said_time = found.time
+    assert said_time is not None
     pairs = [(one["bytes"], found.ranks[one["stage"]].allocated) for one in measured]
     held, said = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
     seconds = max(one["seconds"] for one in measured)
@@ -152,18 +152,18 @@ def _row(case: str, machine: Cluster, then: float, steps: int) -> dict[str, Any]
         "case": case,
         "ranks": ranks,
         "measured_seconds": seconds,
-        "predicted_seconds": time.step,
-        "time_error": time.step / seconds - 1,
+        "predicted_seconds": said_time.step,
+        "time_error": said_time.step / seconds - 1,
         "beside": beside,
-        "time_error_beside": time.step * beside / seconds - 1,
-        "parts": time.parts,
+        "time_error_beside": said_time.step * beside / seconds - 1,
+        "parts": said_time.parts,
         "measured_bytes": held,
         "predicted_bytes": said,
         "memory_error": said / held - 1,
         "load": getloadavg()[0],
     }
     row["passed"] = abs(row["time_error_beside"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
-    times = f"{seconds:>12.3f}{time.step:>11.3f}{row['time_error']:>8.0%}{beside:>8.2f}{row['time_error_beside']:>8.0%}"
+    times = f"{seconds:>12.3f}{said_time.step:>11.3f}{row['time_error']:>8.0%}{beside:>8.2f}{row['time_error_beside']:>8.0%}"
     print(f"{case:<26}{ranks:>6}{times}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}", flush=True)
     return row
 

@@ -153,7 +153,7 @@ def _asked(run: Run, cluster: Cluster) -> str:
         return ""
     network, plan = network_of(resolved), plan_of(resolved)
     held = peak(network, plan).used
-    fits = "fits" if held <= cluster.device.memory_gib * _GIB else "does not fit"
+    fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
     return f"as the recipe has it: {step_time(network, plan, cluster).step:.4g} s, {held / _GIB:.1f} GiB ({fits}): {described(plan)}"
 
 

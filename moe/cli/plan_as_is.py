@@ -28,7 +28,7 @@ def as_is(run: Run, cluster: Cluster) -> Planned:
     held = peak(network, plan).used
     not_recommended = advice(network, plan, devices_per_node=cluster.devices_per_node)
     ranked = Ranked(plan, step_time(network, plan, cluster).step, held, not_recommended)
-    fits = held <= cluster.device.memory_gib * _GIB
+    fits = held <= cluster.memory_bytes()
     return Planned(network, cluster, Found(1, int(fits), (ranked,), ()), (made,))
 
 

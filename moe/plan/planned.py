@@ -80,7 +80,7 @@ def planned(
             network,
             plans,
             held_bytes=lambda plan: peak(network, plan).used,
-            limit_bytes=cluster.device.memory_gib * _GIB,
+            limit_bytes=cluster.memory_bytes(),
             seconds=lambda plan: step_time(network, plan, cluster).step,
             devices_per_node=cluster.devices_per_node,
             top=top,
@@ -140,7 +140,7 @@ def _nothing_fits(found: Found | None, cluster: Cluster) -> BadInput:
         got = f"no plan that runs on {cluster.world} devices: {reason}"
         return BadInput("plan", got=got, needed="one", fix="change that size, or --cluster")
     plan, over = found.nearest
-    limit = cluster.device.memory_gib * _GIB
+    limit = cluster.memory_bytes()
     times = math.ceil((over + limit) / limit)
     return BadInput(
         "plan",
@@ -170,7 +170,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
             network,
             (kept(plan) for plan in plans if FAMILIES[family](plan)),
             held_bytes=lambda plan: peak(network, plan).used,
-            limit_bytes=cluster.device.memory_gib * _GIB,
+            limit_bytes=cluster.memory_bytes(),
             seconds=lambda plan: step_time(network, plan, cluster).step,
             top=1,
         )

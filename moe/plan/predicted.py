@@ -10,7 +10,7 @@ and is only warned of (the words are in moe/records/prediction.py). Needs no tor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from moe.plan.job import network_of, plan_of
@@ -19,7 +19,6 @@ from parallel.plan.cluster import Cluster
 from parallel.plan.cost import Time, step_time
 from parallel.plan.job import Network, Plan
 from parallel.plan.memory import CONTEXT_BYTES, RESERVED, Memory, memory
-from parallel.plan.program import OWN, OWN_ON_CPU, Program
 from parallel.plan.stack import OURS, OURS_ON_CPU
 
 
@@ -77,13 +76,8 @@ def predict(run: Run, place: Place) -> Prediction:
     network, plan = network_of(run), plan_of(run)
     on_cpu = place.kind == "cpu"
     ranks = memory(network, plan, OURS_ON_CPU if on_cpu else OURS)
-    time = step_time(network, plan, place.cluster, program_on(place.cluster)) if place.cluster else None
+    time = step_time(network, plan, place.cluster) if place.cluster else None
     return Prediction(place, network, plan, ranks, time)
-
-
-def program_on(cluster: Cluster) -> Program:
-    """This project's trainer on such devices, with what was measured of it there."""
-    return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
 def _held(place: Place) -> Callable[[Memory], float]:

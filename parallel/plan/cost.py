@@ -24,7 +24,7 @@ from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.job import Network, Plan
 from parallel.plan.layer_time import Pass, head_time, layer_time, of_layer, tokens_of
-from parallel.plan.program import OWN, Program
+from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
 ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
@@ -101,8 +101,12 @@ class Stage:
         return sum(one.compute for one in parts) + self.launch_forward + self.launch_backward
 
 
-def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program = OWN, *, imbalance: float = 1.0) -> Time:
-    """Time of one step. `imbalance`: rows of the busiest rank's experts over the mean. The cluster's number of nodes is not checked."""
+def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0) -> Time:
+    """Time of one step of `program`, this project's own if not given. `imbalance`: rows of the busiest rank's experts over the mean.
+
+    The cluster's number of nodes is not checked.
+    """
+    program = program or own_program(cluster)
     counts = stage_layers(network, plan)
     held = [_held(network, plan, n, i) for i, n in enumerate(counts)]
     stages = [
@@ -141,8 +145,9 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program =
     )
 
 
-def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program = OWN) -> list[Stage]:
+def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program | None = None) -> list[Stage]:
     """One micro-batch on each of the stages that have so many layers; the last has the head."""
+    program = program or own_program(cluster)
     return [
         _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *_held(network, plan, n, i)))
         for i, (key, n) in enumerate(zip(_kinds(network, plan, counts), counts, strict=True))
@@ -157,6 +162,11 @@ def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: f
     if crowd < 1:
         return (crowd - 1) * work
     return max(0.0, crowd * work + sent - pipeline)
+
+
+def own_program(cluster: Cluster) -> Program:
+    """This project's trainer on such devices, with what was measured of it there."""
+    return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
 def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class Said:
 
 def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None) -> Iterator[Said]:
     """`one_device`: the smallest plan on one device, whether it fits or not; `offloaded`: the same with states on the host."""
-    limit = cluster.device.memory_gib * _GIB
+    limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
     yield _single(one_device, offloaded, limit)
     node = cluster.devices_per_node

@@ -12,15 +12,17 @@ from __future__ import annotations
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
 from parallel.plan.cluster import Cluster
-from parallel.plan.cost import stage_times, transfer_time
+from parallel.plan.cost import own_program, stage_times, transfer_time
 from parallel.plan.counts import stages_of
 from parallel.plan.job import Network, Plan
-from parallel.plan.program import OWN, Program
+from parallel.plan.program import Program
 
 MOST_ACTIONS = 4000  # of a picture: more bars than that cannot be told apart
 
 
-def timeline(network: Network, plan: Plan, cluster: Cluster, program: Program = OWN, *, microbatches: int | None = None) -> Timeline:
+def timeline(
+    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, microbatches: int | None = None
+) -> Timeline:
     """Seconds of each action of a step, or of so many of its micro-batches. Raises BadInput for sizes that the schedule cannot have."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
@@ -28,7 +30,7 @@ def timeline(network: Network, plan: Plan, cluster: Cluster, program: Program = 
     stages = stage_times(network, plan, cluster, layers, program)
     share = sum(stage.weights for stage in stages) / sum(stage.back for stage in stages)
     times = costs([stage.ahead for stage in stages], [stage.back for stage in stages], weight_share=min(0.99, share))
-    return simulate(made, times, transfer_time=transfer_time(network, plan, cluster, program))
+    return simulate(made, times, transfer_time=transfer_time(network, plan, cluster, program or own_program(cluster)))
 
 
 def pictured(plan: Plan) -> int:

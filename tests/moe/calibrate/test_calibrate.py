@@ -15,11 +15,10 @@ import yaml
 from moe.calibrate import calibrate, kernels, links
 from moe.cli.main import main
 from moe.plan.job import network_of, plan_of
-from moe.plan.predicted import program_on
 from moe.recipe.load import build_run
 from parallel.plan.cluster import Cluster, cluster_of, load_cluster
 from parallel.plan.collective_times import Group, all_reduce, all_to_all, gather, send
-from parallel.plan.cost import step_time
+from parallel.plan.cost import own_program, step_time
 from parallel.plan.job import Network, Plan
 
 NETWORK = Network(layers=4, width=96, heads=3, hidden=384, vocab=512, length=64)
@@ -45,7 +44,7 @@ def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
 def test_the_file_is_read_as_it_was_written() -> None:
     made = replace(host(3, threads={1: 1.0, 3: 2.5}), program={"launch_us": 41.5, "pointwise": 3.25})
     assert cluster_of(yaml.safe_load(calibrate.text(made)), name="machine") == made
-    assert (program_on(made).launch_us, program_on(made).pointwise, program_on(made).gathers) == (41.5, 3.25, "waited")
+    assert (own_program(made).launch_us, own_program(made).pointwise, own_program(made).gathers) == (41.5, 3.25, "waited")
 
 
 def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +56,7 @@ def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch)
 
     def steps(*_: Any, **__: Any) -> list[list[float]]:
         runs = [build_run(calibrate.recipe(*size)).resolve(1) for size in calibrate.STEPS]
-        program = program_on(replace(alone, program=given))
+        program = own_program(replace(alone, program=given))
         return [[step_time(network_of(run), plan_of(run), alone, program).step for run in runs]] * 2
 
     monkeypatch.setattr(calibrate, "run_on_ranks", steps)
@@ -75,14 +74,14 @@ def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
 def test_ranks_beyond_the_cores_take_turns(ranks: int, cores: int, longer: float) -> None:
     """As much work for each rank: with r ranks on c cores a step takes r / c times as long, but for what is sent."""
     plan = Plan(dp=ranks, microbatch=4, compute_bytes=4)
-    one = step_time(NETWORK, replace(plan, dp=1), replace(host(cores), cores=1, devices_per_node=1), program_on(host(cores)))
-    many = step_time(NETWORK, plan, host(cores), program_on(host(cores)))
+    one = step_time(NETWORK, replace(plan, dp=1), replace(host(cores), cores=1, devices_per_node=1), own_program(host(cores)))
+    many = step_time(NETWORK, plan, host(cores), own_program(host(cores)))
     assert many.step - many.gradients == pytest.approx(longer * one.step, rel=1e-9)
 
 
 def test_a_rank_with_several_cores_is_faster_by_the_measured_factor() -> None:
     plan, slow, fast = Plan(microbatch=4, compute_bytes=4), host(4), host(4, threads={1: 1.0, 2: 1.7, 4: 2.9})
-    times = [step_time(NETWORK, plan, cluster, program_on(cluster)).step for cluster in (slow, fast)]
+    times = [step_time(NETWORK, plan, cluster, own_program(cluster)).step for cluster in (slow, fast)]
     assert times[0] / times[1] == pytest.approx(2.9, rel=1e-9)
 
 
@@ -91,8 +90,8 @@ def test_a_pipeline_on_few_cores_waits_for_work_or_for_a_core(cores: int) -> Non
     """Never below its makespan with a core for each stage, nor below all stages' work over the cores."""
     plan = Plan(pp=4, microbatch=2, microbatches=6, compute_bytes=4)
     cluster = host(cores)
-    wide = step_time(NETWORK, plan, replace(cluster, cores=4), program_on(cluster))
-    found = step_time(NETWORK, plan, cluster, program_on(cluster))
+    wide = step_time(NETWORK, plan, replace(cluster, cores=4), own_program(cluster))
+    found = step_time(NETWORK, plan, cluster, own_program(cluster))
     assert found.step - found.optimizer >= (wide.step - wide.optimizer) * (1 - 1e-9)
     if cores == 1:
         work = 4 * (wide.forward + wide.backward + wide.launch)  # of the slowest stage, which has the head
