@@ -20,7 +20,7 @@ from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.records.results import write_json
-from moe.train.decode import Cached, Reads, Recomputed, continued, dropless
+from moe.train.decode import Cached, Reads, Recomputed, continued, for_continuing
 from moe.train.sampling import Sampling
 
 SIZES = ((128, 1), (128, 8), (512, 1))  # width, texts at once
@@ -57,7 +57,7 @@ def _model(width: int) -> Transformer:
     model = sections.Model(num_layers=LAYERS, d_model=width, num_heads=HEADS, d_ff=2 * width, ffn="swiglu", max_length=LENGTH, moe_every=1)
     router: dict[str, Any] = {"num_choices": CHOICES}
     made = Transformer(model, sections.Experts(num_experts=EXPERTS), sections.Router(**router), vocab_size=VOCABULARY).eval()
-    dropless(made)
+    for_continuing(made)
     return made
 
 

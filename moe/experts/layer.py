@@ -52,6 +52,9 @@ class LayerReport:
     entropy: Tensor
 
 
+NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 7)  # of a layer that is not asked
+
+
 class MoELayer(nn.Module):
     """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None."""
 
@@ -76,6 +79,7 @@ class MoELayer(nn.Module):
         self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
+        self.reporting = True  # False where nobody asks what a pass did: of one token, counting takes as long as a product
         self.copies: Copies | None = None  # where other ranks hold copies of its tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
@@ -93,6 +97,8 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
+        if not self.reporting:
+            return self._beside(x_BLD, rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
             y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)

@@ -91,9 +91,10 @@ def can_cache(model: Transformer) -> bool:
     return all(layer.router.spec.select != "expert_choice" for layer in moe_layers(model))
 
 
-def dropless(model: Transformer) -> None:
-    """Have no token dropped in evaluation, where tokens choose their experts."""
+def for_continuing(model: Transformer) -> None:
+    """Have no token dropped in evaluation, where tokens choose their experts, and MoE layers count no loads or losses."""
     for layer in moe_layers(model):
+        layer.reporting = False
         if layer.router.spec.select != "expert_choice":
             layer.router.spec = replace(layer.router.spec, eval_capacity_factor=None)
 

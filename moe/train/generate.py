@@ -21,7 +21,7 @@ from torch import Tensor
 from moe.data import Tokenizer
 from moe.model.transformer import Output, Transformer
 from moe.records.results import write_json
-from moe.train.decode import Cached, Reads, Recomputed, can_cache, continued, dropless
+from moe.train.decode import Cached, Reads, Recomputed, can_cache, continued, for_continuing
 from moe.train.restore import load_model
 from moe.train.sampling import Sampling
 from parallel.errors import BadInput
@@ -78,7 +78,7 @@ def generate(
     piece, as soon as it is whole characters. Nothing is dropped for lack of capacity. Where experts choose their tokens, every token
     reads the whole context again.
     """
-    dropless(model)
+    for_continuing(model)
     asked = [(tuple(_ids(tokenizer, prompt)), prompt, n) for prompt in prompts for n in range(samples)]
     found: dict[int, Continued] = {}
     listens = heard if len(asked) == 1 else None

@@ -14,7 +14,7 @@ import torch
 
 from moe.model.transformer import Transformer
 from moe.recipe import sections
-from moe.train.decode import Cached, Recomputed, can_cache, continued, dropless, start_of
+from moe.train.decode import Cached, Recomputed, can_cache, continued, for_continuing, start_of
 from moe.train.sampling import Sampling
 from parallel.errors import BadInput
 
@@ -46,7 +46,7 @@ def made(name: str) -> Transformer:
 @torch.no_grad()
 def test_logits_of_tokens_read_in_runs_are_those_of_all_read_at_once(name: str) -> None:
     model = made(name)
-    dropless(model)
+    for_continuing(model)
     context_BS = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     context_BS[:, [4, 9]] = 0  # separators
     reads = Cached(model, at_once=4)
@@ -63,7 +63,7 @@ def test_logits_of_tokens_read_in_runs_are_those_of_all_read_at_once(name: str) 
 @pytest.mark.parametrize("name", ["switch, few slots", "t5 places, documents"])
 def test_texts_longer_than_a_context_are_those_of_the_rule_written_out(name: str) -> None:
     model = made(name)
-    dropless(model)
+    for_continuing(model)
     prompts, options = [[3, 1, 4], [1, 5, 9]], {"num_tokens": 40, "max_length": LENGTH, "vocab_size": VOCABULARY}
     sampling, seeds = Sampling(temperature=0), [0, 0]
     got = list(continued(Cached(model), prompts, sampling=sampling, seeds=seeds, **options))
@@ -91,7 +91,7 @@ def test_experts_that_choose_their_tokens_are_not_cached_and_keep_their_capacity
     router = sections.Router(select="expert_choice", balance_weight=0.0, capacity_factor=1.0, eval_capacity_factor=1.0)
     model = Transformer(sections.Model(**MODEL), sections.Experts(num_experts=4), router, vocab_size=VOCABULARY)
     assert not can_cache(model) and can_cache(made("documents"))
-    dropless(model)
+    for_continuing(model)
     assert model.router_spec.eval_capacity_factor == 1.0
 
 
