@@ -299,14 +299,24 @@ def _combinations(flags: Combinations, _: dict[str, str]) -> int:
 
 
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
-    from moe.recipe.load import published_names, recipe_names, recipe_path
+    from moe.plan.flops import size
+    from moe.recipe.load import load, published_names, recipe_names, recipe_path
 
     names = [*recipe_names(), *published_names()]
     width = max(map(len, names))
+    print(f"{'recipe':<{width}} {'parameters':>10} {'a token':>8}")
     for name in names:
-        first = recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
-        print(f"{name:<{width}} {first.removeprefix('#').strip() if first.startswith('#') else ''}".rstrip())
+        run, first = load(name)[0], recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
+        counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        about = first.removeprefix("#").strip() if first.startswith("#") else ""
+        print(f"{name:<{width}} {_short(counted.total):>10} {_short(counted.active):>8}  {about}".rstrip())
     return exit_codes.DONE
+
+
+def _short(count: int) -> str:
+    """Three digits of it: 2.69M."""
+    scale, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if count >= s or s == 1)
+    return f"{count / scale:.3g}{unit}"
 
 
 def _doctor(flags: Doctor, _: dict[str, str]) -> int:

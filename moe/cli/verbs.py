@@ -257,7 +257,7 @@ class Rehearse:
 
 @dataclasses.dataclass(frozen=True)
 class Recipes:
-    """List the recipes by name."""
+    """List the recipes by name, with their parameters: all, and those that a token uses."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,11 +196,13 @@ def test_a_complaint_of_tyro_alone_is_one_line_too(capsys: pytest.CaptureFixture
 
 def test_recipes_are_listed_with_their_first_comment(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["recipe", "parameters", "a", "token"]
     assert [line.split()[0] for line in lines] == [*recipe_names(), *published_names()]
+    assert {line.split()[0]: line.split()[1:3] for line in lines}["switch_tiny"] == ["2.69M", "855k"]  # as a run's table says
     for line in lines:
-        name, _, about = line.partition(" ")
-        assert about.strip() == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+        name, _, _, about = line.split(maxsplit=3)
+        assert about == (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
 
 
 @pytest.mark.parametrize("recipe", [*recipe_names(), *published_names()])
