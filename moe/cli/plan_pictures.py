@@ -14,8 +14,6 @@ from parallel.plan.choose import described
 from parallel.plan.memory import memory
 from parallel.plan.timeline import pictured, timeline
 
-_GIB = 2**30
-
 
 def draw(made: Planned, folder: Path) -> tuple[Path, Path]:
     """Write both pictures of the plan ranked first. Raises BadInput if the folder cannot be made or written."""
@@ -31,5 +29,5 @@ def draw(made: Planned, folder: Path) -> tuple[Path, Path]:
     title = f"{described(plan)}: {best.seconds:.4g} s a step" + (f"; here {shown} of them" if shown < plan.microbatches else "")
     times = folder / "timeline.png"
     pipeline.draw(timeline(network, plan, made.cluster, microbatches=shown), times, unit="s", title=title)
-    held = planned.draw(memory(network, plan), folder / "memory.png", capacity=made.cluster.device.memory_gib * _GIB)
+    held = planned.draw(memory(network, plan), folder / "memory.png", capacity=made.cluster.memory_bytes())
     return times, held

@@ -1,4 +1,4 @@
-"""`moe plan --search alpa | flexflow`: a plan found on the operator graph of the recipe (parallel/plan/search.py).
+"""`moe plan --search alpa | flexflow | mesh-tf | gspmd`: a plan found on the graph of operators (parallel/plan/search.py, layouts.py).
 
 The recipe gives the number of micro-batches. What a search finds freely is brought to the nearest plan that the trainer runs; its seconds
 and bytes are then predicted as those of every other plan.
@@ -18,12 +18,14 @@ from parallel.plan.choose import Ranked
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import step_time
 from parallel.plan.job import Plan
+from parallel.plan.layouts import gspmd, mesh_tf
 from parallel.plan.links import machine_of
 from parallel.plan.memory import peak
 from parallel.plan.search import alpa, flexflow
 from parallel.plan.strategies import Settings
 
-SEARCHES = ("enumerate", "alpa", "flexflow")
+BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
+SEARCHES = ("enumerate", "alpa", "flexflow", "mesh-tf", "gspmd")
 
 
 def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]:
@@ -38,14 +40,17 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
 
     def allowed(plan: Plan) -> bool:
         try:
-            check_run(recipe_of(filled(plan), run), cluster.world)
+            made = check_run(recipe_of(filled(plan), run), cluster.world)
         except BadInput:
             return False
-        return True
+        return peak(network_of(made), filled(plan)).used <= cluster.memory_bytes()
 
     graph, machine = graph_of(run, sequences=batch // m), machine_of(cluster)
-    settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
-    found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
+    if search in BY_LAYOUT:
+        found = BY_LAYOUT[search](graph, machine, m, allowed=allowed)
+    else:
+        settings = Settings(microbatches=m, sharded=("none", "zero1", "zero3"))
+        found = (alpa if search == "alpa" else flexflow)(graph, machine, settings, allowed=allowed)
     plan = filled(found.plan)
     made = check_run(recipe_of(plan, run), cluster.world)
     network = network_of(made)

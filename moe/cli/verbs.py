@@ -144,7 +144,9 @@ class Plan:
     top: int = _flag(10, "plans to print")
     exhaustive: bool = _flag(False, "try every choice for every way to cut the ranks, not only for the fastest ways")
     as_is: bool = _flag(False, "try nothing: the recipe's own plan, with its seconds and bytes, whether it fits or not")
-    search: Literal["enumerate", "alpa", "flexflow"] = _flag("enumerate", "try all plans; or search on the graph of the recipe's operators")
+    search: Literal["enumerate", "alpa", "flexflow", "mesh-tf", "gspmd"] = _flag(
+        "enumerate", "try all plans; or search on the graph of the recipe's operators"
+    )
     explain: bool = _flag(False, "first walk through the guide that chooses a strategy, with this recipe's numbers")
     out: Path | None = _flag(None, "also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag(None, "also draw the best plan into this folder: its pipeline over time, and what each rank holds")

@@ -34,7 +34,7 @@ class Found:
     `nearest`: whether the plan is the optimum itself, or stands in for it; `said`: the same in words, with what it costs.
     """
 
-    search: Literal["alpa", "flexflow"]
+    search: Literal["alpa", "flexflow", "mesh-tf", "gspmd"]
     plan: Plan
     seconds: float
     free_seconds: float

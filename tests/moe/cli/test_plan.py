@@ -32,7 +32,7 @@ def test_the_chosen_plan_is_a_recipe_of_all_devices(tmp_path: Path, capsys: pyte
     assert all(row["reason"] and row["count"] > 0 for row in written["refused"])
 
 
-@pytest.mark.parametrize("search", ["alpa", "flexflow"])
+@pytest.mark.parametrize("search", ["alpa", "flexflow", "mesh-tf", "gspmd"])
 def test_a_search_ends_in_a_recipe(search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"
     assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--search", search, "--out", str(out)]) == 0
