@@ -499,7 +499,7 @@ def pipeline_cases(nproc: int) -> list[Case]:
 def _staged(model: str, engine: str, world: int, pp: int, schedule: str, precision: str, recompute: str = "none") -> Case:
     dp = world // pp
     layers = LAYERS[pp][int(SCHEDULES[schedule].chunks != 1)]
-    least = {"zb_h2": 2 * pp - 1, "dualpipe_v": 2 * pp}.get(schedule, 4)
+    least = {"zb_h2": 2 * pp - 1, "dualpipe_v": 2 * pp, "dualpipe": 2 * pp}.get(schedule, 4)
     microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(BATCH // dp) if m >= least and m % pp == 0)
     ep = dp if model != "dense" else 1
     return Case(model, engine, world, ep, microbatches, precision, recompute, pp=pp, schedule=schedule, layers=layers)

@@ -18,7 +18,7 @@ from parallel.plan.job import Network, Plan
 
 # as a plan names them; parallel/tensor/sizes.py cannot be asked, since that folder imports this one
 LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")
-SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # schedules that put weight gradients off
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,8 @@ def _microbatches(plan: Plan) -> Iterator[str]:
         yield f"pipedream has one micro-batch a step, not {m}"
     if name == "dualpipe_v" and m < 2 * pp:
         yield f"dualpipe_v needs two micro-batches a stage's rank: {2 * pp}, not {m}"
+    if name == "dualpipe" and (pp % 2 or m % 2 or m < 2 * pp):
+        yield f"dualpipe needs an even degrees.pp, and an even number of micro-batches, two a rank: not {pp} and {m}"
     if name == "chimera" and (pp % 2 or m % pp):
         yield f"chimera needs an even degrees.pp, and micro-batches in groups of it: not {pp} and {m}"
 

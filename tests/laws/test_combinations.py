@@ -44,7 +44,10 @@ def status(one: str, a: str, other: str, b: str) -> str:
 @pytest.mark.parametrize("schedule", FACTORS["schedule"][1:])
 def test_engines_that_scatter_are_not_recommended_beside_stages(schedule: str) -> None:
     """Weight gradients that are put off come after FSDP's sums; pipelines that never drain have no one update for all stages."""
-    split, streams = schedule in ("zb_h1", "zb_h2", "zb_v", "dualpipe_v"), schedule in ("pipedream", "two_bw")
+    split, streams = (
+        schedule in ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe"),
+        schedule in ("pipedream", "two_bw"),
+    )
     assert {status("schedule", schedule, "data", kind) for kind in SHARDING} == {"refused" if split or streams else "not recommended"}
     assert status("schedule", schedule, "data", "ddp") == "runs"
     assert status("schedule", schedule, "data", "zero1") == status("schedule", schedule, "precision", "fp16")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from parallel.errors import BadInput, did_you_mean
 from parallel.pipeline.schedule import Schedule, at_least
 from parallel.pipeline.schedules.chimera import chimera
+from parallel.pipeline.schedules.dualpipe import dualpipe
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from parallel.pipeline.schedules.gpipe import gpipe
 from parallel.pipeline.schedules.interleaved import interleaved
@@ -19,6 +20,7 @@ from parallel.pipeline.schedules.naive import naive
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.schedules.pipedream import pipedream
 from parallel.pipeline.schedules.two_bw import two_bw
+from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zb_v import zb_v
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -81,7 +83,10 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
     "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
     "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2),
+    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2),
+    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2),
     "dualpipe_v": ScheduleKind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2),
+    "dualpipe": ScheduleKind(lambda s: s.one_after_the_other(dualpipe), "the same in two directions, replicas of each stage"),
     "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
     ),

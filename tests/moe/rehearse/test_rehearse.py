@@ -42,7 +42,7 @@ def rehearsed(case: Case, *, rank: int, device: str = "cpu") -> Walked:
 
 def staged(schedule: str, model: str = "gshard", kind: str = "ddp") -> Case:
     """Two stages, two replicas of each; as many micro-batches as the schedule needs."""
-    least = {"zb_h2": 3, "dualpipe_v": 4}.get(schedule, 4)
+    least = {"zb_h2": 3, "dualpipe_v": 4, "dualpipe": 4}.get(schedule, 4)
     microbatches = 1 if schedule == "pipedream" else next(m for m in divisors(6) if m >= least and m % 2 == 0)
     layers = LAYERS[2][int(SCHEDULES[schedule].chunks != 1)]
     return Case(model, kind, 4, 2 if model != "dense" else 1, microbatches, "fp32", pp=2, schedule=schedule, layers=layers)

@@ -29,15 +29,18 @@ CHUNKS = {name: (1, 2, 4) if kind.chunks is None else (kind.chunks,) for name, k
 SIZES = [(name, p, factor * p, v) for name in SCHEDULES for p in (2, 3, 4, 8) for factor in (1, 2, 4) for v in CHUNKS[name]]
 
 
+TWO_WAYS = ("chimera", "dualpipe")  # of p stages, each on two ranks
+
+
 def fits(name: str, p: int, m: int) -> bool:
-    return not (name == "chimera" and p % 2) and not (name == "dualpipe_v" and m < 2 * p)
+    return not (name in TWO_WAYS and p % 2) and not (name.startswith("dualpipe") and m < 2 * p)
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), [s for s in SIZES if fits(*s[:3]) and (s[1] < 8 or s[2] < 32)])
 def test_every_schedule_is_whole_and_ends_batch_after_batch(name: str, p: int, m: int, v: int) -> None:
     schedule = check(make_schedule(name, ranks=p, microbatches=m, chunks=v, batches=2))
     assert schedule.num_ranks == p and schedule.microbatches == 2 * m
-    assert schedule.num_stages == p * (1 if name == "chimera" else v)
+    assert schedule.num_stages == p * (1 if name in TWO_WAYS else v)
     assert len(linear(schedule, sums_block=True)) == sum(map(len, schedule.orders))
 
 
@@ -66,6 +69,8 @@ def test_any_size_is_whole_or_refused_with_a_size_that_works(name: str, p: int, 
         ({"name": "chimera", "microbatches": 6}, "microbatches: got 6, needed a multiple of 4.*fix: set microbatches to 4 or 8"),
         ({"name": "two_bw", "microbatches": 3}, "microbatches: got 3, needed at least 4.*fix: set microbatches to 4"),
         ({"name": "dualpipe_v", "microbatches": 7}, "microbatches: got 7, needed at least 8.*fix: set microbatches to 8"),
+        ({"name": "dualpipe", "ranks": 5}, "stages: got 5, needed an even number for dualpipe.*fix: set stages to 4 or 6"),
+        ({"name": "dualpipe", "microbatches": 9}, "microbatches: got 9, needed an even number of at least 8.*fix: set microbatches to 10"),
         ({"name": "zb_v", "chunks": 3}, "chunks: got 3, needed 2 for zb_v; fix: set chunks to 2, or .*interleaved, looped_bfs"),
         ({"name": "1f1b", "chunks": 2}, "chunks: got 2, needed 1 for 1f1b; fix: set chunks to 1, or"),
         ({"name": "1f1b", "microbatches": 0}, "microbatches: got 0, needed at least 1; fix: set microbatches to 1"),

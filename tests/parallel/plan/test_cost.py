@@ -56,7 +56,7 @@ def test_other_stages_make_gpipe_exact_and_1f1b_a_bound() -> None:
         assert one >= simulated("1f1b", forward, backward, m, 1) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v", "chimera"])
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v", "dualpipe", "chimera"])
 def test_other_schedules_take_what_the_simulator_says(schedule: str) -> None:
     chunks = 2 if schedule in ("zb_v", "dualpipe_v") else 1
     plan = Plan(pp=4, microbatches=8, schedule=schedule, chunks=chunks)

@@ -16,6 +16,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import Action, Message, Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules.dualpipe import dualpipe
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_owed
 from parallel.pipeline.simulator.simulate import Timeline, costs, period, simulate
@@ -207,6 +208,35 @@ def test_chunks_in_flight_on_a_v(p: int, m: int) -> None:
     assert peak_activations(make_schedule("dualpipe_v", ranks=p, microbatches=m)) == (2 * p + 1,) * p
 
 
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_dualpipe_waits_keeps_and_mirrors_as_its_authors_say(p: int) -> None:
+    """DualPipe's README: idle (p / 2 - 1) (F&B + B - 3 W), p + 1 in flight; the second half of the ranks does what the first does."""
+    for m in (2 * p, 2 * p + 2, 4 * p):
+        schedule = check(dualpipe(p, m))
+        assert schedule.homes == tuple(tuple(sorted((s, p - 1 - s))) for s in range(p))
+        assert peak_activations(schedule) == (p + 1,) * p
+        for F, I, W in [(1, 1, 1), (2, 2, 1), (3, 3, 2)]:  # noqa: E741
+            cost = costs(F, I + W, weight_share=W / (I + W))
+            assert idle(simulate(schedule, cost), 1) == (p // 2 - 1) * (F + 2 * (I + W) - 3 * W)
+            assert idle(simulate(dualpipe(p, m, paired=False), cost), 1) == (p // 2 - 1) * (F + I - W)
+        for rank, order in enumerate(schedule.orders):
+            other = [a._replace(microbatch=(a.microbatch + m // 2) % m) if a.microbatch >= 0 else a for a in order]
+            assert tuple(other) == schedule.orders[p - 1 - rank]
+
+
+@pytest.mark.parametrize("p", range(2, 10))
+def test_v_half_and_v_min_keep_and_wait_what_their_paper_says(p: int) -> None:
+    """2405.15362, table 1: (p + 2) // 2 and (p + 4) // 3 micro-batches until W, bubbles of p / 2 m and 2 p / 3 m where F = I = W."""
+    for m in (1, p - 1, p, p + 1, 3 * p):
+        half, least = (run(name, p, m, 1, 2) for name in ("v_half", "v_min"))
+        kept = [max(peak_held(timeline.schedule)) for timeline in (half, least)]
+        assert kept <= [2 * ((p + 2) // 2), 2 * ((p + 4) // 3)]
+        if m >= p:
+            assert kept == [2 * ((p + 2) // 2), 2 * ((p + 4) // 3)]
+            assert half.makespan == 6 * m + 3 * p - 4 - (p % 2 == 0) <= 6 * m * (1 + Fraction(p, 2 * m))
+            assert least.makespan <= 6 * m + 4 * p - (5 if p % 3 else 7) <= 6 * m * (1 + Fraction(2 * p, 3 * m))
+
+
 @pytest.mark.parametrize(("p", "m"), [s for s in SIZES if s[0] % 2 == 0])
 def test_micro_batches_in_flight_of_chimera(p: int, m: int) -> None:
     """Chimera, table 2: p / 2 + 1 on the outer ranks to p on the inner ones; more micro-batches than ranks keep p on all."""
@@ -295,9 +325,8 @@ def test_bytes_are_those_of_the_boundaries(name: str) -> None:
     p, m, size = 4, 8, 10
     timeline = run(name, p, m, batches=1)
     by_rank = simulate(timeline.schedule, message_bytes=size).sent_bytes()
-    crossings = {"naive": p - 1, "interleaved": 2 * p - 1, "looped_bfs": 2 * p - 1, "zb_v": 2 * p - 2, "dualpipe_v": 2 * p - 2}.get(
-        name, p - 1
-    )
+    looped, folded = ("interleaved", "looped_bfs"), ("zb_v", "v_half", "v_min", "dualpipe_v")
+    crossings = 2 * p - 1 if name in looped else 2 * p - 2 if name in folded else p - 1
     assert sum(by_rank) == 2 * crossings * m * size
     per_stage = simulate(timeline.schedule, message_bytes=lambda message: 3 if message.op is Op.F else 0).sent_bytes()
     assert sum(per_stage) == 3 * crossings * m

@@ -112,7 +112,10 @@ def test_all_schedules_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtur
             "zb_h1": 1 / 8,
             "zb_h2": 0,
             "zb_v": 0,
+            "v_half": 7 / 48,
+            "v_min": 11 / 48,
             "dualpipe_v": 2 * 3 / (2 * 8 * 3),
+            "dualpipe": 2 / (8 * 3),
             "looped_bfs": 3 / 16,
         }
     )
@@ -127,8 +130,8 @@ def test_those_that_do_not_fit_say_why_and_the_others_are_shown(tmp_path: Path, 
     assert cli.main(["simulate", "--stages", "3", "--microbatches", "5", "--json", str(tmp_path / "all.json")]) == 0
     said = capsys.readouterr().out
     assert "chimera: stages: got 3, needed an even number" in said and "dualpipe_v: microbatches: got 5" in said
-    assert {row["schedule"] for row in rows_of(tmp_path / "all.json")} == set(SCHEDULES) - {"chimera", "dualpipe_v"}
-    assert [row["schedule"] for row in json.loads((tmp_path / "all.json").read_text())["refused"]] == ["chimera", "dualpipe_v"]
+    assert {row["schedule"] for row in rows_of(tmp_path / "all.json")} == set(SCHEDULES) - {"chimera", "dualpipe_v", "dualpipe"}
+    assert [row["schedule"] for row in json.loads((tmp_path / "all.json").read_text())["refused"]] == ["chimera", "dualpipe_v", "dualpipe"]
 
 
 def test_one_schedule_is_drawn_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
