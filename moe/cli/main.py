@@ -142,6 +142,12 @@ def _eval(flags: Eval, overrides: dict[str, str]) -> int:
 
 
 def _report(flags: Report, _: dict[str, str]) -> int:
+    if flags.other is not None:
+        if flags.json is not None:
+            raise BadInput("--json", got="two runs", needed="one run, whose files are listed", fix="remove --json")
+        first, second = (Path(_run_dir(folder, "metrics.jsonl")) for folder in (flags.run_dir, flags.other))
+        print(f"picture: {importlib.import_module('moe.report.beside').beside(first, second)}")
+        return exit_codes.DONE
     page = importlib.import_module("moe.report").main(_run_dir(flags.run_dir, "metrics.jsonl"), json=_text(flags.json))
     print(f"report: {page}")
     return exit_codes.DONE

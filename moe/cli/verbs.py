@@ -107,9 +107,10 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Draw a run's curves, expert load, drops and memory: PNG files and one HTML page."""
+    """Draw a run's curves, expert load, drops and memory: PNG files and one HTML page. Of two runs: what differs, and what came of it."""
 
     run_dir: str = _word("a run's folder, such as runs/switch_tiny")
+    other: str | None = _word_or_none("another run's folder: compare the two")
     json: Path | None = _flag(None, "also list the files as JSON")
 
 

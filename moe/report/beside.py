@@ -1,0 +1,82 @@
+"""Two runs beside each other: what their recipes say differently, what came of it, and a picture of both validation losses.
+
+Recipes are compared as the runs had them (recipe.yaml), so a run that is still going on, or was stopped, can be compared too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe.records.metrics import read, read_summary
+from moe.records.summary import summary_rows
+from moe.report.compare import compare
+from parallel.errors import BadInput
+from parallel.files import read_text
+
+Row = tuple[str, str, str]  # what, of the first run, of the second
+
+
+def beside(first: Path, second: Path) -> Path:
+    """Print what differs and what came of it; draw both losses into the first run's folder. Returns the picture's path.
+
+    Raises BadInput for a folder without a run, and for runs that evaluated at no step.
+    """
+    names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
+    differences, results = recipe_rows(first, second), result_rows(first, second)
+    _print("recipe", names, differences or [("no difference", "", "")])
+    _print("result", names, results)
+    lines = {name: [[line for line in read(folder) if line["kind"] == "eval"]] for name, folder in zip(names, (first, second), strict=True)}
+    return compare(lines, first / "plots" / f"beside-{second.name}.png", baseline=names[0], title="Validation loss of two runs")
+
+
+def recipe_rows(first: Path, second: Path) -> list[Row]:
+    """Every key whose value differs."""
+    a, b = (_flat(_recipe(folder)) for folder in (first, second))
+    return [(key, _shown(a.get(key)), _shown(b.get(key))) for key in {**a, **b} if a.get(key) != b.get(key)]
+
+
+def result_rows(first: Path, second: Path) -> list[Row]:
+    """The rows of both summaries; of a run without one, its last evaluation."""
+    a, b = (dict(summary_rows(read_summary(folder) or _so_far(folder))) for folder in (first, second))
+    return [(label, a.get(label, "–"), b.get(label, "–")) for label in {**a, **b}]
+
+
+def _so_far(folder: Path) -> dict[str, Any]:
+    lines = read(folder)
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    evaluated = [line for line in lines if line["kind"] == "eval"]
+    return {"steps": max(steps, default=0)} | (evaluated[-1] if evaluated else {})
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(read_text(folder / "recipe.yaml"))
+    except (OSError, yaml.YAMLError) as error:
+        raise BadInput(
+            f"run folder {folder}", got=f"no recipe.yaml that can be read ({error})", needed="a run's folder", fix="check the path"
+        ) from None
+    return values if isinstance(values, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _print(what: str, names: tuple[str, str], rows: list[Row]) -> None:
+    table = [(what, *names), *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    for label, one, other in table:
+        print(f"{label:<{widths[0]}}  {one:<{widths[1]}}  {other}".rstrip())
+    print()
