@@ -3,11 +3,12 @@
 `moe bench planner-steps --json F` first measures the machine (moe/calibrate/), then runs each layout of a small recipe on gloo ranks:
 
     memory    every tensor that is alive over two steps (moe/bench/alive.py), of the rank whose prediction is furthest off
-    time      the median of some steps after that, of the slowest rank
+    time      the fastest of some steps after that, of the slowest rank
+    core      seconds that all ranks together had a core in such a step, over the cores that they can have at once
 
-While other work runs beside, a rank gets less of a core than it did when the machine was measured. So a plain step, each rank by itself, is
-timed before and after every layout, on as many ranks: `beside` is how much longer it takes than when the machine was measured, and an error
-is stated as it is and with that taken out.
+The first time is what a user waits for, and wrong by whatever else the machine does meanwhile. The second is nearly free of that; where
+cores are what a layout waits for, as with more ranks than cores, both are the same on an idle machine. The prediction of the second is
+that of the first without what a rank only waits for.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ import torch.distributed as dist
 from moe.bench.alive import Alive
 from moe.bench.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
-from moe.calibrate.own_step import CPU, step_seconds, take_step, tokens_of
+from moe.calibrate.own_step import CPU, take_step, tokens_of
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.parallelize.build import build
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
-from moe.plan.predicted import Place, predict
+from moe.plan.predicted import Place, Prediction, predict
 from moe.recipe.load import build_run
 from moe.records.results import write_json
 from moe.train.executor import start_executor
 from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Cluster
+from parallel.plan.cost import stage_layers, stage_times
 from parallel.process import World
 
 WITHIN = 0.10
@@ -45,7 +47,6 @@ EXPERTS: dict[str, Any] = {
     "experts": {"num_experts": 8},
     "router": {"preset": "switch", "capacity_factor": None},
 }
-PROBE = (2, 192, 768, 8, 160, 8)  # as calibrate.STEPS
 SEQUENCES, STEPS, TIMEOUT_S = 16, 3, 300.0
 
 
@@ -109,63 +110,64 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(*, only: str | None = None, json: str | None = None, rounds: int = STEPS) -> int:
-    """`only`: cases whose name holds it; `rounds`: steps timed of each. Returns 1 if the median |error| of memory or of time exceeds a
-    tenth, time with what runs beside taken out."""
+    """`only`: cases whose name holds it; `rounds`: steps timed of each. Returns 1 if a median |error|, of memory or of time, exceeds a
+    tenth."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
     machine = calibrate.host(max(CASES[case]["ranks"] for case in chosen))
-    then = _probe(2)
-    print(
-        f"{'case':<26}{'ranks':>6}{'measured s':>12}{'predicted':>11}{'error':>8}{'beside':>8}{'then':>8}{'MiB':>9}{'error':>8}", flush=True
-    )
-    rows = [row for case in chosen if (row := _row(case, machine, then, rounds)) is not None]
-    found = {name: median([abs(row[name]) for row in rows]) for name in ("time_error", "time_error_beside", "memory_error")}
+    pair = f"{'predicted':>11}{'error':>8}"
+    print(f"{'case':<26}{'ranks':>6}{'step s':>9}{pair}{'core s':>9}{pair}{'MiB':>9}{'error':>8}", flush=True)
+    rows: list[dict[str, Any]] = []
+    found: dict[str, float] = {}
+    for case in chosen:
+        row = _row(case, machine, rounds)
+        if row is None:
+            continue
+        rows.append(row)
+        found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "core_error", "memory_error")}
+        if json:  # with each row: many worlds start, and what is measured must not be lost
+            write_json(json, verb="bench planner-steps", rows=rows, medians=found, cores=machine.cores, program=machine.program)
     words = ", ".join(f"{name} {value:.1%}" for name, value in found.items())
-    print(f"{len(rows)} layouts, median of absolute errors: {words}; load {getloadavg()[0]:.1f} on {machine.cores} cores")
-    passed = found["time_error_beside"] <= WITHIN and found["memory_error"] <= WITHIN
-    if json:
-        write_json(json, verb="bench planner-steps", rows=rows, medians=found, load=getloadavg()[0], program=machine.program)
-    return exit_codes.of(passed)
+    print(f"{len(rows)} layouts, medians of absolute errors: {words}; load {getloadavg()[0]:.1f} on {machine.cores} cores")
+    return exit_codes.of(bool(found) and found["step_error"] <= WITHIN and found["memory_error"] <= WITHIN)
 
 
-def _row(case: str, machine: Cluster, then: float, steps: int) -> dict[str, Any] | None:
+def _row(case: str, machine: Cluster, steps: int) -> dict[str, Any] | None:
     """Run one case, print it, and return its row; None where it did not run, which is printed."""
     ranks, values = CASES[case]["ranks"], recipe(case)
-    alone = then * max(1.0, ranks / max(2, machine.cores))  # as long as the probe would take if nothing else ran
-    beside = _probe(ranks) / alone
     try:
         measured = run_on_ranks(measure, ranks, ranks, values, steps, timeout_s=TIMEOUT_S)
     except RuntimeError as error:
         print(f"{case:<26}{ranks:>6}  did not run: {str(error).splitlines()[-1][:90]}", flush=True)
         return None
-    beside = (beside + _probe(ranks) / alone) / 2
-    run = check_run(build_run(values), ranks)
     cluster = machine.holding(ranks)
-    found = predict(run, Place.of(cluster, ranks))
-    said_time = found.time
-    assert said_time is not None
-    pairs = [(one["bytes"], found.ranks[one["stage"]].allocated) for one in measured]
-    held, said = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
-    seconds = max(one["seconds"] for one in measured)
-    row = {
-        "case": case,
-        "ranks": ranks,
-        "measured_seconds": seconds,
-        "predicted_seconds": said_time.step,
-        "time_error": said_time.step / seconds - 1,
-        "beside": beside,
-        "time_error_beside": said_time.step * beside / seconds - 1,
-        "parts": said_time.parts,
-        "measured_bytes": held,
-        "predicted_bytes": said,
-        "memory_error": said / held - 1,
-        "load": getloadavg()[0],
+    found = predict(check_run(build_run(values), ranks), Place.of(cluster, ranks))
+    assert found.time is not None
+    held, said = max(((one["bytes"], found.ranks[one["stage"]].allocated) for one in measured), key=lambda pair: abs(pair[1] / pair[0] - 1))
+    row: dict[str, Any] = {"case": case, "ranks": ranks, "parts": found.time.parts, "load": getloadavg()[0]}
+    pairs = {
+        "step": (max(one["seconds"] for one in measured), found.time.step),
+        "core": (sum(one["core_seconds"] for one in measured) / min(ranks, machine.cores), core_seconds(found, cluster)),
+        "memory": (held, said),
     }
-    row["passed"] = abs(row["time_error_beside"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
-    times = f"{seconds:>12.3f}{said_time.step:>11.3f}{row['time_error']:>8.0%}{beside:>8.2f}{row['time_error_beside']:>8.0%}"
+    for name, (was, predicted) in pairs.items():
+        row |= {f"{name}_measured": was, f"{name}_predicted": predicted, f"{name}_error": predicted / was - 1}
+    row["passed"] = abs(row["step_error"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
+    times = "".join(f"{pairs[name][0]:>9.3f}{pairs[name][1]:>11.3f}{row[f'{name}_error']:>8.0%}" for name in ("step", "core"))
     print(f"{case:<26}{ranks:>6}{times}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}", flush=True)
     return row
+
+
+def core_seconds(found: Prediction, cluster: Cluster) -> float:
+    """The predicted step without waits between stages: all ranks' work over the cores, and what they send."""
+    network, plan, time = found.network, found.plan, found.time
+    assert time is not None
+    stages = stage_times(network, plan, cluster, stage_layers(network, plan))
+    work = sum(stage.work for stage in stages) / len(stages)
+    sent = sum(stage.total for stage in stages) / len(stages) - work
+    passes = plan.microbatches * (cluster.crowd(plan.world) * work + sent)
+    return passes + time.gradients + time.parameters + time.optimizer
 
 
 def recipe(case: str) -> dict[str, Any]:
@@ -191,19 +193,13 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
             alive.most = alive.now
             take_step(run, mesh, executor, shard, batches[step], step)
         held = alive.most
-    seconds = []
+    seconds, core = [], []
     for step in range(2, 2 + steps):
         dist.barrier()
-        began = time.perf_counter()
+        began, had = time.perf_counter(), time.process_time()
         take_step(run, mesh, executor, shard, batches[step], step)
         seconds.append(time.perf_counter() - began)
-    return {"bytes": held, "seconds": median(seconds), "stage": mesh.axis("pp").index}
-
-
-def _probe(ranks: int) -> float:
-    """Seconds of a plain step on so many ranks, each by itself."""
-    return float(max(run_on_ranks(_alone, ranks, ranks, timeout_s=TIMEOUT_S)))
-
-
-def _alone(rank: int, ranks: int) -> float:
-    return step_seconds(rank, ranks, calibrate.recipe(*PROBE), alone=True)
+        core.append(time.process_time() - had)
+    fastest = torch.tensor(seconds)
+    dist.all_reduce(fastest, dist.ReduceOp.MAX)
+    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core), "stage": mesh.axis("pp").index}

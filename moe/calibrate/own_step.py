@@ -33,7 +33,9 @@ CPU = torch.device("cpu")
 
 
 def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 3, alone: bool = False) -> float:
-    """Median of `steps` after one that does not count; the slowest rank's. `alone`: each rank trains by itself, beside the others."""
+    """Median of `steps` after one that does not count; the slowest rank's. `alone`: each rank trains by itself, beside the others, and its
+    seconds are those that it had a core."""
+    clock = time.process_time if alone else time.perf_counter
     world = World() if alone else World(rank, ranks, rank, ranks)
     run = check_run(build_run(values), world.size)
     mesh = process.connect(run.mesh_degrees(), world)
@@ -46,9 +48,9 @@ def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 
         batch = tokens_of(shard, run.vocab_size, step)
         if ranks > 1:
             dist.barrier()
-        began = time.perf_counter()
+        began = clock()
         take_step(run, mesh, executor, shard, batch, step)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     found = torch.tensor(median(seconds[1:]), dtype=torch.float64)
     if ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
