@@ -9,12 +9,17 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
     the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them
 
-A stage also keeps its input, c D (in fp32 it is the norm's input). For each micro-batch it keeps a copy of the dense weights in the
-compute dtype if parameters are wider, and 9 L^2 for T5's buckets. tests/moe/plan/test_activations.py counts what autograd really keeps;
-the experts' rows are not padded there. Not counted: memory that is in use only while an action runs.
+RMSNorm on a CPU keeps 4 D more: its steps are kernels of their own there, and x / rms(x) is one of them; CUDA has one kernel for all.
+
+A stage also keeps its input, c D (in fp32 it is the norm's input). For each micro-batch it keeps 9 L^2 for T5's buckets and, without
+stages, a copy of the dense weights in the compute dtype if parameters are wider; stages cast them again (parallel/weight_gradient.py).
+tests/moe/plan/test_activations.py counts what autograd really keeps; the experts' rows are not padded there. Not counted: memory that is
+in use only while an action runs.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from moe.plan.flops import attention_products, expert_size
 from moe.recipe.sections import Run
@@ -26,22 +31,25 @@ def compute_bytes(run: Run) -> int:
     return 4 if run.precision.compute == "fp32" else 2
 
 
-def block_bytes(run: Run, layer: int) -> float:
+Device = Literal["cuda", "cpu"]
+
+
+def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     """Bytes held per token of one block, without copies of weights."""
     m, c = run.model, compute_bytes(run)
     kind = run.recompute.of_layer(layer)
     if kind == "full":
         return c * m.d_model
-    held = _attention(run) + (c * m.d_model if m.dropout else 0)
+    held = _norm(run, device) + _attention(run) + (c * m.d_model if m.dropout else 0)
     if kind == "selective":
         return held + c * m.d_model
-    held += (4 + c) * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
+    held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
     return held + (_experts(run, layer) if layer in m.layers_with_experts() else c * m.d_ff * _hidden(m.ffn))
 
 
-def head_bytes(run: Run) -> float:
+def head_bytes(run: Run, device: Device = "cuda") -> float:
     """Bytes held per token by the last norm and the loss."""
-    held = (4 + compute_bytes(run)) * run.model.d_model + 8
+    held = _norm(run, device) + compute_bytes(run) * run.model.d_model + 8
     return held + (4 * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
 
 
@@ -51,13 +59,16 @@ def input_bytes(run: Run, layer: int) -> float:
     return 0 if own else compute_bytes(run) * run.model.d_model
 
 
-def fixed_bytes(run: Run, layer: int) -> float:
-    """Bytes held per micro-batch whatever its tokens: dense weights in the compute dtype if parameters are wider, and T5's buckets."""
+def fixed_bytes(run: Run, layer: int, casts: Literal["kept", "again"] = "kept") -> float:
+    """Bytes held per micro-batch whatever its tokens: dense weights in the compute dtype if parameters are wider, and T5's buckets.
+
+    `casts`: whether the copies are kept, or made again in the backward pass, as with stages.
+    """
     m, kind = run.model, run.recompute.of_layer(layer)
     if kind == "full":
         return 0
     buckets = 9 * m.max_length**2 if m.positions == "t5" else 0  # int64 buckets, and the causal mask
-    if compute_bytes(run) == (4 if run.precision.master == "fp32" else 2):
+    if casts == "again" or compute_bytes(run) == (4 if run.precision.master == "fp32" else 2):
         return buckets
     weights: float = attention_products(m)
     if kind == "none":
@@ -65,12 +76,18 @@ def fixed_bytes(run: Run, layer: int) -> float:
     return buckets + compute_bytes(run) * weights
 
 
+def _norm(run: Run, device: Device) -> float:
+    """What a norm keeps of its input, in fp32."""
+    return (8 if device == "cpu" and run.model.norm == "rmsnorm" else 4) * run.model.d_model
+
+
 def _attention(run: Run) -> float:
+    """Without what its norm keeps."""
     m, c = run.model, compute_bytes(run)
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     if m.positions == "t5":
-        return (4 + c) * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
-    return (4 + c) * m.d_model + 4 * c * width + 4 * m.num_heads + 8
+        return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
+    return c * m.d_model + 4 * c * width + 4 * m.num_heads + 8
 
 
 def _experts(run: Run, layer: int) -> float:

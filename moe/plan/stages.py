@@ -115,7 +115,7 @@ def _stage(run: Run, layers: range, tokens: int) -> Stage:
         forward=tokens * forward,
         backward=tokens * (2 * forward + again),
         weights=tokens * (forward - core),
-        held=tokens * held + sum(fixed_bytes(run, layer) for layer in layers),
+        held=tokens * held + sum(fixed_bytes(run, layer, "kept" if first and last else "again") for layer in layers),
         crossing=tokens * model.d_model * compute_bytes(run),
     )
 

@@ -10,7 +10,7 @@ from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
 from parallel.plan.kept import cast_weights, ends_kept, layer_kept, recompute_of
-from parallel.plan.stack import OURS
+from parallel.plan.stack import OURS, OURS_ON_CPU
 
 MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_ff": 80, "max_length": 20, "tied_embeddings": False}
 SPARSE = {"experts": {"num_experts": 4, "d_ff": 56}, "router": {"preset": "switch", "capacity_factor": None}}
@@ -35,6 +35,8 @@ def test_kept_bytes_are_those_counted_against_autograd(case: str, recompute: str
     for layer in range(3):
         said = layer_kept(network, plan, OURS, layer, recompute_of(plan, layer))
         assert said == pytest.approx(tokens * block_bytes(run, layer))
+        on_cpu = layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
+        assert on_cpu == pytest.approx(tokens * block_bytes(run, layer, "cpu"))
         if recompute == "none" and layer not in network.sparse_layers:  # norms and biases are not cast
             cast = cast_weights(network, plan, OURS, layer)
             assert cast == pytest.approx(fixed_bytes(run, layer), rel=0.02)
