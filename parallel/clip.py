@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.collectives import sum_over
 from parallel.mesh import Axis
+from parallel.record import MOST_RANKS
 from parallel.watchdog import check_tokens
 
 
@@ -50,10 +51,11 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
     """From every rank's `squares`. Collective. Raises Disagreement on all ranks if two have not made the same collectives until here."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
-    if record is not None and world.size > 1:
+    record = record if 1 < world.size <= MOST_RANKS else None
+    if record is not None:
         squares = torch.cat((squares, squares.new_tensor([record.token()])))
     totals: list[float] = sum_over(squares, axis).tolist()
-    if record is not None and world.size > 1:
+    if record is not None:
         check_tokens(totals.pop())
     # max(0, nan) is 0 in Python: an unfinite sum must stay unfinite
     roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MODULUS = 1 << 40
+_MODULUS, MOST_RANKS = 1 << 40, 1 << 13  # sums of so many tokens are exact
 _KEPT = 512  # collectives of a lane that are remembered, to find the first in which ranks differ
 _OWN = (f"parallel{os.sep}watchdog.py", f"parallel{os.sep}record.py", "threading.py")
 _MAYBE = os.path.join("torch", "autograd", "graph.py")  # a backward pass, in C++: it computes, or waits in torch's own reducer
@@ -57,7 +57,9 @@ class Record:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.phase, self.step, self.at, self.patience = "starting", 0, time.monotonic(), 1.0
-        self.lanes: dict[tuple[str, int, int, int], Lane] = {}
+        self.lanes: dict[tuple[str, tuple[int, ...]], Lane] = {}
+        self._lane_of: dict[tuple[str, int], Lane] = {}  # by the tuple of ranks itself: a thousand ranks are not hashed each time
+        self._alive: list[tuple[int, ...]] = []
         self.latest: Lane | None = None
         self.messages: dict[tuple[int, int], tuple[int, str]] = {}  # (from, to): how many sent, or waited for, here; the last one
         self.awaited: tuple[int, int] | None = None  # the channel of the message that was announced last, if it is one that comes here
@@ -83,10 +85,7 @@ class Record:
         receive: list[int] | None,
     ) -> None:
         """Before a collective. Shape and dtype count, except for rows, where only their width must agree; splits count by pairs."""
-        key = (axis_name, ranks[0], ranks[-1], len(ranks))
-        lane = self.lanes.get(key)
-        if lane is None:
-            lane = self.lanes[key] = Lane(axis_name, ranks, index)
+        lane = self._lane_of.get((axis_name, id(ranks))) or self._lane(axis_name, ranks, index)
         shape, words = tensor.shape, self._words
         same = shape if send is None else shape[1:]
         known = words.get(name), words.get(label), words.get(tensor.dtype)
@@ -101,6 +100,11 @@ class Record:
             lane.splits %= _MODULUS
         lane.last.append((number, name, label, shape, tensor.dtype, send, receive, chain))
         self.latest, self.awaited, self.at = lane, None, time.monotonic()
+
+    def _lane(self, axis_name: str, ranks: tuple[int, ...], index: int) -> Lane:
+        self._alive.append(ranks)  # so that its id stays its own
+        lane = self._lane_of[axis_name, id(ranks)] = self.lanes.setdefault((axis_name, ranks), Lane(axis_name, ranks, index))
+        return lane
 
     def message(self, source: int, target: int, label: str) -> None:
         """Before one more message of a pipeline is sent, or waited for: by the rank that it concerns, one of the two."""
@@ -168,7 +172,7 @@ def _place(frame: Any) -> str:
 
 
 def _name(lane: Lane) -> str:
-    return f"{lane.name} {lane.ranks[0]}-{lane.ranks[-1]}/{len(lane.ranks)}"
+    return f"{lane.name} {hash(lane.ranks)}"
 
 
 def _described(lane: Lane) -> dict[str, Any]:

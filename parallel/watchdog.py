@@ -4,9 +4,9 @@
     rank 2           (stopped)                                                    line 1 <- who asked compares, and says it for all
 
 Two threads of each rank do it, so a rank whose main thread is stuck inside a library still answers, and one that is stopped does not:
-that one is missing. They meet in the process group's store, and only when there is something to ask; beyond that each rank leaves word
-every few seconds of where it is, for the case that it cannot answer later. What a rank knows of itself is its record
-(parallel/record.py); what its answers mean is said in parallel/diagnosis.py.
+that one is missing. They meet in the process group's store when there is something to ask; beyond that each rank looks there twice a
+second for a question, and leaves word every few seconds of where it is, for the case that it cannot answer later. What a rank knows of
+itself is its record (parallel/record.py); what their answers mean is said in parallel/diagnosis.py.
 
 Source of the idea: PyTorch's flight recorder and NCCL watchdog, which name the collective of one group on one rank after its end.
 """
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -33,8 +32,8 @@ from parallel.errors import Ended
 from parallel.record import Record, balanced
 
 FIRST = 5.0  # up to the end of the first step, and while saving, everything may take so many times the limit
-ANSWER_S = 3.0  # a rank that does not answer in so long is missing
-_AGAIN_S, _LOOK_S = 0.3, 0.02
+ANSWER_S = 3.0, 10.0  # a rank that does not answer in so long is missing: a twentieth of the limit, between these
+_AGAIN_S, _LOOK_S, _LEAVE_S = 0.3, 0.02, 2.0
 _STORE = "a store operation that did not end"
 _ECHOES = ("gloo", "connection closed", "connection reset", "broken pipe", "timed out waiting", "nccl", "socket", "connection refused")
 
@@ -61,28 +60,39 @@ class Watchdog:
     ) -> None:
         self.record, self.world_size, self.limit_s, self.holder = record, world_size, limit_s, holder
         self.end, self.note = end or _print_it, note or _say
+        self._answer_s = min(ANSWER_S[1], max(ANSWER_S[0], limit_s / 20))
         self.line: str | None = None
         self.speaker, self.kind = False, ""
         self._store, self._ears = (dist.PrefixStore("watch", store.clone()) for _ in range(2))
-        self._round, self._leaving = 1, False
+        self._round, self._leaving, self._readers = 1, False, world_size
         self._stopped, self._decided = threading.Event(), threading.Event()
         self._noted_at = -1.0
         self._on_abort = _HANDLER(lambda _: self._aborted())  # C keeps its address alone
+        self._threads = [threading.Thread(target=work, daemon=True, name="watchdog") for work in (self._watch, self._listen)]
         self._asking, self._pending = threading.RLock(), _no_thread()
 
     def start(self) -> Watchdog:
-        for work in (self._watch, self._listen):
-            threading.Thread(target=work, daemon=True, name="watchdog").start()
+        for thread in self._threads:
+            thread.start()
         ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)  # a handler of Python's own would come too late
         return self
 
     def stop(self) -> None:
-        """This rank leaves in good order: nobody is to wait for it."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            ctypes.CDLL(None).signal(signal.SIGABRT, None)
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"left/{self.record.rank}", self.record.failed or "finished")
+        """This rank leaves, and nobody is to wait for it. Its threads end here: one that was left would end with the interpreter, inside
+        C++. In good order rank 0, which may hold the store, goes last."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        ctypes.CDLL(None).signal(signal.SIGABRT, None)
+        for thread in self._threads:
+            thread.join(_LEAVE_S)
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._within(_LEAVE_S, lambda: self._store.set(f"left/{self.record.rank}", self.record.failed or "finished"))
+            left = self._within(_LEAVE_S, lambda: self._store.add("left", 1))
+            until = time.monotonic() + _LEAVE_S
+            while self.record.rank == 0 and not self._leaving and left < self.world_size and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+                left = self._within(_LEAVE_S, lambda: self._store.add("left", 0))
 
     # --- the clock ------------------------------------------------------------------------------------------------------
 
@@ -114,13 +124,15 @@ class Watchdog:
     # --- asking and answering -------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        """Answer whoever asks, until one of them ends the run. Blocks in the store: nothing is sent while nobody asks."""
-        rank = self.record.rank
-        while not self._stopped.is_set():
+        """Answer whoever asks, until one of them ends the run. It looks twice a second, with many ranks more rarely: a wait in the store
+        could not be broken off when the run ends."""
+        rank, tick = self.record.rank, min(1.0, max(0.05, min(0.5, self.limit_s / 40)) * max(1.0, self.world_size / 512))
+        while not self._stopped.wait(tick):
             n = self._round
             try:
-                self._ears.wait([f"ask/{n}"], timedelta(days=365))
-                word, until = None, time.monotonic() + 4 * ANSWER_S
+                if not self._ears.check([f"ask/{n}"]):
+                    continue
+                word, until = None, time.monotonic() + 4 * self._answer_s
                 while word is None and time.monotonic() < until:
                     self._ears.set(f"at/{n}/{rank}", json.dumps(self.record.answer()))
                     word = _heard(self._ears, f"line/{n}", _AGAIN_S)
@@ -128,6 +140,7 @@ class Watchdog:
                 return
             self._round = n + 1
             if word is not None and word["end"]:
+                self._readers = word["readers"]
                 self._finish(word["line"], speaker=word["speaker"] == rank, heard=n, kind=word["kind"])
                 return
             if self._leaving:  # nothing was found: what this rank knows itself is all there is
@@ -138,16 +151,16 @@ class Watchdog:
     def _ask(self, why: Why) -> None:
         """Have every rank say where it is, and say what that means, for all: this thread does not end the run, the listening one does."""
         n, rank = self._round, self.record.rank
-        mine, patience = f"{why} {rank}", min(ANSWER_S, self.limit_s / 4) if why == "slow" else ANSWER_S
+        mine, patience = f"{why} {rank}", min(self._answer_s, self.limit_s / 4) if why == "slow" else self._answer_s
         try:
             first = self._within(patience, lambda: self._store.compare_set(f"ask/{n}", "", mine).decode())
             if first != mine:  # another asks already
                 return
-            finding = self._within(4 * ANSWER_S, lambda: self._find(n, why, patience))
+            finding = self._within(4 * self._answer_s, lambda: self._find(n, why, patience))
             said = None if finding is None else self._worded(finding, why)
             end = said is not None and why != "slow"
-            word = {"end": end, "line": said, "speaker": rank, "kind": finding.kind if finding else ""}
-            self._within(ANSWER_S, lambda: self._store.set(f"line/{n}", json.dumps(word)))
+            word = {"end": end, "line": said, "speaker": rank, "kind": finding.kind if finding else "", "readers": self._readers}
+            self._within(self._answer_s, lambda: self._store.set(f"line/{n}", json.dumps(word)))
         except (RuntimeError, TimeoutError):  # the store does not answer: the rest cannot be asked, and everybody finds the same
             if not self._stopped.is_set() and (why != "hang" or self.record.answer()["waits"] != "no"):
                 self._alone(why)
@@ -198,6 +211,7 @@ class Watchdog:
                 found = _heard(self._store, f"at/{n}/{rank}", max(0.01, until - time.monotonic()))
                 if found is not None:
                     answers[rank] = found
+            self._readers = len(answers)
             silent = {rank: self._last_word(rank) for rank in range(self.world_size) if rank not in answers}
             finding = diagnose(answers, silent, limit_s=self.limit_s, share=share, settled=why == "differ")
             again = finding is None or (finding.kind == "failed" and ABORTED in finding.line)  # the others may still say what differs
@@ -273,7 +287,7 @@ class Watchdog:
         """Ask, or let another who asks already; then wait for the line, and until the others have read it."""
         asked = self._round
         self._ask(why)
-        self._decided.wait(4 * ANSWER_S)
+        self._decided.wait(4 * self._answer_s)
         self._wait_for_hearers(asked)
 
     def _wait_for_hearers(self, asked: int) -> None:
@@ -282,7 +296,7 @@ class Watchdog:
             return
         until = time.monotonic() + 1.5
         with contextlib.suppress(RuntimeError, TimeoutError):
-            while time.monotonic() < until and self._within(1.0, lambda: self._store.add(f"heard/{asked}", 0)) < self.world_size:
+            while time.monotonic() < until and self._within(1.0, lambda: self._store.add(f"heard/{asked}", 0)) < self._readers:
                 time.sleep(0.05)
 
 

@@ -27,6 +27,11 @@ def nothing(number: int, mark: Path) -> None:
     """No fault."""
 
 
+def noted(number: int, mark: Path) -> None:
+    """The time alone: what happens then is done from outside."""
+    _at_a_collective(number, mark, lambda: None)
+
+
 def stopped(number: int, mark: Path) -> None:
     _at_a_collective(number, mark, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -150,7 +155,7 @@ def _at_a_collective(number: int, mark: Path, fault: Callable[[], Any]) -> None:
     def announce(self: Record, *args: Any, **kwargs: Any) -> None:
         if self.step == STEP:
             made[0] += 1
-            if made[0] == 1 + number % 5:
+            if made[0] == 1 + number % 3:
                 _mark(mark)
                 fault()
         real(self, *args, **kwargs)

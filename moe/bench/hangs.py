@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,14 @@ from moe.bench.hang_faults import (
     holding_python,
     killed,
     lost_message,
+    noted,
     nothing,
     raising,
     slow,
     split,
     stopped,
 )
+from moe.bench.two_machines import Machines, two_machines, why_not
 from parallel.parent import die_with
 from parallel.record import Record
 
@@ -83,7 +85,7 @@ class Case:
 CASES = [
     Case("stopped (SIGSTOP) at a collective", stopped, r"CULPRIT is missing \(no answer; rank 1: last seen .* of step 3"),
     Case("stopped, the rank that holds the store", stopped, r"CULPRIT is missing: it holds the store", culprit=0),
-    Case("killed (SIGKILL) at a collective", killed, r"CULPRIT is missing \(no answer; rank 1: last seen", limit=0),
+    Case("killed (SIGKILL) at a collective", killed, r"CULPRIT is missing \(no answer; rank 1: last seen"),
     Case("killed, the rank that holds the store", killed, r"CULPRIT is missing: it holds the store", culprit=0, limit=0),
     Case(
         "stopped, ZeRO-2 (DeepSpeed's engine)", stopped, r"CULPRIT is missing \(no answer", {"sharding.kind": "zero", "sharding.stage": "2"}
@@ -129,6 +131,23 @@ CASES = [
     Case("a rank that never starts", nothing, r"CULPRIT did not come", absent=True, limit=5.0),
     Case("slow, below the limit: named, not ended", slow(0.7), r"^slow: rank 1 is late", exits=0),
 ]
+_QUIET: list[dict[str, str]] = [
+    {},
+    {"degrees.ep": "2"},
+    {"degrees.tp": "2", "tensor.sequence_parallel": "true"},
+    {"degrees.sp": "2"},
+    {"degrees.pp": "2", "pipeline.microbatches": "4", "pipeline.schedule": "chimera"},
+    {"sharding.kind": "zero", "sharding.stage": "3"},
+    {"degrees.pp": "2", "pipeline.microbatches": "4", "pipeline.schedule": "2bw"},
+    {"sharding.kind": "fsdp"},
+]
+_CUT = Case(
+    "link cut between two machines",
+    noted,
+    r"^(rank 1 is missing \(no answer|rank 0 is missing: it holds the store)",
+    {"train.steps": "100000", "train.save_every": "0", "train.eval_every": "0"},
+    world=2,
+)
 
 
 def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
@@ -143,10 +162,13 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
         for case in CASES:
             if only in case.name:
                 yield Row.of(f"hang: {case.name}", tries, lambda number, case=case: once(case, number, home))  # type: ignore[misc]
+        if only in _CUT.name:
+            yield _cut(tries, home)
         quiet = Case("no fault: nothing said, nothing ended", nothing, "", exits=0)
         if only in quiet.name:
             clean = 30 if full else rounds or 3
-            yield Row.of(quiet.name, clean, lambda number: once(quiet, number, home))
+            layouts = [replace(quiet, overrides=values, world=2 if "degrees" in " ".join(values) else WORLD) for values in _QUIET]
+            yield Row.of(quiet.name, clean, lambda number: once(layouts[number % len(layouts)], number, home))
 
 
 def warm_up(home: Path, *, deepspeed: bool = True) -> None:
@@ -164,17 +186,34 @@ def warm_up(home: Path, *, deepspeed: bool = True) -> None:
     (home / "text.txt").write_text("".join(" " if i % 6 == 5 else chr(c) for i, c in enumerate(letters)))
 
 
-def once(case: Case, number: int, home: Path) -> tuple[str, float]:
-    """(what went wrong, or nothing; seconds from the fault to the last rank's end)."""
+def _cut(tries: int, home: Path) -> Row:
+    """The cable between two machines is pulled, in network namespaces: each side ends by itself, and names the other."""
+    name = f"hang: {_CUT.name}"
+    if reason := why_not():
+        return Row(name, skipped=reason)
+    with two_machines() as machines:
+        return Row.of(name, tries, lambda number: once(_CUT, number, home, machines))
+
+
+def once(case: Case, number: int, home: Path, machines: Machines | None = None, *, slack_s: float = SLACK_S) -> tuple[str, float]:
+    """(what went wrong, or nothing; seconds from the fault to the last rank's end). `machines`: one for each rank, and the cable between
+    them is pulled when the culprit says so."""
     with tempfile.TemporaryDirectory(dir=home) as name:
         folder = Path(name)
         port = _free_port()
-        others = [rank for rank in range(case.world) if rank != case.culprit or case.exits == 0]
-        pids = {r: _fork(case, r, number, port, home, folder) for r in range(case.world) if not (case.absent and r == case.culprit)}
+        others = [rank for rank in range(case.world) if rank != case.culprit or case.exits == 0 or machines]
+        if machines:
+            machines.plug()
+        there = [rank for rank in range(case.world) if not case.absent or rank != case.culprit]
+        pids = {rank: _fork(case, rank, number, port, home, folder, machines) for rank in there}
         began, ended = time.time(), dict.fromkeys(others, 0.0)
         codes: dict[int, int] = {}
+        pulled = False
         until = began + 60
         while time.time() < until and any(rank not in codes for rank in others):
+            if machines and not pulled and (folder / "fault").exists():
+                machines.pull()
+                pulled = True
             for rank, pid in pids.items():
                 if rank not in codes and os.waitpid(pid, os.WNOHANG)[0]:
                     codes[rank], ended[rank] = 0, time.time()
@@ -185,7 +224,7 @@ def once(case: Case, number: int, home: Path) -> tuple[str, float]:
                 os.waitpid(pid, 0)
         at = float((folder / "fault").read_text()) if (folder / "fault").exists() else began
         took = max(ended[rank] for rank in others) - at if all(rank in codes for rank in others) else time.time() - at
-        return _judged(case, folder, [rank for rank in others if rank not in codes], took), took
+        return _judged(case, folder, [rank for rank in others if rank not in codes], took, slack_s), took
 
 
 def _cost() -> Row:
@@ -198,7 +237,7 @@ def _cost() -> Row:
     return Row(f"{_COST}: {1e6 * took:.1f} us", times, times, 0, round(took, 8))
 
 
-def _judged(case: Case, folder: Path, running: list[int], took: float) -> str:
+def _judged(case: Case, folder: Path, running: list[int], took: float, slack_s: float) -> str:
     """What is wrong with how the ranks ended; nothing where all is as it should be."""
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.log")))
     if running:
@@ -215,14 +254,14 @@ def _judged(case: Case, folder: Path, running: list[int], took: float) -> str:
     said = case.said.replace("CULPRIT", f"^rank {case.culprit}")
     for rank, word in left.items():
         line = str(word["error"])
-        if rank != case.culprit and not re.search(said, line):
+        if (rank != case.culprit or case is _CUT) and not re.search(said, line):
             return f"rank {rank} said: {line}"
-    if took > case.limit * LIMIT_S + SLACK_S:
+    if took > case.limit * LIMIT_S + slack_s:
         return f"took {took:.1f} s: {left}"
     return ""
 
 
-def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Path) -> int:
+def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Path, machines: Machines | None) -> int:
     parent = os.getpid()
     if pid := os.fork():
         return pid
@@ -235,6 +274,9 @@ def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Pat
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         places: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": case.world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": case.world}
         places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": home / "cache", "CUDA_VISIBLE_DEVICES": ""}
+        if machines:
+            machines.enter(rank)
+            places |= {"MASTER_ADDR": machines.addresses[0], "GLOO_SOCKET_IFNAME": machines.ends[rank]}
         os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu"})
         if rank == case.culprit:
             case.install(number, folder / "fault")

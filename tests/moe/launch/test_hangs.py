@@ -5,6 +5,7 @@ It alone would notice a watchdog that does not end a run, or ends it without the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_every_rank_that_is_left_names_the_culprit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_that_is_left_names_the_culprit(name: str, tmp_path: Path) -> None:
     hangs.warm_up(tmp_path, deepspeed=False)
-    (case,) = [case for case in hangs.CASES if case.name == name]
-    row = Row.of(case.name, 1, lambda number: hangs.once(case, number, tmp_path))
+    (case,) = [replace(c, overrides=c.overrides | {"train.timeout_s": "3"}) for c in hangs.CASES if c.name == name]  # a busy machine
+    row = Row.of(case.name, 1, lambda number: hangs.once(case, number, tmp_path, slack_s=30))
     assert row.problems == [] and (row.tried, row.held) == (1, 1)
