@@ -1,7 +1,7 @@
 """An order found by search, for stages and links of unequal times and a limit of memory.
 
-    start      the catalog's schedules on the same placement that fit, and greedy orders: a rank does what can start first; W fills
-               waits, or makes room when memory is full                         [zero bubble, 2401.10241, section 3.1, its options tried]
+    start      the catalog's schedules on the same placement that fit; greedy orders: a rank does what can start first, and W fills
+               waits, or makes room when memory is full; with a stage a rank, the zero-bubble paper's rules too (alternating.py)
     improve    move one action within its rank's order; keep what is not slower in the simulator and still fits
 
 So the result is never slower than a schedule of the catalog that holds the same stages and fits. A placement says which stages a rank
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, flushed, folded, looped, one_stage_a_rank
+from parallel.pipeline.schedules.alternating import Alternating
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held
 from parallel.pipeline.simulator.simulate import Cost, OfMessage, simulate
@@ -99,6 +100,12 @@ def _greedy_orders(given: Given) -> Iterator[Schedule]:
         if orders is not None and orders not in seen:
             seen.append(orders)
             yield flushed("search", given.homes, given.microbatches, orders)
+    if given.placement == "line":
+        times = [{op: given.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(given.ranks)]
+        sent = 0 if callable(given.transfer_time) else given.transfer_time
+        for late, skip, always in product((False, True), repeat=3):
+            rules = Alternating(times, given.microbatches, sent=sent, memory=given.memory, late=late, skip=skip, always=always)
+            yield flushed("search", given.homes, given.microbatches, rules.orders())
 
 
 class _Greedy:

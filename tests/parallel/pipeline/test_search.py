@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from parallel.errors import BadInput
+from parallel.pipeline.check import check
 from parallel.pipeline.order_file import read_order, write_order
-from parallel.pipeline.schedule import Op, Schedule
+from parallel.pipeline.schedule import Op, Schedule, flushed, one_stage_a_rank
+from parallel.pipeline.schedules.alternating import Alternating
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.search import PLACEMENTS, search
 from parallel.pipeline.simulator.held import peak_held
-from parallel.pipeline.simulator.simulate import costs
+from parallel.pipeline.simulator.simulate import costs, simulate
 from tests.support.plain_simulation import plain_simulate
 
 ON = {"line": ["1f1b", "gpipe", "naive", "zb_h1", "zb_h2"], "loop": ["interleaved", "looped_bfs"], "v": ["zb_v", "dualpipe_v"]}
@@ -136,3 +138,16 @@ def test_few_microbatches_gain_most(name: str, placement: str, p: int, m: int, l
     found = search(placement, p, m, costs(1, 2), memory=max(peak_held(rival)) / v)
     stages = [1] * (p * v)
     assert took(rival, stages, [2] * p * v, 0.5, 0) >= least * took(found, stages, [2] * p * v, 0.5, 0)
+
+
+def test_the_papers_rules_give_whole_orders_within_memory_and_without_waits_where_the_paper_has_none() -> None:
+    """2401.10241, section 3.1: any times and memory; and with F = I = W and 2 p - 1 micro-batches kept, H2's step."""
+    draw = random.Random(3)
+    for _ in range(40):
+        p, m, sent, most = draw.randint(1, 5), draw.randint(1, 9), draw.choice([0, 1]), draw.randint(1, 9)
+        times = [{op: draw.randint(1, 9) for op in (Op.F, Op.I, Op.W)} for _ in range(p)]
+        late, skip, always = (draw.random() < 0.5 for _ in range(3))
+        orders = Alternating(times, m, sent=sent, memory=most, late=late, skip=skip, always=always).orders()
+        assert max(peak_held(check(flushed("rules", one_stage_a_rank(p), m, orders)))) <= most
+    even = Alternating([dict.fromkeys((Op.F, Op.I, Op.W), 1)] * 4, 12, memory=7).orders()
+    assert simulate(flushed("rules", one_stage_a_rank(4), 12, even), costs(1, 2)).makespan == 3 * 12 + 3

@@ -1,0 +1,128 @@
+"""Orders by the rules of the zero-bubble paper for stages of unequal times [2401.10241, section 3.1]; where a search begins.
+
+    warm-up    as many F as memory holds while the first I is on its way; one more, which delays it, or not          `late`
+    then       one F and one I in turn, and W into waits that are long enough, or where memory is full; into a shorter wait too if it
+               would else become the longest of all ranks' waits together; or always                                  `always`
+    skip       a rank that is two F ahead of the next one leaves one out if that adds nothing to the longest wait     `skip`
+    last       what W are left
+
+One stage a rank. All eight choices are tried by whoever wants the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor
+
+from parallel.pipeline.schedule import Action, Op
+
+
+class Alternating:
+    """times: of F, I and W on each rank. sent: time of a message. memory: the most micro-batches that a rank keeps until W."""
+
+    def __init__(
+        self,
+        times: Sequence[dict[Op, float]],
+        microbatches: int,
+        *,
+        sent: float = 0,
+        memory: float | None = None,
+        late: bool = False,
+        skip: bool = False,
+        always: bool = True,
+    ) -> None:
+        self.times, self.microbatches, self.sent = times, microbatches, sent
+        self.memory = microbatches if memory is None else min(microbatches, floor(memory + 1e-9))
+        self.late, self.skip, self.always = late, skip, always
+        self.ranks, self.last = range(len(times)), len(times) - 1
+        self.done: list[list[Action]] = [[] for _ in times]
+        self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}
+        self.free, self.waited = [0.0] * len(times), [0.0] * len(times)
+        self.ended: dict[Action, float] = {}
+
+    def orders(self) -> list[list[Action]]:
+        """Every rank's order, complete."""
+        self._warm_up()
+        for _ in range(1, self.microbatches):
+            for rank in self._who_goes_forward():
+                self._make_room(rank)
+                self._fill(rank, self._arrival(Op.F, rank))
+                self._do(Op.F, rank)
+            for rank in reversed(self.ranks):
+                self._fill(rank, self._arrival(Op.I, rank))
+                self._do(Op.I, rank)
+        for rank in self.ranks:
+            while self.counts[Op.W][rank] < self.microbatches:
+                self._do(Op.W, rank)
+        return self.done
+
+    def _warm_up(self) -> None:
+        for rank in self.ranks:
+            self._do(Op.F, rank)
+        more, due = [0] * len(self.times), self.free[self.last] + self.times[self.last][Op.I]
+        for rank in reversed(self.ranks[:-1]):
+            time, forward = self.free[rank], self.times[rank][Op.F]
+            while 1 + more[rank] < self.memory:
+                if time >= due + self.sent if self.late else time + forward > due + self.sent:
+                    break
+                time, more[rank] = time + forward, more[rank] + 1
+            due = max(time, due + self.sent) + self.times[rank][Op.I]
+        for rank in self.ranks[1:]:  # behind the rank before it, unless that has all under way
+            ahead = more[rank - 1]
+            more[rank] = min(more[rank], ahead if 1 + ahead == self.microbatches else max(0, ahead - 1))
+        for rank in self.ranks:
+            for _ in range(more[rank]):
+                self._do(Op.F, rank)
+        for rank in reversed(self.ranks):
+            self._do(Op.I, rank)
+
+    def _who_goes_forward(self) -> list[int]:
+        """The ranks that have forward passes left, from the last one up to one that leaves one out: those before it do so too."""
+        found: list[int] = []
+        for rank in reversed(self.ranks):
+            begun = self.counts[Op.F]
+            if begun[rank] < self.microbatches:
+                if self.skip and self._may_skip(rank):
+                    break
+                found.append(rank)
+        return found[::-1]
+
+    def _may_skip(self, rank: int) -> bool:
+        begun = self.counts[Op.F]
+        if rank == self.last or begun[rank] < begun[rank + 1] + 2:
+            return False
+        following = self.times[rank + 1]
+        gap = self.free[rank + 1] + following[Op.F] + following[Op.I] + self.sent - self.free[rank]
+        return gap < self.times[rank][Op.F] and gap <= max(self.waited) - self.waited[rank]
+
+    def _make_room(self, rank: int) -> None:
+        while self.counts[Op.F][rank] - self.counts[Op.W][rank] + 1 > self.memory:
+            self._do(Op.W, rank)
+
+    def _fill(self, rank: int, arrival: float) -> None:
+        """W into the wait until `arrival`."""
+        took = self.times[rank][Op.W]
+        while self._owes(rank) and self.free[rank] + took <= arrival:
+            self._do(Op.W, rank)
+        gap = arrival - self.free[rank]
+        if gap > 0 and self._owes(rank) and (self.always or gap > max(self.waited) - self.waited[rank]):
+            self._do(Op.W, rank)
+
+    def _owes(self, rank: int) -> bool:
+        return self.counts[Op.W][rank] < self.counts[Op.I][rank]
+
+    def _arrival(self, op: Op, rank: int) -> float:
+        """When what the next F or I of a rank needs from another rank is there."""
+        before = rank - 1 if op is Op.F else rank + 1
+        if not 0 <= before <= self.last:
+            return 0.0
+        return self.ended[Action(op, before, self.counts[op][rank])] + self.sent
+
+    def _do(self, op: Op, rank: int) -> None:
+        action = Action(op, rank, self.counts[op][rank])
+        start = self.free[rank] if op is Op.W else max(self.free[rank], self._arrival(op, rank))
+        if self.done[rank]:
+            self.waited[rank] += start - self.free[rank]
+        self.free[rank] = self.ended[action] = start + self.times[rank][op]
+        self.counts[op][rank] += 1
+        self.done[rank].append(action)
