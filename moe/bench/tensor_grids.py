@@ -26,7 +26,7 @@ from parallel.fork import run_on_ranks
 from parallel.plan.tensor import Cost, DenseLayer, cost
 from parallel.process import World
 from parallel.tensor import linear_2p5d
-from parallel.tensor.sizes import GRIDS, grid_of
+from parallel.grids import GRIDS, grid_of
 
 SEQUENCES, LENGTH, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN = 36, 8, 72, 24, 12, 4, 144
 FORMS = (("1d", 2), ("1d", 4), ("sliced", 2), ("sliced", 4), ("2d", 4), ("2d", 9), ("2.5d", 8), ("3d", 8))

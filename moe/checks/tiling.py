@@ -6,8 +6,8 @@ import math
 
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.grids import LINES
 from parallel.mesh import divisors
-from parallel.tensor.sizes import LINES
 
 
 def check_tiling(run: Run) -> None:

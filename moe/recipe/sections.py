@@ -20,7 +20,7 @@ from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
-from parallel.tensor.sizes import GRIDS, LINES, grid_of
+from parallel.grids import GRIDS, LINES, grid_of
 
 _LARGEST = 2**40
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.grids import GRIDS
 from parallel.plan.counts import layer as layer_elements
 from parallel.plan.counts import split_of
 from parallel.plan.job import Network, Plan, Recomputed
 from parallel.plan.stack import PARTS, Part, Stack
-
-GRIDS = ("2d", "2.5d", "3d")
 
 
 @dataclass(frozen=True)

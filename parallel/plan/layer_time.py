@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from parallel.grids import GRIDS, LINES
 from parallel.plan import attention as sequence_attention
 from parallel.plan import tensor as tensor_parallel
 from parallel.plan.cluster import Cluster
@@ -131,7 +132,7 @@ def _casts(program: Program, products: list[tuple[float, float, float]]) -> tupl
 
 def _sides(plan: Plan) -> tuple[float, float]:
     """By how much tensor parallelism divides a rank's tokens, and what its products make of them."""
-    if plan.tensor in ("1d", "sliced", "dtensor", "copied"):
+    if plan.tensor not in GRIDS:
         return 1, plan.tp
     if plan.tensor == "3d":
         side = round(plan.tp ** (1 / 3))
@@ -226,7 +227,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     device, kind = cluster.device, KIND[plan.compute_bytes]
     rows, parts = _sides(plan)
     heads = network.heads / (parts if plan.tensor != "copied" else 1)
-    batch = plan.microbatch / (rows if plan.tensor not in ("1d", "sliced", "dtensor", "copied") else 1)
+    batch = plan.microbatch / rows
     value = network.latent.value_size if network.latent else network.channels
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
@@ -278,7 +279,7 @@ def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *,
     n = tokens_of(network, plan)
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     left = 1 - program.tensor_beside
-    if plan.tensor in ("1d", "dtensor", "sliced"):
+    if plan.tensor in (*LINES, "sliced"):
         size = n * network.width * plan.compute_bytes
         sums = 1.0 if sparse else 2.0  # tokens of a layer with experts are cut already
         if plan.tensor == "sliced":
@@ -356,7 +357,7 @@ def _copies(choices: int, places: int) -> float:
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
     """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient."""
     rows, _ = _sides(plan)
-    parts = plan.tp / rows if plan.tensor not in ("1d", "sliced", "dtensor") else plan.tp
+    parts = plan.tp / rows
     n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
     kind = KIND[max(2, plan.compute_bytes)]
     step = 64 if plan.tp > 1 or network.vocab > 1000 else 1

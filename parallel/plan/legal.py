@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parallel.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.plan.job import Network, Plan
 
-# as a plan names them; parallel/tensor/sizes.py cannot be asked, since that folder imports this one
-LINES, GRIDS = ("1d", "sliced", "dtensor"), ("2d", "2.5d", "3d")
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
 
 
@@ -78,7 +77,7 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         if plan.tensor == "sliced":
             yield "tensor.sequence_parallel needs degrees.tp above 1"
         return
-    if plan.tensor in LINES:
+    if plan.tensor in (*LINES, "sliced"):
         yield from _line(network, plan)
     if plan.tensor in GRIDS:
         yield from _grid(network, plan)

@@ -21,8 +21,8 @@ import math
 from collections.abc import Sequence
 
 from parallel.errors import BadInput
+from parallel.grids import refused
 from parallel.mesh import divisors
-from parallel.tensor.sizes import refused
 
 
 def grid_of(tp: int, depth: int | None, *, sides: Sequence[int]) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from parallel.plan.graph import Dim, Graph, Operator
 from parallel.plan.intra_op import intra_op, live
 from parallel.plan.links import AlphaBeta, Link
 from parallel.plan.strategies import LATER, WHOLE, Settings, candidates, change, cost_of, read_together
+from tests.support.graphs import chain
 
 LINKS = {"1x4": (1, 4), "2x2": (2, 2), "2x4": (2, 4)}
 ITEM, GRAD = 2, 2
@@ -20,18 +21,6 @@ ITEM, GRAD = 2, 2
 def mesh(name: str, *, memory_bytes: float = inf) -> AlphaBeta:
     """The nearer axis four times as fast; products so slow that nobody repeats one."""
     return AlphaBeta(LINKS[name], (Link(3e-6, 4e-9), Link(2e-6, 1e-9)), flops=1e9, memory_bytes=memory_bytes)
-
-
-def chain(layers: int, *, b: int, d: int, f: int) -> Graph:
-    """Products d -> f -> d -> ... of a given x, in which nothing is summed over but widths."""
-    dims = {"b": Dim("batch", b), "d": Dim("width", d), "f": Dim("hidden", f)}
-    ops, x, parameters = [], "x", {}
-    for i in range(layers):
-        rule = "bd,df->bf" if i % 2 == 0 else "bf,fd->bd"
-        parameters[f"w{i}"] = rule[3:5]
-        ops.append(Operator(f"layer{i}", "product", rule, (x, f"w{i}"), 2.0 * b * d * f))
-        x = f"layer{i}"
-    return Graph(dims, {"x": "bd"}, parameters, tuple(ops), ITEM)
 
 
 def attention(blocks: int, *, b: int, length: int, heads: int, d: int) -> Graph:

@@ -8,25 +8,13 @@ from itertools import product
 import pytest
 
 from parallel.plan.execution import Placed, Ran, Simulator, Task, run
-from parallel.plan.graph import Dim, Graph, Operator
+from parallel.plan.graph import Graph
 from parallel.plan.links import Link, Machine
 from parallel.plan.mcmc import data_parallel, legal, mcmc
 from parallel.plan.strategies import Settings
+from tests.support.graphs import chain
 
 MACHINE = Machine(nodes=2, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(3e-6, 4e-9))
-
-
-def chain(layers: int, *, b: int, d: int, f: int) -> Graph:
-    """Products d -> f -> d -> ... of a given x, each followed by work on every element."""
-    dims = {"b": Dim("batch", b), "d": Dim("width", d), "f": Dim("hidden", f)}
-    ops, x, parameters = [], "x", {}
-    for i in range(layers):
-        rule = "bd,df->bf" if i % 2 == 0 else "bf,fd->bd"
-        parameters[f"w{i}"] = rule[3:5]
-        ops.append(Operator(f"layer{i}", "product", rule, (x, f"w{i}"), 2.0 * b * d * f))
-        ops.append(Operator(f"act{i}", "pointwise", f"{rule[-2:]}->{rule[-2:]}", (f"layer{i}",)))
-        x = f"act{i}"
-    return Graph(dims, {"x": "bd"}, parameters, tuple(ops), 2)
 
 
 def simulated(graph: Graph, placement: dict[str, Placed], machine: Machine = MACHINE, settings: Settings | None = None) -> Ran:
@@ -36,7 +24,7 @@ def simulated(graph: Graph, placement: dict[str, Placed], machine: Machine = MAC
 def test_data_parallel_takes_its_products_and_sums() -> None:
     """All devices compute alike; the last sum begins when the first layer's backward ends, and waits for sums before it on the port."""
     b, d, f = 64, 16, 48
-    graph = chain(2, b=b, d=d, f=f)
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
     work = 3 * graph.flops / 4 / 1e9
     size = d * f * 2
     each = 1e-6 + size * 1e-9 + 3e-6 + size / 2 * 4e-9  # within nodes 2 (n-1)/n, then between two of them half as much
@@ -47,7 +35,7 @@ def test_data_parallel_takes_its_products_and_sums() -> None:
 def test_columns_then_rows_send_a_ring_s_share() -> None:
     """Hidden units over one node: partial sums forward where the next reads them, and nothing else."""
     b, d, f = 8, 16, 32
-    graph = chain(2, b=b, d=d, f=f)
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
     cut, copies = Placed((("f", 2),)), Placed((("", 2),))
     ran = simulated(graph, {"layer0": cut, "act0": cut, "layer1": cut, "act1": copies})
     fetched = 1e-6 + b * d * 2 * 1e-9  # 2 (n - 1)/n of the output, n = 2
@@ -57,7 +45,7 @@ def test_columns_then_rows_send_a_ring_s_share() -> None:
 def test_one_after_another_on_different_devices() -> None:
     """A placement without cuts is a chain of work and transfers, there and back."""
     b, d, f = 8, 16, 32
-    graph = chain(2, b=b, d=d, f=f)
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
     here, there = Placed((), 0), Placed((), 2)
     ran = simulated(graph, {"layer0": here, "act0": here, "layer1": there, "act1": there})
     assert ran.seconds == pytest.approx(3 * graph.flops / 1e9 + 2 * (3e-6 + b * f * 2 * 4e-9), rel=1e-9)
@@ -69,7 +57,7 @@ def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int,
     """Two products on two devices, and what is between them."""
     b, d, f = sizes
     machine = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9))
-    graph = chain(2, b=b, d=d, f=f)
+    graph = chain(2, b=b, d=d, f=f, then="pointwise")
     simulator = Simulator(graph, machine, Settings())
     options = {op.name: legal(op, graph, 2) for op in graph.operators}
     assert all(len(some) <= 16 for some in options.values())
@@ -82,7 +70,7 @@ def test_walk_finds_the_best_of_all_placements(seed: int, sizes: tuple[int, int,
 @pytest.mark.parametrize("seed", range(3))
 def test_delta_simulation_equals_the_full_one(seed: int) -> None:
     """To the bit: every task's end, on walks that accept much of what is slower."""
-    graph = chain(3, b=16, d=8, f=16)
+    graph = chain(3, b=16, d=8, f=16, then="pointwise")
     simulator, seen = Simulator(graph, MACHINE, Settings()), []
 
     def watch(placement: dict[str, Placed], ran: Ran) -> None:
@@ -95,13 +83,13 @@ def test_delta_simulation_equals_the_full_one(seed: int) -> None:
 
 
 def test_both_simulations_walk_alike() -> None:
-    graph = chain(2, b=16, d=8, f=16)
+    graph = chain(2, b=16, d=8, f=16, then="pointwise")
     walks = [mcmc(Simulator(graph, MACHINE, Settings()), budget=200, seed=5, simulation=kind) for kind in ("delta", "full")]  # type: ignore[arg-type]
     assert walks[0] == walks[1]
 
 
 def test_slower_placements_are_accepted_less_the_larger_alpha_is() -> None:
-    graph, shares = chain(2, b=16, d=8, f=16), []
+    graph, shares = chain(2, b=16, d=8, f=16, then="pointwise"), []
     for alpha in (0.0, 1.0, 10.0, 1e6):
         walk = mcmc(Simulator(graph, MACHINE, Settings()), budget=300, seed=1, alpha=alpha)
         shares.append(walk.slower_accepted / walk.slower)
@@ -109,7 +97,7 @@ def test_slower_placements_are_accepted_less_the_larger_alpha_is() -> None:
 
 
 def test_walk_begins_with_data_parallelism_and_never_ends_worse() -> None:
-    graph = chain(3, b=64, d=8, f=16)
+    graph = chain(3, b=64, d=8, f=16, then="pointwise")
     simulator = Simulator(graph, MACHINE, Settings())
     start = run(simulator.tasks(data_parallel(graph, 4))).seconds
     assert mcmc(simulator, budget=0).seconds == start and mcmc(simulator, budget=100).seconds <= start
@@ -117,7 +105,7 @@ def test_walk_begins_with_data_parallelism_and_never_ends_worse() -> None:
 
 def test_what_does_not_fit_is_fined() -> None:
     """1 ms for each MB above memory, so that what fits is taken although it is slower."""
-    graph = chain(2, b=1024, d=16, f=16)
+    graph = chain(2, b=1024, d=16, f=16, then="pointwise")
     small = Machine(nodes=1, node_size=2, flops=1e9, inside=Link(1e-6, 1e-9), between=Link(1e-6, 1e-9), memory_bytes=50_000)
     simulator = Simulator(graph, small, Settings())
     placement = data_parallel(graph, 2)

@@ -18,6 +18,8 @@ from parallel import process
 from parallel.data.tiling import Products, one_by_one
 from parallel.errors import BadInput
 from parallel.gradients import sum_gradients
+from parallel.grids import GRIDS as GRIDS_OF
+from parallel.grids import grid_of
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
@@ -26,8 +28,6 @@ from parallel.tensor.exchanged import Exchanged
 from parallel.tensor.grid import ChannelsNorm
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.tensor.sizes import GRIDS as GRIDS_OF
-from parallel.tensor.sizes import grid_of
 from parallel.tensor.style import Plan, Style, apply, lay_out
 from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
 from parallel.weight_gradient import put_off

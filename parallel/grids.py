@@ -1,4 +1,6 @@
-"""How many ranks the grids of tensor parallelism take, as (depth, rows, columns); arithmetic, without torch.
+"""Kinds of tensor parallelism by the shape of their ranks, and how many ranks a grid takes, as (depth, rows, columns).
+
+Arithmetic, without torch: recipes, planner and layers all ask it.
 
 2d   q x q                 3d   q x q x q                 2.5d   d grids of q x q: parallel/tensor/linear_2p5d.py
 """

@@ -1,0 +1,22 @@
+"""Small graphs of operators for the planner's searches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from parallel.plan.graph import Dim, Graph, Operator
+
+
+def chain(layers: int, *, b: int, d: int, f: int, then: Literal["nothing", "pointwise"] = "nothing") -> Graph:
+    """Products d -> f -> d -> ... of a given x, in which nothing is summed over but widths; `then`: work on every element of each."""
+    dims = {"b": Dim("batch", b), "d": Dim("width", d), "f": Dim("hidden", f)}
+    ops, x, parameters = [], "x", {}
+    for i in range(layers):
+        rule = "bd,df->bf" if i % 2 == 0 else "bf,fd->bd"
+        parameters[f"w{i}"] = rule[3:5]
+        ops.append(Operator(f"layer{i}", "product", rule, (x, f"w{i}"), 2.0 * b * d * f))
+        x = f"layer{i}"
+        if then == "pointwise":
+            ops.append(Operator(f"act{i}", "pointwise", f"{rule[-2:]}->{rule[-2:]}", (x,)))
+            x = f"act{i}"
+    return Graph(dims, {"x": "bd"}, parameters, tuple(ops), 2)
