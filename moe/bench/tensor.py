@@ -3,7 +3,7 @@
     1d        against the same blocks with tensor.kind dtensor
     1d        against torch's parallelize_module: the same blocks with nn.Linear for every product, cut by torch's styles
     sliced    both again, with slices of the sequences between layers (tensor.sequence_parallel; SequenceParallel)
-    hidden    one row product on a link slowed by a known time: how much of its sum is not behind it, with tensor.overlap_chunks 1, 2, 4
+    hidden    collectives on a link slowed by a known time: how much of each is not behind a product (moe/bench/tensor_hidden.py)
 
 Weights are the same, and so must outputs and gradients of the input be: how far they are apart is told. Two widths: in the narrow one
 what counts is the time that an operation takes beside its arithmetic. `moe bench tensor --nproc 2 --json FILE`.
@@ -11,18 +11,16 @@ what counts is the time that an operation takes beside its arithmetic. `moe benc
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe.bench import tensor_hidden
 from moe.bench.races import Race, race_row, slowest
 from moe.bench.timing import in_turn
 from moe.launch import exit_codes
@@ -32,20 +30,15 @@ from moe.parallelize.plan import lay_out, plan_of
 from moe.recipe import sections
 from moe.records.results import write_json
 from parallel import process
-from parallel.collectives import Started, start_sum
 from parallel.fork import run_on_ranks
-from parallel.mesh import Axis, Degrees, Mesh
+from parallel.mesh import Degrees, Mesh
 from parallel.process import World
-from parallel.tensor import overlapped
 from parallel.tensor.style import apply
 
 BATCH, LENGTH, LAYERS = 2, 256, 2
 WIDTHS = {128: 4, 512: 8}  # the model's width -> heads, of which key-value heads are half
 WITHIN = 1e-4  # relative: outputs and gradients of different orders of sums in fp32
 CPU = torch.device("cpu")
-LINK_S = 0.04  # of a slowed link, for the whole sum of the product below: less than 3/4 of the product takes
-TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # of that product, all ranks' hidden units
-CHUNKS = (1, 2, 4)
 
 RACES = (
     Race("1d over dtensor", "1d", "dtensor", 1.0),
@@ -55,6 +48,7 @@ RACES = (
     Race("1d sliced over torch's styles", "1d sliced", "torch sliced", 1.0),
     Race("1d sliced over 1d", "1d sliced", "1d", None),
     Race("1d in 4 chunks over 1d", "1d in 4 chunks", "1d", None),
+    Race("1d sliced in 4 chunks over 1d sliced", "1d sliced in 4 chunks", "1d sliced", None),
 )
 Both = Callable[[], tuple[Tensor, Tensor]]
 
@@ -68,7 +62,7 @@ def main(*, nproc: int = 2, rounds: int = 15, json: str | None = None) -> int:
         times, apart = slowest([seconds for seconds, _ in found]), max(apart for _, apart in found)
         print(f"width {width}, {LAYERS} layers of {BATCH} x {LENGTH} tokens; results apart by {apart:.0e}", flush=True)
         rows += [{"width": width, "apart": apart} | race_row(race, times, ranks=nproc) for race in RACES]
-    rows += _hidden_rows(slowest(run_on_ranks(_sums, nproc, nproc, rounds, timeout_s=600)), ranks=nproc)
+    rows += tensor_hidden.rows_of(slowest(run_on_ranks(tensor_hidden.seconds_of, nproc, nproc, rounds, timeout_s=600)), ranks=nproc)
     if json:
         write_json(json, verb="bench tensor", rows=rows, shape=[BATCH, LENGTH, LAYERS], rounds=rounds)
     return exit_codes.of(all(row.get("passed") is not False and row.get("apart", 0.0) <= WITHIN for row in rows))
@@ -92,9 +86,10 @@ def _measured(rank: int, ranks: int, width: int, rounds: int) -> tuple[dict[str,
         for kind in ("1d", "dtensor"):
             ways[kind + suffix] = partial(_both_ways, _ours(model, mesh, kind + suffix), mesh, width, sliced)
         ways["torch" + suffix] = partial(_both_ways, _theirs(model, mesh, sliced=sliced), mesh, width, sliced)
-    ways["1d in 4 chunks"] = partial(_both_ways, _ours(model, mesh, "1d", chunks=4), mesh, width, False)
+    for sliced, kind in ((False, "1d"), (True, "1d sliced")):
+        ways[f"{kind} in 4 chunks"] = partial(_both_ways, _ours(model, mesh, kind, chunks=4), mesh, width, sliced)
     results = {name: way() for name, way in ways.items()}
-    apart = max(_apart(found, results["1d sliced" if name.endswith(" sliced") else "1d"]) for name, found in results.items())
+    apart = max(_apart(found, results["1d sliced" if " sliced" in name else "1d"]) for name, found in results.items())
     return in_turn(ways, rounds=rounds, device=CPU, warmups=1), apart
 
 
@@ -164,56 +159,3 @@ def _theirs(model: sections.Model, mesh: Mesh, *, sliced: bool) -> nn.ModuleList
         plan |= {f"layers.*.{norm}": SequenceParallel(use_local_output=True) for norm in ("attention_norm", "ffn_norm")}
     cut = parallelize_module(whole, DeviceMesh.from_group(mesh.axis("tp").group, "cpu"), plan)
     return cut.get_submodule("layers")  # type: ignore[return-value]
-
-
-# --- sums behind products ---------------------------------------------------------------------------------------------------
-
-
-class _Link:
-    """Sums travel one after another, each as long as its share of TOKENS says; the sums themselves are made as ever."""
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
-
-    def start_sum(self, tensor: Tensor, axis: Axis) -> Started:
-        self.free_at = max(self.free_at, time.perf_counter()) + LINK_S * len(tensor) / TOKENS
-        return _Slowed(start_sum(tensor, axis), self.free_at)
-
-
-class _Slowed(Started):
-    def __init__(self, started: Started, there_at: float) -> None:
-        self.started, self.there_at = started, there_at
-
-    def wait(self) -> Tensor:
-        time.sleep(max(0.0, self.there_at - time.perf_counter()))
-        return self.started.wait()
-
-
-def _sums(rank: int, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of the product, forward, by the number of chunks: without any sum, with it, and with it on the slowed link."""
-    axis = process.connect(Degrees(tp=ranks), World(rank, ranks)).axis("tp")
-    h, weight = torch.randn(1, TOKENS, HIDDEN // ranks), torch.randn(WIDTH, HIDDEN // ranks)
-
-    def product(chunks: int, start: Callable[[Tensor, Axis], Started]) -> None:
-        dist.barrier()
-        with patch.object(overlapped, "start_sum", start):
-            overlapped.row_product(h, weight, axis=axis, chunks=chunks, sliced=False)
-
-    work: dict[str, Callable[[], None]] = {}
-    for chunks in CHUNKS:
-        work[f"{chunks} alone"] = partial(product, chunks, lambda tensor, _: Started(tensor, None))
-        work[f"{chunks}"] = partial(product, chunks, start_sum)
-        work[f"{chunks} slowed"] = lambda chunks=chunks: product(chunks, _Link().start_sum)  # type: ignore[misc]
-    return in_turn(work, rounds=rounds, device=CPU, warmups=1)
-
-
-def _hidden_rows(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, Any]]:
-    """Of n chunks the last one's sum has nothing to hide behind: 1/n of the link's time shows."""
-    rows = []
-    for chunks in CHUNKS:
-        pairs = zip(seconds[f"{chunks} slowed"], seconds[f"{chunks} alone"], strict=True)
-        seen, product = statistics.median(slow - fast for slow, fast in pairs) / LINK_S, statistics.median(seconds[f"{chunks}"])
-        row = {"race": f"sum not hidden, {chunks} chunks", "ranks": ranks, "expected": 1 / chunks, "measured": seen, "link_seconds": LINK_S}
-        rows.append(row | {"seconds": product})
-        print(f"{row['race']:<36}{ranks} ranks {product:8.3f} s   {seen:.2f} of {LINK_S} s; {1 / chunks:.2f} expected", flush=True)
-    return rows

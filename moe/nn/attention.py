@@ -6,7 +6,7 @@
 key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
 and a function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
 Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once, or `products`,
-where x travels for a product: for q, k and v it does so once.
+where x or its gradient travels beside products: for q, k and v once. What enters may be a slice of the sequences, if q, k and v are whole.
 Rotary angles and the softmax are fp32.
 """
 
@@ -133,12 +133,11 @@ class Attention(nn.Module):
         self.products: Products = one_by_one
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        x_BLD = self.enter(x_BLD)
-        products = self.products(x_BLD, [self.q, self.k, self.v])
+        products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         q_BHLC, k_BKLC, v_BKLC = (rearrange(y, "b l (h c) -> b h l c", c=self.head_size) for y in products)
         bias = None if self.bias is None else self.bias()
         if bias is None:
-            place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
+            place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
             q_BHLC, k_BKLC = rotate(q_BHLC, place_L), rotate(k_BKLC, place_L)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
         return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))

@@ -17,6 +17,7 @@ from moe.experts.experts import HIDDEN_DIM
 from moe.experts.layer import MoELayer
 from moe.model.names import stack_of, tiled_dim
 from moe.recipe import sections
+from parallel.grids import GRIDS
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.tensor import style
@@ -26,7 +27,6 @@ from parallel.tensor.grid import Channels, ChannelsNorm
 from parallel.tensor.linear_1d import Column, Row
 from parallel.tensor.linear_2d import Block
 from parallel.tensor.linear_3d import Cube
-from parallel.grids import GRIDS
 from parallel.tensor.sliced import Sliced
 from parallel.tensor.style import Copied, Plan, Stacked, Style
 from parallel.tensor.vocabulary import VocabularyRows
@@ -149,7 +149,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
             ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
-            *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Row) else kind) for pattern, kind in TENSOR[tensor]),
+            *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Column | Row) else kind) for pattern, kind in TENSOR[tensor]),
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -55,11 +56,11 @@ def units_of(model: Transformer, ranks_of: Callable[[str], tuple[int, ...]] = la
 
 
 def _of_equal_ranks(owned: Mapping[str, list[str]], ranks_of: Callable[[str], tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-    """Units by path; after each, the modules in it whose parameters are cut over other ranks than the unit's first."""
+    """Units by path; after each, the layers in it that have parameters cut over other ranks than the unit's first, with those."""
     for path, names in owned.items():
         apart = [name for name in names if ranks_of(name) != ranks_of(names[0])]
         yield path, [name for name in names if name not in apart]
-        yield from ((name.rpartition(".")[0], [name]) for name in apart)
+        yield from ((layer, list(those)) for layer, those in groupby(apart, key=lambda name: name.rsplit(".", 2)[0]))
 
 
 def read_in_fp32(model: nn.Module) -> set[str]:

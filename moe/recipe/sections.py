@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
+from parallel.grids import GRIDS, LINES, grid_of
 from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
-from parallel.grids import GRIDS, LINES, grid_of
 
 _LARGEST = 2**40
 
@@ -211,7 +211,7 @@ class Tensor(Section):
     overlap_chunks: int = Field(
         1,
         gt=0,
-        description="of 1d: tokens of a layer's second product are cut into so many runs; one is computed, the one before is summed",
+        description="of 1d: tokens of a layer's products are cut into so many runs; one is computed, another is summed or gathered",
     )
 
 

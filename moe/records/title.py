@@ -44,7 +44,7 @@ def _attention(run: Run) -> str:
 def _tensor(run: Run) -> str:
     if run.sequence_parts() > 1:
         return f"{run.tensor.kind}: {' x '.join(str(side) for side in run.tp_grid() if side > 1)}"
-    chunks = f", sums overlapped in {run.tensor.overlap_chunks} chunks" if run.tensor.overlap_chunks > 1 else ""
+    chunks = f", overlapped in {run.tensor.overlap_chunks} chunks" if run.tensor.overlap_chunks > 1 else ""
     return f"{run.tensor.kind}{', slices of sequences' if run.tensor.sequence_parallel else ''}{chunks}"
 
 

@@ -409,15 +409,19 @@ def _sliced_cases(nproc: int) -> list[Case]:
 
 
 def _overlapped_cases(nproc: int) -> list[Case]:
-    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients."""
+    """Runs of tokens that differ in length, with and without slices: engines, recompute, 16 bits, put-off gradients; with tp 4 key-value
+    heads on two ranks each, and slices over sp as well."""
     if nproc < 2:
         return []
     one = partial(Case, world=2, tp=2, microbatches=1, precision="fp32")
     found = [one("gshard", "fsdp", ep=2, tensor="overlapped"), one("dense", "zero3", ep=1, tensor="overlapped", recompute="full")]
     found += [one("gshard", kind, ep=2, tensor="overlapped_sliced") for kind in ("ddp", "zero3")]
     found += [replace(one("dense", "ddp", ep=1, tensor=tensor), precision="bf16") for tensor in ("overlapped", "overlapped_sliced")]
-    staged = [replace(_staged("gshard", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="overlapped_sliced")]
-    return found + (staged if nproc >= 4 else [])
+    more = [replace(_staged("gshard", "ddp", 4, 2, "zb_h1", "fp32"), microbatches=6, ep=2, tp=2, tensor="overlapped_sliced")]
+    more += [replace(one("dense", "fsdp", ep=1, tensor="overlapped"), world=4, tp=4)]
+    more += [replace(one("gshard", "zero3", ep=4, tensor="overlapped_sliced"), world=4, tp=4, length=SLICED)]
+    more += [replace(one("dense", "ddp", ep=1, tensor="overlapped_sliced"), world=4, sp=2, length=SLICED)]
+    return found + (more if nproc >= 4 else [])
 
 
 def _dtensor_cases(nproc: int) -> list[Case]:

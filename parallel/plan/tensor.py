@@ -17,6 +17,8 @@
     a gate); 4 statistics of norms. 1d cuts what is inside, grids everything, sliced everything but what it gathered for products.
     On a line products in 16 bits keep their cast weights too, P / t; those of grids cast them again.
 
+    calls: 4 of 1d and 8 of sliced; with tensor.overlap_chunks n times as many, of the same bytes. Out and w2 then cast their weights again.
+
 wide: fp32, in which gradients are summed. Sources: the methods' files in parallel/tensor/.
 """
 
@@ -72,24 +74,29 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one rank: `weights` of the products in `itemsize`, `kept` from the forward to the backward pass, sent in both."""
+    """Bytes of one rank: `weights` of the products in `itemsize`, `kept` from the forward to the backward pass, sent in both.
+
+    `calls` of collectives in both, on a line.
+    """
 
     weights: int
     kept: int
     forward: int
     backward: int
+    calls: int | None = None
 
 
 WIDE = 4
 
 
-def cost(kind: str, grid: tuple[int, int, int], of: DenseLayer) -> Cost:
-    """Of 1d, sliced, 2d, 2.5d or 3d; `grid`: (depth, rows, columns), of which 1d and sliced need the product alone."""
+def cost(kind: str, grid: tuple[int, int, int], of: DenseLayer, *, chunks: int = 1) -> Cost:
+    """Of 1d, sliced, 2d, 2.5d or 3d; `grid`: (depth, rows, columns), of which 1d and sliced need the product alone. `chunks`: n above."""
     depth, rows, columns = grid
     ranks = depth * rows * columns
     weights = of.elements * of.itemsize // (rows * columns * (depth if kind == "3d" else 1))
     forward, backward = _on_a_line(kind, ranks, of) if kind in ("1d", "sliced") else _on_a_grid(kind, depth, columns, of)
-    return Cost(weights, _kept(kind, ranks, columns, of), int(forward), int(backward))
+    calls = {"1d": 4 * chunks, "sliced": 8 * chunks}.get(kind)
+    return Cost(weights, _kept(kind, ranks, columns, of, chunks), int(forward), int(backward), calls)
 
 
 def _on_a_line(kind: str, ranks: int, of: DenseLayer) -> tuple[Fraction, Fraction]:
@@ -110,11 +117,12 @@ def _on_a_grid(kind: str, depth: int, side: int, of: DenseLayer) -> tuple[Fracti
     return forward, backward
 
 
-def _kept(kind: str, ranks: int, side: int, of: DenseLayer) -> int:
+def _kept(kind: str, ranks: int, side: int, of: DenseLayer, chunks: int) -> int:
     n, wide, line = of.tokens, max(WIDE, of.itemsize), kind in ("1d", "sliced")
     inside = Fraction(n, ranks) * ((4 * of.inner + (4 if of.gated else 2) * of.hidden) * of.itemsize + of.heads * wide)
     read, normed = n if kind == "1d" else Fraction(n, ranks), n if line else Fraction(n, ranks)
     norms = 2 * (read * (wide if line else of.itemsize) + normed * of.itemsize) * of.width
     statistics = 4 * (read if line else Fraction(n * side, ranks)) * wide
-    cast = of.elements * of.itemsize // ranks if line and of.itemsize < WIDE else 0
+    second = of.width * (of.inner + of.hidden) if chunks > 1 else 0
+    cast = (of.elements - second) * of.itemsize // ranks if line and of.itemsize < WIDE else 0
     return int(inside + norms + statistics + cast)

@@ -1,6 +1,6 @@
 """1D tensor parallelism: a layer's two products cut so that between them no rank needs another's numbers.
 
-            x, the same on all ranks        f: identity forward, sum of gradients backward        layer.enter
+            x, the same on all ranks        f: identity forward, sum of gradients backward        layer.products
           /                          \\
       x W1_0                        x W1_1      Column   W1 [hidden, in], dim 0: some hidden units, or heads, each
     activation                    activation             (attention mixes within a head, an activation within a unit)
@@ -9,8 +9,9 @@
             y = sum of the shares           g: sum forward, identity backward                     layer.leave
 
 Cost: 1/t of the layer's weights, products and inner activations a rank; x and y stay whole. One sum of b s h elements in
-enter and one in leave, so 4 a Transformer layer and micro-batch, each of 2 (t - 1) / t of its bytes sent by every rank (a ring);
-a recomputed forward pass repeats leave's. Partial products are rounded to the compute dtype once, and so is their sum.
+f and one in g, so 4 a Transformer layer and micro-batch, each of 2 (t - 1) / t of its bytes sent by every rank (a ring);
+a recomputed forward pass repeats g's. f's goes on while the weights' gradients are computed (parallel/tensor/overlapped.py).
+Partial products are rounded to the compute dtype once, and so is their sum.
 
 Fewer key-value heads than ranks: t / heads neighbours hold a copy of the same one (`Column("tp_row")`, of a mesh whose tp_col is
 t / heads). Each copy serves other heads of queries, so its gradient is a part, and parts are summed over the copies.
@@ -19,39 +20,45 @@ Source: Megatron-LM (arXiv 1909.08053), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from parallel.collectives import all_gather, all_reduce, reduce_backward, reduce_scatter
 from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh, view_of
-from parallel.tensor.overlapped import row_product
+from parallel.tensor.overlapped import column_products, row_product
 from parallel.tensor.style import Shape
 
 
 @dataclass(frozen=True)
 class Column:
-    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `enter` of the layer that holds the product.
+    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `products` of the layer that holds it, or where the
+    layer is a sum of tiles `enter`: the gradient of x is summed when those of all tiles are there.
 
-    `sliced`: between layers a rank has a slice of each sequence (parallel/tensor/sliced.py).
+    `sliced`: between layers a rank has a slice of each sequence (parallel/tensor/sliced.py). `chunks` as in parallel/tensor/overlapped.py.
     """
 
     axis: str = "tp"
     dim: int = 0
     sliced: bool = False
+    chunks: int = 1
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path in layers_of(layouts):
-            axis = tensor_axis(mesh, path)
-            enter = partial(all_gather, axis=axis, dim=1) if self.sliced else partial(reduce_backward, axis=axis)
-            model.get_submodule(path).enter = enter  # type: ignore[assignment]
+            axis, layer = tensor_axis(mesh, path), model.get_submodule(path)
+            if hasattr(layer, "products"):
+                layer.products = partial(_products_of, axis=axis, chunks=self.chunks, sliced=self.sliced)  # type: ignore[assignment]
+            else:
+                enter = partial(all_gather, axis=axis, dim=1) if self.sliced else partial(reduce_backward, axis=axis)
+                layer.enter = enter  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,11 @@ class Row:
             axis = tensor_axis(mesh, name.rsplit(".", 2)[0])
             product = partial(row_product, axis=axis, chunks=self.chunks, sliced=self.sliced)
             model.get_submodule(name.rpartition(".")[0]).product = product  # type: ignore[assignment]
+
+
+def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
+    weights = [module.weight for module in modules]  # read in their layer, with which engines gather them
+    return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 
 def layers_of(layouts: Mapping[str, Layout]) -> list[str]:

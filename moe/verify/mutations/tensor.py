@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from moe.verify.cases import Case
 from moe.verify.mutations.mutation import Edit, Mutation
-from parallel.collectives import reduce_backward
+from parallel.collectives import Started, reduce_backward
 from parallel.layout import Layout, dense
 from parallel.mesh import GRID, Axis
 
@@ -18,6 +19,15 @@ from parallel.mesh import GRID, Axis
 def _identity(real: Any) -> Any:
     """Nothing is summed, turned or exchanged."""
     return lambda tensor, *_, **__: tensor
+
+
+def _not_started(real: Any) -> Any:
+    return lambda tensor, axis: Started(tensor, None)
+
+
+def _as_they_come(real: Any) -> Any:
+    """Run after run, in each the ranks' places, where a sequence is slice after slice."""
+    return lambda runs_RBnI: torch.cat([rearrange(run, "r b n i -> b (r n) i") for run in runs_RBnI], 1)
 
 
 def _summed_both_ways(real: Any) -> Any:
@@ -121,7 +131,7 @@ MUTATIONS = (
         "NovaSky-AI/SkyRL#1886, there before the head",
         "tensor",
         _LINE,
-        (Edit("parallel.tensor.linear_1d:reduce_backward", _identity), Edit("parallel.tensor.vocabulary:reduce_backward", _identity)),
+        (Edit("parallel.tensor.overlapped:start_sum", _not_started), Edit("parallel.tensor.vocabulary:reduce_backward", _identity)),
     ),
     Mutation(
         "output_gradients_summed",
@@ -154,6 +164,15 @@ MUTATIONS = (
         "tensor",
         replace(_SLICED, model="gshard", ep=2),
         (Edit("parallel.tensor.sliced:SlicePlaces.__call__", _first_slice),),
+    ),
+    Mutation(
+        "runs_of_slices_in_the_order_they_come",
+        "Runs of places that were gathered one after another are joined in that order: tokens stand at other places, before the softmax "
+        "and when their sums go back to the slices",
+        "NVIDIA/TransformerEngine#530, there of what a weight's gradient reads",
+        "tensor",
+        replace(_SLICED, model="gshard", ep=2, tensor="overlapped_sliced"),
+        (Edit("parallel.tensor.overlapped:_joined", _as_they_come),),
     ),
     Mutation(
         "copies_of_key_heads_not_summed",

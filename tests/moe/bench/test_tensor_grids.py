@@ -8,11 +8,13 @@ from moe.bench.tensor_grids import PAPER, forms_of, measured
 from parallel.plan.tensor import cost
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("sliced", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
-def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int) -> None:
-    """To the byte, in 16 bits, where what is summed is wide; 1D's sums are counted in tests/moe/parallelize/test_tensor.py."""
-    for row in measured(kind, ranks, "bf16"):
-        assert row["measured_bytes"] == row["expected_bytes"], row
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chunks"), [("1d", 2, 3), ("sliced", 2, 1), ("sliced", 2, 3), ("2d", 4, 1), ("2.5d", 8, 1), ("3d", 8, 1)]
+)
+def test_a_layer_sends_and_keeps_what_the_formula_says(kind: str, ranks: int, chunks: int) -> None:
+    """To the byte, in 16 bits, where what is summed is wide; in runs in as many times more calls, and nothing more is kept."""
+    for row in measured(kind, ranks, "bf16", chunks=chunks):
+        assert row["measured_bytes"] == row["expected_bytes"] and row["passed"], row
 
 
 def test_a_forms_weights_and_activations_lie_on_all_its_ranks_once() -> None:

@@ -1,7 +1,11 @@
-"""Sums over tp that begin before their product ends: the same results and gradients, the same bytes in more calls."""
+"""Collectives of tp that travel beside products: the same results and gradients, the same bytes in more calls, and in which order.
+
+What it alone would notice: a sum of the input's gradient that is waited for before the weights' gradients are computed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from parallel import process
-from parallel.collectives import all_reduce, reduce_scatter
-from parallel.mesh import Axis, Degrees
+from parallel.collectives import Started, all_gather, all_reduce, reduce_backward, reduce_scatter
+from parallel.mesh import Axis, Degrees, Mesh
 from parallel.process import World
-from parallel.tensor.overlapped import row_product
+from parallel.tensor import overlapped
+from parallel.tensor.overlapped import column_products, row_product
 from parallel.weight_gradient import linear, put_off
 from tests.support.ranks import run_on_ranks
 
 # B sequences, L length, IN inputs of all ranks, OUT outputs
 B, L, IN, OUT = 3, 10, 8, 7
+OUTS = (6, 2, 4)  # of three products of one x, each on one rank
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -33,16 +39,82 @@ def both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = Fal
     else:
         y = reduce_scatter(linear(h, weight), axis, dim=1) if sliced else all_reduce(linear(h, weight), axis)
     grad = drawn(B, L, OUT, seed=3)
-    grad = grad.chunk(axis.size, 1)[axis.index] if sliced else grad
+    return [y.detach(), *backward([y], [grad.chunk(axis.size, 1)[axis.index] if sliced else grad], h, [weight], waits=waits)]
+
+
+def backward(outputs: Sequence[Tensor], grads: list[Tensor], x: Tensor, weights: list[nn.Parameter], *, waits: bool) -> list[Tensor]:
+    """The gradients of input and weights."""
     if waits:
         with put_off() as owed:
-            y.backward(grad)
-        assert weight.grad is None
+            torch.autograd.backward(outputs, grads)
+        assert all(weight.grad is None for weight in weights)
         owed.pay()
     else:
-        y.backward(grad)
-    assert h.grad is not None and weight.grad is not None
-    return [y.detach(), h.grad, weight.grad]
+        torch.autograd.backward(outputs, grads)
+    found = [x.grad, *(weight.grad for weight in weights)]
+    assert all(grad is not None for grad in found)
+    return found  # type: ignore[return-value]
+
+
+def columns_both_ways(axis: Axis, *, chunks: int | None, sliced: bool, waits: bool = False) -> list[Tensor]:
+    """The same of three products of one input; `chunks` None: what enters, then one product after another."""
+    x = drawn(B, L, IN, seed=4)
+    x = (x.chunk(axis.size, 1)[axis.index] if sliced else x).clone().requires_grad_()
+    weights = [nn.Parameter(drawn(out, IN, seed=10 * axis.index + out)) for out in OUTS]
+    if chunks is not None:
+        outputs: Sequence[Tensor] = column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=waits)
+    else:
+        entered = all_gather(x, axis, dim=1) if sliced else reduce_backward(x, axis)
+        outputs = [linear(entered, weight) for weight in weights]
+    grads = [drawn(B, L, out, seed=10 * axis.index + out + 5) for out in OUTS]
+    return [*(y.detach() for y in outputs), *backward(outputs, grads, x, weights, waits=waits)]
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+def test_columns_in_runs_are_products_of_what_entered_at_once(sliced: bool) -> None:
+    """As below: outputs, the input's gradient and the three weights'."""
+
+    def work(rank: int) -> list[Any]:
+        mesh = process.connect(Degrees(tp=2), World(rank, 2))
+        want = columns_both_ways(mesh.axis("tp"), chunks=None, sliced=sliced)
+        seen = []
+        for chunks, waits in ((1, False), (1, True), (3, False), (3, True), (4 * L, False)):
+            mesh.communicator.reset_counts()
+            got = columns_both_ways(mesh.axis("tp"), chunks=chunks, sliced=sliced, waits=waits)
+            assert len(got) == len(want) == 2 * len(OUTS) + 1
+            for mine, other in zip(got, want, strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+            seen.append({name: (c.calls, c.bytes) for (_, name), c in mesh.communicator.counts().items()})
+        return seen
+
+    whole, tokens = B * L * IN * 8, L // 2 if sliced else B * L
+    for calls, found in zip((1, 1, 3, 3, tokens), run_on_ranks(work, 2)[0], strict=True):
+        sums = {"reduce_scatter": (calls, whole), "all_gather": (calls, whole // 2)} if sliced else {"all_reduce": (calls, whole)}
+        assert found == sums
+
+
+@pytest.mark.parametrize(("chunks", "sliced"), [(1, False), (3, False), (1, True), (3, True)])
+def test_the_inputs_gradient_travels_while_the_weights_are_computed(monkeypatch: pytest.MonkeyPatch, chunks: int, sliced: bool) -> None:
+    """All its runs have left before, and are waited for after; what is slow of both is the time that a link has."""
+    happened: list[str] = []
+
+    class Noted(Started):
+        def wait(self) -> Tensor:
+            happened.append("there")
+            return super().wait()
+
+    def start(tensor: Tensor, axis: Axis) -> Started:
+        happened.append("leaves")
+        return Noted(tensor, None)
+
+    def computed(weights: tuple[Tensor, ...], compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        happened.append("weights")
+        return compute()
+
+    monkeypatch.setattr(overlapped, "start_scatter_sum" if sliced else "start_sum", start)
+    monkeypatch.setattr(overlapped, "gradients_or_later", computed)
+    columns_both_ways(Mesh.of(Degrees()).axis("tp"), chunks=chunks, sliced=sliced)
+    assert happened == ["leaves"] * chunks + ["weights"] + ["there"] * chunks
 
 
 @pytest.mark.parametrize("sliced", [False, True])
