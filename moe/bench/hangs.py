@@ -138,7 +138,7 @@ _QUIET: list[dict[str, str]] = [
     {"degrees.sp": "2"},
     {"degrees.pp": "2", "pipeline.microbatches": "4", "pipeline.schedule": "chimera"},
     {"sharding.kind": "zero", "sharding.stage": "3"},
-    {"degrees.pp": "2", "pipeline.microbatches": "4", "pipeline.schedule": "2bw"},
+    {"degrees.pp": "2", "pipeline.microbatches": "4", "pipeline.schedule": "two_bw", "optimizer.clip_norm": "null"},
     {"sharding.kind": "fsdp"},
 ]
 _CUT = Case(
@@ -167,7 +167,10 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
         quiet = Case("no fault: nothing said, nothing ended", nothing, "", exits=0)
         if only in quiet.name:
             clean = 30 if full else rounds or 3
-            layouts = [replace(quiet, overrides=values, world=2 if "degrees" in " ".join(values) else WORLD) for values in _QUIET]
+            layouts = [
+                replace(quiet, overrides=values | {"train.timeout_s": "6"}, world=2 if "degrees" in " ".join(values) else WORLD)
+                for values in _QUIET
+            ]
             yield Row.of(quiet.name, clean, lambda number: once(layouts[number % len(layouts)], number, home))
 
 
