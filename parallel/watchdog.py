@@ -98,7 +98,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(1.0, max(0.05, self.limit_s / 40))
-        every, beat_at, asked_at, before = min(10.0, max(0.5, self.limit_s / 8)), 0.0, 0.0, time.monotonic()
+        every = max(min(10.0, max(0.5, self.limit_s / 8)), self.world_size / 1000)  # so that some 1,000 words a second reach the store
+        beat_at, asked_at, before = 0.0, 0.0, time.monotonic()
         while not self._stopped.wait(tick):
             now = time.monotonic()
             if now - before > max(10 * tick, self.limit_s / 2):  # this process was stopped itself, or the machine slept

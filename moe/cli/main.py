@@ -159,11 +159,8 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
         near = did_you_mean(flags.name, bench_names())
         names = ", ".join(bench_names()) or "none in this version"
         raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=f"did you mean {near}?" if near else "moe bench NAME")
-    given = {
-        f.name: getattr(flags, f.name)
-        for f in dataclasses.fields(flags)
-        if f.name != "name" and getattr(flags, f.name) not in (None, False)
-    }
+    said = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
+    given = {name: value for name, value in said.items() if value is not None and value is not False}  # 0 was given
     takes = _arguments_of_main(module)
     for name, value in given.items():
         if name not in takes:

@@ -54,7 +54,8 @@ def recipe_path(name: str) -> Path:
             return path
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
-    near = did_you_mean(name, [*recipe_names(), *published_names()]) or did_you_mean(f"{PUBLISHED}/{name}", published_names())
+    published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}  # by their bare names, or all would look alike
+    near = did_you_mean(name, [*recipe_names(), *published_names()]) or published.get(did_you_mean(name, published) or "")
     raise BadInput(
         "recipe",
         got=name,
