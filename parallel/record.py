@@ -1,6 +1,6 @@
 """Where this rank is: what it announces before each collective and message, kept here in memory and sent to nobody.
 
-    main thread      announce(all_reduce over dp, number 340, layers.3) ... phase(the backward pass) ...     about a microsecond each
+    main thread      announce(all_reduce over dp, number 340, layers.3) ... phase(the backward pass) ...     a few microseconds each
     watchdog         reads it when something has taken too long (parallel/watchdog.py), for this rank and in its name
 
 Each group of ranks has a lane: how many collectives this rank has announced in it, the last of them, and a hash chain of them all.
