@@ -90,13 +90,20 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             grace_s=run.train.grace_s,
         )
     from moe.launch import launch
+    from moe.launch.arguments import Arguments
 
-    words = [flags.recipe, *(f"--{key}={value}" for key, value in overrides.items()), *(f"--allow-change={key}" for key in allowed)]
-    words += ["--out", str(flags.out)] if flags.out else []
-    words += ["--debug-collectives"] if flags.debug_collectives else []
-    words += [f"--init-from={source}"] if source else []
-    words += [*([f"--cluster={flags.cluster}"] if flags.cluster else []), *(["--force"] if flags.force else [])]
-    return launch.main(words + (["--fresh"] if flags.fresh else []))
+    given = Arguments(
+        flags.recipe,
+        overrides,
+        out=flags.out,
+        fresh=flags.fresh,
+        allow_changes=tuple(allowed),
+        init_from=source,
+        cluster=flags.cluster,
+        force=flags.force,
+        debug_collectives=flags.debug_collectives,
+    )
+    return launch.main(given.words())
 
 
 def _is_rank(environment: Mapping[str, str]) -> bool:

@@ -16,85 +16,19 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from moe.checks.together import check_run
 from moe.launch import status
+from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import PARENT, TOKEN, die_with_parent
 from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
-from moe.recipe.overrides import take_overrides
 from moe.recipe.sections import Run
 from parallel.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
-
-USAGE = (
-    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
-    "[--debug-collectives]"
-)
-DEBUG_FLAG = "--debug-collectives"
-
-
-class Arguments(NamedTuple):
-    """What the command line of a rank says."""
-
-    recipe: str
-    overrides: dict[str, str]
-    out: Path | None = None
-    fresh: bool = False
-    allow_changes: tuple[str, ...] = ()
-    cluster: str | None = None
-    force: bool = False
-    init_from: Path | None = None
-
-
-def parse(argv: Sequence[str]) -> Arguments:
-    """The arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds."""
-    words, overrides = take_overrides(list(argv))
-    recipe: str | None = None
-    out: Path | None = None
-    cluster: str | None = None
-    source: Path | None = None
-    fresh = force = False
-    allowed: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        if word == "--fresh":
-            fresh = True
-        elif word == "--force":
-            force = True
-        elif word == "--cluster" or word.startswith("--cluster="):
-            cluster = word.partition("=")[2] if "=" in word else next(rest, None)
-            if not cluster:
-                raise BadInput("--cluster", got="nothing", needed="a cluster's name or file", fix="--cluster a100-80-8")
-        elif word.partition("=")[0] in ("--init-from", "--init_from"):
-            value = word.partition("=")[2] if "=" in word else next(rest, None)
-            if not value:
-                raise BadInput("--init_from", got="nothing", needed="a run's folder, or a checkpoint's", fix="--init_from runs/NAME")
-            source = Path(value)
-        elif word.partition("=")[0] in ("--allow-change", "--allow_change"):
-            key = word.partition("=")[2] if "=" in word else next(rest, None)
-            if not key:
-                raise BadInput("--allow-change", got="nothing", needed="a key of the recipe", fix="--allow-change model.num_heads")
-            allowed.append(key.replace("-", "_"))
-        elif word == "--out" or word.startswith("--out="):
-            value = word[6:] if "=" in word else next(rest, None)
-            if not value:
-                raise BadInput("--out", got="nothing", needed="a folder", fix="--out runs/NAME")
-            out = Path(value)
-        elif word.startswith("--local_rank") or word.startswith("--local-rank"):
-            if "=" not in word:
-                next(rest, None)
-        elif word.startswith("-") or recipe is not None:
-            raise BadInput("argument", got=word, needed=USAGE, fix="remove it; recipe values are --section.key VALUE")
-        else:
-            recipe = word
-    if recipe is None:
-        raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
-    return Arguments(recipe, overrides, out, fresh, tuple(allowed), cluster, force, source)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,9 +52,9 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
     code, made, of_all = FAILED, list[Path](), False
     try:
         words = list(sys.argv[1:] if argv is None else argv)
-        if DEBUG_FLAG in words:
+        given = parse(words)
+        if given.debug_collectives:
             os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
-        given = parse([word for word in words if word != DEBUG_FLAG])
         run, origins = load(given.recipe, given.overrides)
         name = run_name(given.recipe)
         out = given.out or Path("runs") / name

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe.launch import status
+from moe.launch.arguments import Arguments
 from moe.launch.environment import child_environment, devices, port_from
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
@@ -68,13 +69,19 @@ def start(
     made = status.missing(out)
     with contextlib.suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
-    words = [recipe, *(f"--{key}={value}" for key, value in overrides.items()), "--out", str(out), *(["--fresh"] if fresh else [])]
-    words += [f"--allow-change={key}" for key in allow_changes]
-    words += ["--debug-collectives"] if debug_collectives else []
-    words += [f"--init-from={init_from}"] if init_from else []
-    words += [*([f"--cluster={cluster}"] if cluster else []), *(["--force"] if force else [])]
+    given = Arguments(
+        recipe,
+        overrides,
+        out=out,
+        fresh=fresh,
+        allow_changes=tuple(allow_changes),
+        init_from=init_from,
+        cluster=cluster,
+        force=force,
+        debug_collectives=debug_collectives,
+    )
     with alone_in(out):
-        code = _run(words, world, nproc, launcher, out, hostfile, module, grace_s)
+        code = _run(given.words(), world, nproc, launcher, out, hostfile, module, grace_s)
     if code not in (DONE, STOPPED):
         status.tidy(out, made)
     return code

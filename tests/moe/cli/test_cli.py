@@ -23,6 +23,7 @@ from moe.cli import doctor, verbs
 from moe.cli import main as cli
 from moe.cli.flags import check_words
 from moe.launch import launch, start
+from moe.launch.arguments import Arguments, parse
 from moe.recipe.load import RECIPES, known_keys, load, published_names, recipe_names
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
@@ -158,22 +159,26 @@ def test_recipe_values_may_stand_anywhere_in_any_spelling() -> None:
     assert overrides == {"model.d_ff": "64", "optimizer.lr": "1e-3", "train.seed": "-1"}
 
 
-@settings(max_examples=30)
-@given(st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5))
-def test_what_the_parent_sends_is_what_a_rank_reads(overrides: dict[str, str]) -> None:
-    words = ["recipe.yaml", *(f"--{key}={value}" for key, value in overrides.items()), "--out", "a folder", "--fresh"]
-    assert launch.parse(words) == ("recipe.yaml", overrides, Path("a folder"), True, (), None, False, None)
-    assert launch.parse([*words, "--cluster=a.yaml", "--force"]) == (
-        "recipe.yaml",
-        overrides,
-        Path("a folder"),
-        True,
-        (),
-        "a.yaml",
-        True,
-        None,
+PATHS = st.none() | st.just(Path("a folder/=b"))
+
+
+@settings(max_examples=60)
+@given(
+    st.builds(
+        Arguments,
+        recipe=st.just("recipe.yaml"),
+        overrides=st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5),
+        out=PATHS,
+        allow_changes=st.lists(st.sampled_from(known_keys())).map(tuple),
+        init_from=PATHS,
+        cluster=st.none() | st.just("h100-8x4"),
     )
-    assert launch.parse(["r", "--init-from", "runs/a"]).init_from == launch.parse(["r", "--init_from=runs/a"]).init_from == Path("runs/a")
+)
+def test_what_the_parent_sends_is_what_a_rank_reads(given: Arguments) -> None:
+    assert parse(given.words()) == given
+    assert parse(["recipe.yaml", "--local_rank", "3", "--out", "a", "--init_from", "b", "--local-rank=3"]) == Arguments(
+        "recipe.yaml", out=Path("a"), init_from=Path("b")
+    )
 
 
 def test_checked_words_mean_the_same_to_tyro() -> None:
@@ -250,7 +255,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
     words = ["--allow-change", allowed[0], "--allow-change=router.gates"]  # the one flag that may come several times
     assert cli.main(["train", "switch_tiny", *words]) == 75
     assert here.pop() == ["switch_tiny", *(f"--allow-change={key}" for key in allowed)]
-    assert list(launch.parse(["switch_tiny", *words]).allow_changes) == allowed
+    assert list(parse(["switch_tiny", *words]).allow_changes) == allowed
     assert cli.main(["train", "switch_tiny", "--nproc", "2", *words]) == 1
     assert launched.pop()[2]["allow_changes"] == allowed
     flags = {

@@ -1,0 +1,95 @@
+"""The words by which a parent starts a rank, and what the rank reads from them: one table, so that both sides know the same flags.
+
+Arguments(...).words()  ->  switch_tiny --degrees.ep=2 --out runs/a --fresh  ->  parse(words) == Arguments(...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe.recipe.overrides import take_overrides
+from parallel.errors import BadInput
+
+USAGE = (
+    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
+    "[--debug-collectives]"
+)
+# a flag with a value: (what it needs, an example); the others have none
+_VALUES = {
+    "--out": ("a folder", "--out runs/NAME"),
+    "--allow-change": ("a key of the recipe", "--allow-change model.num_heads"),
+    "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
+    "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
+}
+_ALONE = ("--fresh", "--force", "--debug-collectives")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the command line of a rank says."""
+
+    recipe: str
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    out: Path | None = None
+    fresh: bool = False
+    allow_changes: tuple[str, ...] = ()
+    init_from: Path | None = None
+    cluster: str | None = None
+    force: bool = False
+    debug_collectives: bool = False
+
+    def words(self) -> list[str]:
+        """The command line."""
+        values = (("init-from", self.init_from), ("cluster", self.cluster))
+        words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
+        words += ["--out", str(self.out)] if self.out else []
+        words += [*(f"--allow-change={key}" for key in self.allow_changes), *(f"--{name}={value}" for name, value in values if value)]
+        alone = (("fresh", self.fresh), ("force", self.force), ("debug-collectives", self.debug_collectives))
+        return words + [f"--{name}" for name, asked in alone if asked]
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """The arguments of a rank. Accepts and ignores `--local_rank`, which DeepSpeed's launcher adds. Raises BadInput."""
+    words, overrides = take_overrides(list(argv))
+    recipe: str | None = None
+    given: dict[str, list[str]] = {name: [] for name in _VALUES}
+    alone: set[str] = set()
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name in _VALUES:
+            value = value if equals else next(rest, "")
+            if not value:
+                needed, fix = _VALUES[name]
+                raise BadInput(name, got="nothing", needed=needed, fix=fix)
+            given[name].append(value)
+        elif name in _ALONE and not equals:
+            alone.add(name)
+        elif name == "--local-rank":
+            if not equals:
+                next(rest, None)
+        elif word.startswith("-") or recipe is not None:
+            raise BadInput("argument", got=word, needed=USAGE, fix="remove it; recipe values are --section.key VALUE")
+        else:
+            recipe = word
+    if recipe is None:
+        raise BadInput("recipe", got="nothing", needed=USAGE, fix="name one: switch_tiny")
+    last = {name: values[-1] if values else None for name, values in given.items()}
+    return Arguments(
+        recipe,
+        overrides,
+        out=_path(last["--out"]),
+        fresh="--fresh" in alone,
+        allow_changes=tuple(key.replace("-", "_") for key in given["--allow-change"]),
+        init_from=_path(last["--init-from"]),
+        cluster=last["--cluster"],
+        force="--force" in alone,
+        debug_collectives="--debug-collectives" in alone,
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
