@@ -62,7 +62,7 @@ def evaluate(model: Transformer, texts: list[ValidationSet], *, sequences: int) 
         shard = TokenShard.whole(count, length)
         held = text.held(shard)
         counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
-        for inputs in passes_of(_on(device, stored), counted, shard):
+        for inputs in passes_of(_on(device, stored, whole_groups(model)), counted, shard):
             found = model(inputs.inputs_BL, inputs.context, inputs.targets_BL)
             loss += found.loss.double().item()
             sums.add(None, found.layers, inputs.share * count / asked)
@@ -71,10 +71,18 @@ def evaluate(model: Transformer, texts: list[ValidationSet], *, sequences: int) 
     return Evaluated(asked, tokens, loss / tokens, loss / math.log(2) / bytes_seen, sums.total(()).layers)
 
 
-def _on(device: torch.device, sequences_NL: Tensor) -> Iterator[Tensor]:
-    """A few sequences at a time, on the model's device."""
-    at_once = max(1, TOKENS_AT_ONCE // sequences_NL.shape[1])
-    return (part.to(device) for part in sequences_NL.split(at_once))
+def whole_groups(model: Transformer) -> int:
+    """Of how many sequences a run must be a multiple, so that capacity is counted over the recipe's groups."""
+    group = model.router_spec.group
+    return group if isinstance(group, int) else 1
+
+
+def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[Tensor]:
+    """A few sequences at a time, on the model's device; what is less than a group comes last, by itself."""
+    at_once = max(1, TOKENS_AT_ONCE // (multiple * sequences_NL.shape[1])) * multiple
+    whole = len(sequences_NL) // multiple * multiple
+    parts = [*sequences_NL[:whole].split(at_once), sequences_NL[whole:]]
+    return (part.to(device) for part in parts if len(part))
 
 
 def main(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,10 @@ LENGTH = trained.VALUES["model"]["max_length"]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
-
-
-@pytest.fixture(scope="module")
 def out(home: Path) -> Path:
-    run = trained.recipe(home, degrees={"ep": 2}, data={"tokenizer": "bpe", "vocab_size": 290}, router={"eval_capacity_factor": 0.75})
+    run = trained.recipe(
+        home, degrees={"ep": 2}, data={"tokenizer": "bpe", "vocab_size": 290}, router={"eval_capacity_factor": 0.75, "group": 2}
+    )
     trained.train(run, home / "run", ranks=2)
     return home / "run"
 
@@ -45,7 +40,7 @@ def figures(out: Path, **options: Any) -> dict[str, Any]:
     return dict(row)
 
 
-def test_the_loss_is_the_one_that_training_recorded(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_is_the_one_that_training_recorded(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     summary = read_summary(out)
     assert summary is not None
     row = figures(out, sequences=8)  # as train.eval_sequences
@@ -53,6 +48,8 @@ def test_the_loss_is_the_one_that_training_recorded(out: Path, capsys: pytest.Ca
     assert row["bits_per_byte"] == pytest.approx(summary["bits_per_byte"], rel=1e-6)
     assert f"loss {row['loss']:.4f} nats a token" in capsys.readouterr().out
     assert figures(out, sequences=8, step=3)["loss"] != row["loss"]
+    monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 3 * (LENGTH + 1))  # three sequences fit, which would cut a group of two
+    assert figures(out, sequences=8)["loss"] == pytest.approx(row["loss"], rel=1e-6)
 
 
 def test_another_text_is_read_whole(home: Path, out: Path) -> None:
@@ -71,10 +68,11 @@ def test_another_text_is_read_whole(home: Path, out: Path) -> None:
     total, tokens, count = 0.0, 0, 0
     with torch.no_grad():
         for stream in (data.train.windows.tokens, data.validation.windows.tokens):
-            for start in range(0, len(stream) - LENGTH, LENGTH):
-                window = torch.tensor(stream[start : start + LENGTH + 1].astype("int64"))
-                total += F.cross_entropy(model(window[None, :-1]).logits_BLV[0], window[1:], reduction="sum").item()
-                tokens, count = tokens + LENGTH, count + 1
+            starts = range(0, len(stream) - LENGTH, LENGTH)
+            windows = torch.stack([torch.tensor(stream[start : start + LENGTH + 1].astype("int64")) for start in starts])
+            logits = torch.cat([model(pair[:, :-1]).logits_BLV for pair in windows.split(2)])  # the recipe's groups, of two sequences
+            total += F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum").item()
+            tokens, count = tokens + LENGTH * len(windows), count + len(windows)
     assert (row["sequences"], row["tokens"]) == (count, tokens)
     assert row["loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert row["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
