@@ -311,6 +311,7 @@ def _combinations(flags: Combinations, _: dict[str, str]) -> int:
 def _recipes(_: Recipes, __: dict[str, str]) -> int:
     from moe.plan.flops import size
     from moe.recipe.load import load, published_names, recipe_names, recipe_path
+    from moe.records.summary import count
 
     names = [*recipe_names(), *published_names()]
     width = max(map(len, names))
@@ -319,14 +320,8 @@ def _recipes(_: Recipes, __: dict[str, str]) -> int:
         run, first = load(name)[0], recipe_path(name).read_text(encoding="utf-8").partition("\n")[0]
         counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
         about = first.removeprefix("#").strip() if first.startswith("#") else ""
-        print(f"{name:<{width}} {_short(counted.total):>10} {_short(counted.active):>8}  {about}".rstrip())
+        print(f"{name:<{width}} {count(counted.total):>10} {count(counted.active):>8}  {about}".rstrip())
     return exit_codes.DONE
-
-
-def _short(count: int) -> str:
-    """Three digits of it: 2.69M."""
-    scale, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")) if count >= s or s == 1)
-    return f"{count / scale:.3g}{unit}"
 
 
 def _doctor(flags: Doctor, _: dict[str, str]) -> int:

@@ -80,7 +80,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key}: {shown(self.before)} -> {shown(self.after)}"
 
 
 def changes(before: Run, after: Run) -> list[Change]:
@@ -139,11 +139,11 @@ def check_function(
     if not refused:
         return
     flags = " ".join(f"--allow-change {change.key}" for change in refused)
-    back = " ".join(f"--{change.key} {_shown(change.before)}" for change in refused)
+    back = " ".join(f"--{change.key} {shown(change.before)}" for change in refused)
     raise BadInput(
         ", ".join(change.key for change in refused),
-        got=", ".join(_shown(change.after) for change in refused),
-        needed=f"{', '.join(_shown(change.before) for change in refused)}, with which {where} was trained",
+        got=", ".join(shown(change.after) for change in refused),
+        needed=f"{', '.join(shown(change.before) for change in refused)}, with which {where} was trained",
         fix=f"{back}, {otherwise}, or {flags} if it is meant",
     )
 
@@ -160,5 +160,6 @@ def told(before: Run, after: Run, *, begun: bool) -> list[str]:
     return [f"changed since the checkpoint{means}: {', '.join(map(str, some))}" for means, some in lines.items()]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a recipe has it."""
     return value if isinstance(value, str) else json.dumps(value)

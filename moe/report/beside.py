@@ -5,18 +5,14 @@ Recipes are compared as the runs had them (recipe.yaml), so a run that is still 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from moe.recipe.changes import changes, shown
+from moe.recipe.load import load
 from moe.records.metrics import read, read_summary
 from moe.records.summary import summary_rows
 from moe.report.compare import compare
-from parallel.errors import BadInput
-from parallel.files import read_text
 
 Row = tuple[str, str, str]  # what, of the first run, of the second
 
@@ -36,8 +32,8 @@ def beside(first: Path, second: Path) -> Path:
 
 def recipe_rows(first: Path, second: Path) -> list[Row]:
     """Every key whose value differs."""
-    a, b = (_flat(_recipe(folder)) for folder in (first, second))
-    return [(key, _shown(a.get(key)), _shown(b.get(key))) for key in {**a, **b} if a.get(key) != b.get(key)]
+    before, after = (load(folder / "recipe.yaml")[0] for folder in (first, second))
+    return [(change.key, shown(change.before), shown(change.after)) for change in changes(before, after)]
 
 
 def result_rows(first: Path, second: Path) -> list[Row]:
@@ -51,27 +47,6 @@ def _so_far(folder: Path) -> dict[str, Any]:
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     evaluated = [line for line in lines if line["kind"] == "eval"]
     return {"steps": max(steps, default=0)} | (evaluated[-1] if evaluated else {})
-
-
-def _recipe(folder: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(read_text(folder / "recipe.yaml"))
-    except (OSError, yaml.YAMLError) as error:
-        raise BadInput(
-            f"run folder {folder}", got=f"no recipe.yaml that can be read ({error})", needed="a run's folder", fix="check the path"
-        ) from None
-    return values if isinstance(values, dict) else {}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _print(what: str, names: tuple[str, str], rows: list[Row]) -> None:

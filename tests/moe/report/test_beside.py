@@ -50,7 +50,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["report", str(a), str(tmp_path / "nothing")]) == 2
     assert "RUN_DIR: got" in capsys.readouterr().err
     (a / "recipe.yaml").unlink()
-    with pytest.raises(BadInput, match="recipe.yaml"):
+    with pytest.raises(BadInput, match="recipe: got .*recipe.yaml"):
         from moe.report.beside import beside
 
         beside(a, a)
