@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 for _name in [n for n in os.environ if n.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_", "MOE_LAUNCH"))]:
     del os.environ[_name]
@@ -33,6 +35,15 @@ torch.set_num_interop_threads(1)
 # A shared machine makes any single example slow, and no suite should fail by the luck of a draw: `MOE_SEARCH=1 pytest` draws anew.
 settings.register_profile("here", deadline=None, derandomize="MOE_SEARCH" not in os.environ)
 settings.load_profile("here")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where runs of a second train: a text, a cache, and a trainer whose end is short (tests/support/trained.py)."""
+    from tests.support import trained
+
+    with pytest.MonkeyPatch.context() as patch:
+        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ LINE = {
     "kind", "step", "loss", "balance_loss", "z_loss", "grad_norm", "grad_norm_parts", "lr", "tokens", "tokens_per_second", "step_seconds",
     "memory_bytes", "loss_scale", "skipped", "skipped_total", "dropped_share", "moe", "time",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 @pytest.fixture(scope="module", params=["switch", "gshard", "glam"])

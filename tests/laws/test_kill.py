@@ -11,7 +11,7 @@ import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,12 +25,6 @@ from tests.support import trained
 
 STEPS, EVERY = 15, 3
 Place = Callable[[Callable[[], None], Callable[[], bool]], None]  # patches this process: `die` there, once `armed()`
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,6 @@ def plan_of(schedule: Schedule) -> EnergyPlan:
 
 
 AHEAD = plan_of(one_f_one_b(2, MICROBATCHES, extra_warmup=[1, 0]))  # another order than plain 1F1B's
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 def staged(home: Path, plan: Path | None, **pipeline: Any) -> Run:

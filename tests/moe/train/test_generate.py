@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from tests.support import trained
 from tests.support.ranks import run_on_ranks
 
 LENGTH = trained.VALUES["model"]["max_length"]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ What it alone would notice: moments, counters or the text of the other run that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from parallel.stored import Reader
 from tests.support import trained
 
 STILL = {"lr": 1e-30, "warmup_steps": 0, "clip_norm": None}  # in fp32 no weight moves by so little
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ It alone would notice a refusal that comes after files were written, ranks that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from parallel.plan import this_machine
 from parallel.plan.cluster import load_cluster, told_of
 from parallel.process import World
 from tests.support import trained
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 def cluster_file(path: Path, *, memory_gib: float, name: str = "one core") -> str:

@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,6 @@ REAL = [
     (metrics, "TensorBoard", metrics.TensorBoard),
 ]
 NOISY = {"jitter": 0.1, "preset": "gshard", "capacity_factor": 1.0, "z_weight": 0.01}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
 def by_hand(run: Run, steps: int) -> list[float]:
