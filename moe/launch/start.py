@@ -173,7 +173,8 @@ def _watch(
     began = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
-        asked_first = bool(caught) and passed_at < 0
+        asked = tuple(caught)  # a signal can come at any line of this round: it is for the next one
+        asked_first = bool(asked) and passed_at < 0
         if local and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             _add(ranks, find_ranks(process.pid))
             looked = now
@@ -181,12 +182,12 @@ def _watch(
                 print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
-            if not _pass_on(process, ranks, world, caught[0][0], local=local):
+            if not _pass_on(process, ranks, world, asked[0][0], local=local):
                 return ranks, True
-        again = any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
-        if caught and (again or now - passed_at > grace_s):
+        again = any(at - asked[0][1] > _SAME_SIGNAL_S for _, at in asked)
+        if asked and (again or now - passed_at > grace_s):
             return ranks, True
-        if not caught and _failed_before(ranks, folder, now):
+        if not asked and _failed_before(ranks, folder, now):
             return ranks, True
         wait(ranks, _POLL_S)
     return ranks, False

@@ -312,6 +312,21 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     assert start.verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
 
 
+def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can come at any line of the watch's loop: grace begins when the ranks get it, not when the watch began."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(0.7)"]) as launcher:
+        rank = Rank(0, launcher.pid)
+        caught: list[tuple[int, float]] = []
+
+        def find(_: int) -> list[Rank]:
+            caught.append((signal.SIGCONT, time.monotonic()))
+            return [rank]
+
+        monkeypatch.setattr(start, "find_ranks", find)
+        assert start._watch(launcher, 1, caught, tmp_path, grace_s=30.0, local=True) == ([rank], False)
+        assert caught and launcher.returncode == 0
+
+
 def test_ranks_that_this_command_ended_are_not_blamed_on_the_kernel() -> None:
     ranks = [Rank(0, 1, ended_at=9.0, code=-11), Rank(1, 2, ended_at=9.5, code=-9), Rank(2, 3, ended_at=9.6, code=-9)]
     _, lines = start.verdict({}, ranks, 3, 1, ended_here={2})
