@@ -11,9 +11,10 @@ ranks hold this element" is answered in one place. Two questions have two answer
     dense                        DENSE    {}                               dp, sp, tp        tp       dp, sp
     norm, tokens cut over tp     DENSE    {}                               dp, sp, tp                 dp, sp, tp
     1D: columns                  DENSE    {1: "tp"}                        dp, sp                     dp, sp
-    1D: few key-value heads      GRID     {0: "tp_row"}                    dp, sp, tp_col             dp, sp, tp_col
+    1D: few key-value heads      HEADS    {0: "tp_row_heads"}              dp, sp, tp_row_copies      dp, sp, tp_row_copies
     2D, 2.5D: a block            GRID     {0: "tp_row", 1: "tp_col"}       dp, sp, tp_depth           dp, sp, tp_depth
     2D, 2.5D: a norm             GRID     {0: "tp_col"}                    all but tp_col             all but tp_col
+    2D: few key-value heads      HEADS    {0: "tp_col_heads", 1: "tp_row"} dp, sp, tp_col_copies      dp, sp, tp_col_copies
     3D: a first product's        GRID     {0: "tp_row", 1: ("tp_col", "tp_depth")}  dp, sp            dp, sp
     experts                      EXPERT   {0: "ep", 2: "etp"}              edp                        edp
     a tile                       its rank's part, cut once more: the same ranks hold all tiles, as parameters of their own

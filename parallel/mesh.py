@@ -3,6 +3,7 @@
     DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
                                      3D a cube; sp as rings of ranks that share out heads among their neighbours
+    HEADS    GRID with tp_row as tp_row_heads x tp_row_copies, or tp_col so: a side over which key-value heads lie that are fewer
     EXPERT   pp x edp x ep x etp                     (the same dp*sp*tp ranks of a stage, cut again for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within one, for exchanges in two steps
 
@@ -32,17 +33,20 @@ FACTORS = {
     "sp": ("sp_ring", "sp_heads"),
     "tp": ("tp_depth", "tp_row", "tp_col"),
     "ep": ("ep_outer", "ep_inner"),
+    "tp_row": ("tp_row_heads", "tp_row_copies"),
+    "tp_col": ("tp_col_heads", "tp_col_copies"),
 }  # an axis, and those that it is the product of
 
 
-def _factored(view: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for axis in view for part in FACTORS.get(axis, (axis,)))
+def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
+    return tuple(part for axis in view for part in (FACTORS[axis] if axis in axes else (axis,)))
 
 
 DENSE = ("pp", "dp", "sp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
-GRID, NODES = _factored(DENSE), _factored(EXPERT)
-VIEWS = (DENSE, EXPERT, NODES, GRID)
+GRID, NODES = _factored(DENSE, "sp", "tp"), _factored(EXPERT, "ep")
+HEADS = (_factored(GRID, "tp_row"), _factored(GRID, "tp_col"))
+VIEWS = (DENSE, EXPERT, NODES, GRID, *HEADS)
 AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
@@ -64,8 +68,9 @@ class Degrees:
     """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp.
 
     `ep_inner` neighbours of the ep axis share a node; it divides ep. `tp_col` and `tp_depth` make a grid of tp: 2D has tp_col = q and
-    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither. `sp_heads` neighbours of the sp axis trade heads for tokens
-    (Ulysses), and rings go over the others; it divides sp.
+    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on
+    tp_col, hold the same key-value head. `sp_heads` neighbours of the sp axis trade heads for tokens (Ulysses), and rings go over the
+    others; it divides sp.
     """
 
     dp: int = 1
@@ -78,6 +83,8 @@ class Degrees:
     tp_col: int = 1
     tp_depth: int = 1
     sp_heads: int = 1
+    tp_row_copies: int = 1
+    tp_col_copies: int = 1
 
     def __post_init__(self) -> None:
         for name in (degree.name for degree in fields(self)):
@@ -103,6 +110,10 @@ class Degrees:
                 needed=f"a divisor of tp={self.tp}",
                 fix=f"use one of {divisors(self.tp)}",
             )
+        for side in ("tp_row", "tp_col"):
+            copies, size = self.size(f"{side}_copies"), self.size(side)
+            if size % copies:
+                raise BadInput(f"{side}_copies", got=copies, needed=f"a divisor of {side}={size}", fix=f"use one of {divisors(size)}")
 
     @property
     def edp(self) -> int:
@@ -123,6 +134,16 @@ class Degrees:
     def tp_row(self) -> int:
         """How many rows the grid of tp has."""
         return self.tp // (self.tp_col * self.tp_depth)
+
+    @property
+    def tp_row_heads(self) -> int:
+        """How many ranks along tp_row hold different key-value heads."""
+        return self.tp_row // self.tp_row_copies
+
+    @property
+    def tp_col_heads(self) -> int:
+        """How many ranks along tp_col do."""
+        return self.tp_col // self.tp_col_copies
 
     @property
     def world(self) -> int:

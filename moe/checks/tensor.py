@@ -109,11 +109,13 @@ def _check_line(run: Run) -> None:
 
 
 def _check_grid(run: Run) -> None:
-    """Sides divide heads and hidden units, and channels, a cube's twice."""
+    """Sides divide heads and hidden units, and channels, a cube's twice; of fewer key-value heads, each is held in equally many copies."""
     m, (depth, _, side) = run.model, run.tp_grid()
     inputs = side * (depth if run.tensor.kind == "3d" else 1)
     sizes = {"model.d_model": (m.d_model, inputs), "model.num_heads": (m.num_heads, side)}
-    sizes["model.num_kv_heads"] = (m.num_kv_heads or m.num_heads, side)
+    heads = m.num_kv_heads or m.num_heads
+    if side % heads:
+        sizes["model.num_kv_heads"] = (heads, side)
     if len(m.layers_with_experts()) < m.num_layers:
         sizes["model.d_ff"] = (m.d_ff, side)
     shape = " x ".join(str(n) for n in run.tp_grid() if n > 1)

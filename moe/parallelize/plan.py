@@ -81,8 +81,8 @@ NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.wei
 
 
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
-    """Keys and values over tp_row, which is tp unless their heads are fewer."""
-    column, keys, table = Column(sliced=sliced), Column("tp_row", sliced=sliced), Column(dim=1, sliced=sliced)
+    """Keys and values over tp_row_heads, which is tp unless their heads are fewer."""
+    column, keys, table = Column(sliced=sliced), Column("tp_row_heads", sliced=sliced), Column(dim=1, sliced=sliced)
     return _line(column, keys, table, Row(sliced=sliced), sliced=sliced)
 
 
@@ -108,9 +108,11 @@ def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool)
     )
 
 
-def _grid(first: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
-    """`heads`: the axis over which a layer's inner channels lie."""
+def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
+    """`keys`: as `first`, of keys and values, whose heads may be fewer. `heads`: the axis over which a layer's inner channels lie."""
     return (
+        ("layers.*.attention.k.weight", keys),
+        ("layers.*.attention.v.weight", keys),
         ("layers.*.attention.out.weight", second),
         ("layers.*.ffn.w2.weight", second),
         ("layers.*.attention.bias.weight", Channels(heads, dim=1)),
@@ -129,9 +131,9 @@ TENSOR: dict[str, tuple[tuple[str, Style], ...]] = {
     "1d sliced": _one_dimension(sliced=True),
     "dtensor": _by_dtensor(sliced=False),
     "dtensor sliced": _by_dtensor(sliced=True),
-    "2d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
-    "2.5d": _grid(Block(), Block(), VocabularyBlock(), heads="tp_col"),
-    "3d": _grid(Cube("first"), Cube("second"), VocabularyCube(), heads="tp_row"),
+    "2d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
+    "2.5d": _grid(Block(), Block("tp_col_heads"), Block(), VocabularyBlock(), heads="tp_col"),
+    "3d": _grid(Cube("first"), Cube("first", copied=True), Cube("second"), VocabularyCube(), heads="tp_row"),
 }
 HELD = {"1d sliced": "slices", "dtensor sliced": "slices"} | dict.fromkeys(
     GRIDS, "channels"

@@ -367,10 +367,10 @@ class Run(Section):
         """The ranks of tp as (depth, rows, columns). Raises BadInput where they make no grid of the kind that is named."""
         tp, tensor = self.degrees.tp, self.tensor
         if tp > 1 and tensor.kind in GRIDS:
-            heads = math.gcd(self.model.num_heads, self.model.num_kv_heads or self.model.num_heads)
-            sides = divisors(heads)[1:]
+            heads = self.model.num_kv_heads or self.model.num_heads
+            sides = [side for side in divisors(self.model.num_heads)[1:] if heads % side == 0 or side % heads == 0]
             return linear_2p5d.grid_of(tp, tensor.depth, sides=sides) if tensor.kind == "2.5d" else grid_of(tensor.kind, tp, sides=sides)
-        return 1, tp // self.head_copies(), self.head_copies()
+        return 1, tp, 1
 
     def sequence_parts(self) -> int:
         """Into how many parts tp cuts what a data-parallel rank reads: 1, or the rows of all grids."""
@@ -382,9 +382,9 @@ class Run(Section):
         return 1 if self.tensor.kind == "copied" else self.degrees.tp if self.tensor.kind in LINES else self.tp_grid()[2]
 
     def head_copies(self) -> int:
-        """How many ranks of tp hold the same key-value head: 1 where there are at least as many heads as ranks."""
-        heads, tp = self.model.num_kv_heads or self.model.num_heads, self.degrees.tp
-        return tp // heads if self.tensor.kind == "1d" and tp > heads and tp % heads == 0 else 1
+        """How many ranks of those that heads lie over hold the same key-value head: 1 where there are at least as many heads."""
+        heads, ways = self.model.num_kv_heads or self.model.num_heads, self.dense_parts()
+        return ways // heads if self.tensor.kind != "dtensor" and ways > heads and ways % heads == 0 else 1
 
     def mesh_degrees(self) -> Degrees:
         """The resolved degrees. Call `resolve` first."""
@@ -393,7 +393,8 @@ class Run(Section):
             raise BadInput("degrees", got="auto", needed="numbers", fix="call run.resolve(world_size) first")
         inner = self.dispatch.node_size if self.dispatch.kind == "hierarchical" and self.dispatch.node_size else 1
         inner, heads = inner if d.ep > 1 else 1, self.sequence.heads_of(d.sp)
-        depth, _, columns = self.tp_grid()
+        (depth, _, columns), copies = self.tp_grid(), self.head_copies()
+        along = {"tp_col_copies" if self.tensor.kind in ("2d", "2.5d") else "tp_row_copies": copies}
         return Degrees(
-            dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=columns, tp_depth=depth, sp_heads=heads
+            dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp, ep=d.ep, etp=d.etp, ep_inner=inner, tp_col=columns, tp_depth=depth, sp_heads=heads, **along
         )

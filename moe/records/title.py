@@ -26,7 +26,7 @@ def title(run: Run, world: World) -> list[str]:
     ]
     if run.head_copies() > 1:
         heads = run.model.num_kv_heads or run.model.num_heads
-        lines.append(f"key-value heads: {heads} on {d.tp} ranks of tp, so each is held in {run.head_copies()} copies")
+        lines.append(f"key-value heads: {heads} on {run.dense_parts()} ranks of tp, so each is held in {run.head_copies()} copies")
     if d.pp > 1:
         lines.append(described(run))
     if run.model.layers_with_experts():

@@ -62,6 +62,7 @@ PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of th
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "positions": "t5", "moe_every": 0}},
 }
+FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
 ROWS: dict[str, dict[str, Any]] = {
     "all_to_all": {"kind": "all_to_all"},
     "padded": {"kind": "padded"},
@@ -160,7 +161,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        for section, fields in (MODELS | ROUTERS | PACKED)[self.model].items():
+        for section, fields in (MODELS | ROUTERS | PACKED | FEW)[self.model].items():
             values[section] = values.get(section, {}) | fields
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
@@ -358,7 +359,7 @@ GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of r
 
 def _grid_cases(nproc: int) -> list[Case]:
     """Weights and activations in blocks, tiles of what a rank holds. A batch of 24: eight ranks route an equal part each. The vocabulary's
-    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11.
+    256 rows are cut evenly; tests/parallel/tensor/test_grids.py has 11. Of one key-value head each line of a grid holds copies.
     """
     found = []
     for tensor, tp in GRIDS.items():
@@ -371,10 +372,12 @@ def _grid_cases(nproc: int) -> list[Case]:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [one("gshard", kind, ep=1, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
             found += [plain(model, ep=1) for model in PACKED]
+            found += [one("one_head", kind, ep=2, precision="fp32") for kind in ENGINES] + [plain("one_head", ep=4, recompute="full")]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("deepseek", 2))]
             found += [one("dense", "zero2", ep=1, precision="fp16"), one("gshard", "fsdp", ep=2, precision="bf16", recompute="selective")]
     flat = partial(Case, world=8, tp=4, tensor="2d", precision="fp32", batch=24)
     both = [flat("gshard", "ddp", ep=4, microbatches=1), flat("dense", "zero1", ep=1, microbatches=1)]
+    both += [flat("one_head", kind, ep=2, microbatches=1) for kind in ("fsdp", "zero2")]
     both += [
         flat(model, "ddp", ep=2, microbatches=1, recompute="full", sp=2, attention=attention, length=SLICED)
         for model, attention in (("gshard", "zigzag"), ("packed", "ulysses"))

@@ -11,6 +11,7 @@ An embedding is on the first stage, the head on the last; one matrix if it is ti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -38,11 +39,16 @@ def split_of(plan: Plan) -> int:
     return {"copied": 1, "2.5d": plan.tp // max(1, plan.depth)}.get(plan.tensor, plan.tp)
 
 
+def heads_over(plan: Plan) -> int:
+    """Over how many ranks of tp heads and hidden units lie: a side of a grid."""
+    return round(math.pow(split_of(plan), {"2d": 1 / 2, "2.5d": 1 / 2, "3d": 1 / 3}.get(plan.tensor, 1)))
+
+
 def layer(network: Network, plan: Plan, index: int) -> Elements:
     """One layer's."""
     n, t = network, split_of(plan)
     norm = n.width * (2 if n.norm == "layernorm" else 1)
-    dense = attention(n, t) + 2 * norm
+    dense = attention(n, t, over=heads_over(plan)) + 2 * norm
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
@@ -55,11 +61,11 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
     return (3 if gated else 2) * network.width * hidden
 
 
-def attention(network: Network, t: int) -> float:
-    """Of one of t ranks. Where t exceeds the key-value heads, several ranks hold the same head."""
+def attention(network: Network, t: int, *, over: int) -> float:
+    """Of one of t ranks, on which heads lie over `over`. Where those exceed the key-value heads, several hold the same head."""
     n, inner = network, network.heads * network.channels
     if n.latent is None:
-        keys = max(n.groups / t, 1) * n.channels
+        keys = max(n.groups, over) / t * n.channels
         biases = (inner / t + 2 * keys + n.width) if n.biases else 0
         return n.width * (2 * inner / t + 2 * keys) + biases
     return _latent(n, n.latent, t)

@@ -21,6 +21,7 @@ from parallel.plan import attention as sequence_attention
 from parallel.plan import tensor as tensor_parallel
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, all_to_all, gather, group_of
+from parallel.plan.counts import heads_over
 from parallel.plan.job import Network, Plan
 from parallel.plan.program import Program
 
@@ -301,7 +302,7 @@ def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left:
         network.width,
         network.heads,
         network.channels,
-        network.groups,
+        max(network.groups, heads_over(plan)),
         network.hidden,
         network.gated,
         plan.compute_bytes,

@@ -107,8 +107,9 @@ def _grid(network: Network, plan: Plan) -> Iterator[str]:
     sizes = [
         ("model.d_model", network.width, inputs),
         ("model.num_heads", network.heads, side),
-        ("model.num_kv_heads", network.groups, side),
     ]
+    if side % network.groups:
+        sizes.append(("model.num_kv_heads", network.groups, side))
     if len(network.sparse_layers) < network.layers:
         sizes.append(("model.d_ff", network.hidden, side))
     for what, size, ways in sizes:

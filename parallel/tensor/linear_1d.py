@@ -13,8 +13,8 @@ f and one in g, so 4 a Transformer layer and micro-batch, each of 2 (t - 1) / t 
 a recomputed forward pass repeats g's. f's goes on while the weights' gradients are computed (parallel/tensor/overlapped.py).
 Partial products are rounded to the compute dtype once, and so is their sum.
 
-Fewer key-value heads than ranks: t / heads neighbours hold a copy of the same one (`Column("tp_row")`, of a mesh whose tp_col is
-t / heads). Each copy serves other heads of queries, so its gradient is a part, and parts are summed over the copies.
+Fewer key-value heads than ranks: t / heads neighbours hold a copy of the same one (`Column("tp_row_heads")`, of a mesh whose
+tp_row_copies is t / heads). Each copy serves other heads of queries, so its gradient is a part, and parts are summed over the copies.
 Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import start_broadcast, start_sum_to
 from parallel.layout import Layout
-from parallel.mesh import GRID, Axis, Mesh
+from parallel.mesh import Axis, Mesh, view_of
 from parallel.precision import gradient_dtype
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
@@ -38,10 +38,15 @@ from parallel.weight_gradient import gradients_or_later
 
 @dataclass(frozen=True)
 class Block:
-    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer."""
+    """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
+
+    `outputs` tp_col_heads: of fewer key-value heads than columns, neighbours in a row hold the same block. A product sees no difference.
+    """
+
+    outputs: str = "tp_col"
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=())
+        return Layout(shape, {0: self.outputs, 1: "tp_row"}, view_of(self.outputs, "tp_row"), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:

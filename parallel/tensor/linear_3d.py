@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import gathered, scattered_sum
 from parallel.layout import Layout
-from parallel.mesh import GRID, Axis, Mesh
+from parallel.mesh import Axis, Mesh, view_of
 from parallel.precision import gradient_dtype
 from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
@@ -44,15 +44,18 @@ FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 class Cube:
     """A weight [out, in] over the whole cube; `place`: of the products between two norms, a first one or the second.
 
-    Fills `product` of its module, and `products` of the layer if it is a first one: those of one x.
+    Fills `product` of its module, and `products` of the layer if it is a first one: those of one x. `copied`: a first one's outputs are
+    fewer key-value heads than rows, so neighbours along tp_row hold the same. A product sees no difference.
     """
 
     place: Literal["first", "second"]
+    copied: bool = False
 
     def layout(self, name: str, shape: Shape) -> Layout:
         outputs, inputs, deep = FACES[self.place]
+        outputs = f"{outputs}_heads" if self.copied else outputs
         split: dict[int, str | tuple[str, ...]] = {0: outputs, 1: inputs}
-        return Layout(shape, split | {deep: ((outputs, inputs)[deep], "tp_depth")}, GRID, alike=())
+        return Layout(shape, split | {deep: ((outputs, inputs)[deep], "tp_depth")}, view_of(outputs, inputs), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:

@@ -245,8 +245,8 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (T + "--tensor.depth 2", "tensor.depth: got 2 with tensor.kind=1d, needed tensor.kind 2.5d", "set it to null"),
     (
-        T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.num_kv_heads 1",
-        "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, needed 2 to divide model.num_kv_heads=1",
+        T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.d_model 96 --model.num_heads 6 --model.num_kv_heads 3",
+        "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, needed 2 to divide model.num_kv_heads=3",
         "tensor.kind to 1d",
     ),
     (

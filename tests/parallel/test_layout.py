@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from parallel.errors import BadInput
 from parallel.layout import Layout, Tile, dense, stacked_over
-from parallel.mesh import DENSE, EXPERT, GRID, NODES, Degrees, Mesh, divisors
+from parallel.mesh import DENSE, EXPERT, GRID, HEADS, NODES, Degrees, Mesh, divisors
+from parallel.tensor.linear_2d import Block
+from parallel.tensor.linear_3d import Cube
 
 
 @st.composite
@@ -37,8 +39,9 @@ def layouts(draw: st.DrawFn) -> tuple[Degrees, Layout]:
         tp_col=col,
         tp_depth=draw(st.sampled_from(divisors(tp // col))),
         ep_inner=draw(st.sampled_from(divisors(ep))),
+        tp_col_copies=draw(st.sampled_from(divisors(col))),
     )
-    view = draw(st.sampled_from([DENSE, GRID, EXPERT, NODES]))
+    view = draw(st.sampled_from([DENSE, GRID, EXPERT, NODES, *HEADS]))
     order, dims = draw(st.permutations(view[1:])), draw(st.integers(1, 3))
     cuts: dict[int, tuple[str, ...]] = {}
     for axis in order[: draw(st.integers(0, len(order)))]:
@@ -163,6 +166,11 @@ def grids(dp: int, sp: int, q: int, depth: int) -> dict[str, Kind]:
             [Held((i, j), seen) for (_, _, _, i, j), seen in zip(ranks, grid, strict=True)],
         ),
         "norm": Kind(Layout((3 * q, 1), {0: "tp_col"}, GRID), (q, 1), [Held((r[4], 0), seen) for r, seen in zip(ranks, own, strict=True)]),
+        "one key-value head": Kind(
+            Block("tp_col_heads").layout("", (2, 3 * q)),
+            (1, q),
+            [Held((0, i), frozenset({(d, s, k, n, j) for n in range(q)})) for d, s, k, i, j in ranks],  # of a column's queries
+        ),
     }
 
 
@@ -179,6 +187,11 @@ def cube(dp: int, sp: int, q: int) -> dict[str, Kind]:
         ),
         "norm": Kind(
             Layout((3 * q, 1), {0: "tp_depth"}, GRID), (q, 1), [Held((r[2], 0), seen) for r, seen in zip(ranks, own, strict=True)]
+        ),
+        "one key-value head": Kind(
+            Cube("first", copied=True).layout("", (2, 3 * q * q)),
+            (1, q * q),
+            [Held((0, j * q + k), frozenset({(d, s, n, m, i) for n in range(q) for m in range(q)})) for d, s, k, i, j in ranks],
         ),
     }
 
@@ -212,7 +225,8 @@ def methods(draw: st.DrawFn) -> tuple[Degrees, Kind, tuple[int, int]]:
         q, depth = draw(st.sampled_from([(q, d) for q in (1, 2, 3) for d in (1, 2, 3) if q * q * (q if method == "3d" else d) <= room]))
         depth = {"2d": 1, "3d": q}.get(method, depth)
         kinds = cube(dp, sp, q) if method == "3d" else grids(dp, sp, q, depth)
-        degrees = Degrees(dp=dp, sp=sp, tp=q * q * depth, tp_col=q, tp_depth=depth, pp=pp)
+        side = "tp_row" if method == "3d" else "tp_col"
+        degrees = Degrees(dp=dp, sp=sp, tp=q * q * depth, tp_col=q, tp_depth=depth, pp=pp, **{f"{side}_copies": q})
     kind = kinds[draw(st.sampled_from(sorted(kinds)))]
     return degrees, kind, (draw(st.integers(0, len(kind.cuts) - 1)), draw(st.integers(1, 2)))
 

@@ -25,7 +25,8 @@ def degrees(draw: st.DrawFn) -> Degrees:
     col = draw(st.sampled_from(divisors(tp)))
     depth = draw(st.sampled_from(divisors(tp // col)))
     inner = draw(st.sampled_from(divisors(ep)))
-    return Degrees(dp=dp, pp=pp, tp=tp, sp=sp, ep=ep, etp=etp, ep_inner=inner, tp_col=col, tp_depth=depth)
+    copies = {f"{side}_copies": draw(st.sampled_from(divisors(n))) for side, n in (("tp_row", tp // (col * depth)), ("tp_col", col))}
+    return Degrees(dp=dp, pp=pp, tp=tp, sp=sp, ep=ep, etp=etp, ep_inner=inner, tp_col=col, tp_depth=depth, **copies)
 
 
 @given(degrees())
@@ -115,6 +116,10 @@ def test_tensor_parallel_ranks_are_a_grid_a_pile_of_grids_or_a_cube() -> None:
     d = Degrees(tp=12, tp_col=2, tp_depth=3)
     assert d.groups("tp_depth") == [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     assert (Degrees(tp=27, tp_col=3, tp_depth=3).tp_row, Degrees(tp=5).tp_row) == (3, 5)
+    d = Degrees(tp=8, tp_col=4, tp_col_copies=2)  # of two key-value heads, neighbours in a row hold the same
+    assert d.groups("tp_col_copies") == [(0, 1), (2, 3), (4, 5), (6, 7)] and d.groups("tp_col_heads")[:2] == [(0, 2), (1, 3)]
+    with pytest.raises(BadInput, match="^tp_row_copies: got 3, needed a divisor of tp_row=2; fix: use one of"):
+        Degrees(tp=4, tp_col=2, tp_row_copies=3)
     with pytest.raises(BadInput, match=r"^tp_col \* tp_depth: got 2 \* 4, needed a divisor of tp=4; fix: use one of \[1, 2, 4\]$"):
         Degrees(tp=4, tp_col=2, tp_depth=4)
 

@@ -13,7 +13,7 @@ from moe.verify.cases import Case
 from moe.verify.mutations.mutation import Edit, Mutation
 from parallel.collectives import Started, reduce_backward
 from parallel.layout import Layout, dense
-from parallel.mesh import GRID, Axis
+from parallel.mesh import Axis
 
 
 def _identity(real: Any) -> Any:
@@ -45,14 +45,14 @@ def _summed_over_tp(real: Any) -> Any:
 
 def _copies_of_heads_alike(real: Any) -> Any:
     def wrong(self: Any, name: str, shape: Any) -> Layout:
-        layout: Layout = replace(real(self, name, shape), alike=("tp_col",) if self.axis == "tp_row" else ())
+        layout: Layout = replace(real(self, name, shape), alike=("tp_row_copies",) if self.axis == "tp_row_heads" else ())
         return layout
 
     return wrong
 
 
 def _depths_alike(real: Any) -> Any:
-    return lambda self, name, shape: Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=("tp_depth",))
+    return lambda self, name, shape: replace(real(self, name, shape), alike=("tp_depth",))
 
 
 def _first_slice(real: Any) -> Any:

@@ -88,8 +88,8 @@ def test_a_shown_plan_is_what_the_rank_holds(rank: int) -> None:
     assert {row["parameter"]: row["here"] for row in rows} == {name: list(p.shape) for name, p in model.named_parameters()}
     assert all(row["bytes"] == 4 * math.prod(row["here"]) and row["whole"] == list(layouts[row["parameter"]].shape) for row in rows)
     found = {row["parameter"]: row for row in rows}
-    head = found["layers.0.attention.k.weight"]
-    assert (head["style"], head["cut"], head["copies"], head["summed_over"]) == ("Column", {"0": ["tp_row"]}, ["tp_col"], ["tp_col"])
+    head, copies = found["layers.0.attention.k.weight"], ["tp_row_copies"]
+    assert (head["style"], head["cut"], head["copies"], head["summed_over"]) == ("Column", {"0": ["tp_row_heads"]}, copies, copies)
     assert (found["layers.1.moe.experts.w1"]["cut"], found["norm.weight"]["summed_over"]) == ({"0": ["ep"], "2": ["etp"]}, [])
     assert found["head.tiles.1.weight"]["tile"] == "2 of 3" and found["layers.1.moe.shared.w1.weight"]["summed_over"] == ["tp"]
 
@@ -97,6 +97,6 @@ def test_a_shown_plan_is_what_the_rank_holds(rank: int) -> None:
 def test_layers_that_are_alike_are_one_line() -> None:
     lines = table(plan_rows(check_run(build_run(VALUES), 4), rank=0), rank=0, world=4)
     (keys,) = [line.split() for line in lines if line.startswith("layers.*.attention.k.weight")]
-    assert " ".join(keys) == "layers.*.attention.k.weight Column dim 0 over tp_row 12 x 24 6 x 24 tp_col 2 x 1,152"
+    assert " ".join(keys) == "layers.*.attention.k.weight Column dim 0 over tp_row_heads 12 x 24 6 x 24 tp_row_copies 2 x 1,152"
     total = sum(row["bytes"] for row in plan_rows(check_run(build_run(VALUES), 4), rank=0))
     assert lines[-1].startswith(f"rank 0 of 4 holds {total:,} bytes of weights")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from moe.parallelize.shown import plan_rows
 from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
+from parallel.plan.counts import held
 from parallel.plan.kept import cast_weights, ends_kept, layer_kept, recompute_of
 from parallel.plan.stack import OURS, OURS_ON_CPU
 
@@ -41,3 +44,15 @@ def test_kept_bytes_are_those_counted_against_autograd(case: str, recompute: str
             cast = cast_weights(network, plan, OURS, layer)
             assert cast == pytest.approx(fixed_bytes(run, layer), rel=0.02)
     assert ends_kept(network, plan, OURS, first=False, last=True) == pytest.approx(tokens * head_bytes(run))
+
+
+@pytest.mark.parametrize("kv_heads", [6, 1])
+@pytest.mark.parametrize(("tensor", "tp"), [("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
+def test_counted_matrices_are_those_that_a_rank_holds(tensor: str, tp: int, kv_heads: int) -> None:
+    """Of fewer key-value heads than ranks of a line, each holds a copy. Norms, which the planner counts whole, are left out."""
+    model = MODEL | {"num_kv_heads": kv_heads, "vocab_size": 260}
+    run = build_run({"model": model, "degrees": {"dp": 1, "tp": tp}, "tensor": {"kind": tensor}}).resolve(tp)
+    network, plan = network_of(run), plan_of(run)
+    rows = [row for row in plan_rows(run, rank=tp - 1) if "norm" not in row["parameter"]]
+    counted = held(network, plan, (range(network.layers),), (0,)).total - network.width * (2 * network.layers + 1)
+    assert counted == sum(math.prod(row["here"]) for row in rows)

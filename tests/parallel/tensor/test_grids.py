@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ from parallel.tensor.vocabulary_grid import VocabularyBlock, VocabularyCube
 from parallel.weight_gradient import put_off
 from tests.support.ranks import run_on_ranks
 
-# B sequences, L length, D model, V vocabulary; GATE: each gates a run of hidden units
-B, L, D, HIDDEN, GATE, V = 12, 3, 12, 36, 12, 11
+# B sequences, L length, D model, V vocabulary
+B, L, D, HIDDEN, V = 12, 3, 12, 36, 11
 GRIDS = {
     "2d": Degrees(tp=4, tp_col=2),
     "2d of 9": Degrees(tp=9, tp_col=3),
@@ -60,22 +61,24 @@ class PlainNorm(nn.Module):
 
 
 class Network(nn.Module):
-    """Two products of one x, and one of what comes of both: what a layer's look like from outside."""
+    """Two products of one x, and one of what comes of both: what a layer's look like from outside. Each gate is that of a run of hidden
+    units, as a key-value head is that of some heads of queries.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, gates: int) -> None:
         super().__init__()
-        self.one, self.gate, self.two = Linear(D, HIDDEN), Linear(D, GATE), Linear(HIDDEN, D)
+        self.one, self.gate, self.two = Linear(D, HIDDEN), Linear(D, gates), Linear(HIDDEN, D)
         self.products: Products = one_by_one
 
     def forward(self, x: Tensor) -> Tensor:
         one, gate = self.products(x, [self.one, self.gate])
-        return self.two(F.silu(one) * gate.repeat_interleave(HIDDEN // GATE, dim=-1))
+        return self.two(F.silu(one) * gate.repeat_interleave(one.shape[-1] // gate.shape[-1], dim=-1))
 
 
 class Small(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, gates: int) -> None:
         super().__init__()
-        self.norm, self.network = Norm(D, "layernorm"), Network()
+        self.norm, self.network = Norm(D, "layernorm"), Network(gates)
         self.table, self.last = Rows(slice(0, V), D), Norm(D, "rmsnorm")
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +91,8 @@ def plan(kind: str) -> Plan:
     cube = kind == "3d"
     rows: tuple[tuple[str, Style], ...] = (
         ("network.two.weight", Cube("second") if cube else Block()),
-        ("network.*.weight", Cube("first") if cube else Block()),
+        ("network.gate.weight", Cube("first", copied=True) if cube else Block("tp_col_heads")),
+        ("network.one.weight", Cube("first") if cube else Block()),
         ("table.weight", VocabularyCube() if cube else VocabularyBlock()),
         ("norm.weight", ChannelsNorm()),
         ("last.weight", ChannelsNorm()),
@@ -96,9 +100,9 @@ def plan(kind: str) -> Plan:
     return Plan(rows)
 
 
-def held(kind: str, mesh: Mesh) -> tuple[Small, dict[str, Layout]]:
+def held(kind: str, mesh: Mesh, gates: int) -> tuple[Small, dict[str, Layout]]:
     with torch.device("meta"):
-        model = Small()
+        model = Small(gates)
     layouts = lay_out(model, plan(kind), tiled_dim=lambda _: 0)
     if mesh.degrees.tp > 1:
         apply(model, plan(kind), layouts, mesh)
@@ -123,14 +127,22 @@ def part_of(mesh: Mesh) -> tuple[slice, slice]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunks", "waits"), [("2d", 1, True), ("2d of 9", 2, False), ("2.5d", 1, False), ("3d", 1, True), ("3d", 2, False)]
+    ("kind", "gates", "chunks", "waits"),
+    [
+        ("2d", 12, 1, True),
+        ("2d of 9", 12, 2, False),
+        ("2.5d", 1, 1, False),
+        ("3d", 12, 1, True),
+        ("2d of 9", 1, 1, True),
+        ("3d", 1, 2, False),
+    ],
 )
-def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int, waits: bool) -> None:
+def test_a_model_on_a_grid_is_the_whole_one(kind: str, gates: int, chunks: int, waits: bool) -> None:
     """Embedding, norms, products and the loss: this rank's part of the output, each weight's gradient once copies are summed.
 
-    `waits`: gradients of weights are put off, all of one x together.
+    `gates`: fewer than the ranks of a side are held in copies. `waits`: gradients of weights are put off, all of one x together.
     """
-    whole, _ = held(kind, Mesh.of(Degrees()))
+    whole, _ = held(kind, Mesh.of(Degrees()), gates)
     weights = drawn((B, L, D), "weights of outputs")
     x, _ = whole(TOKENS, TARGETS, 1)
     logits = whole.last(x) @ whole.table.weight.t()
@@ -138,9 +150,10 @@ def test_a_model_on_a_grid_is_the_whole_one(kind: str, chunks: int, waits: bool)
     ((x * weights).sum() + loss).backward()
 
     def work(rank: int) -> tuple[Any, ...]:
-        degrees = GRIDS[kind]
+        copies = {f"{'tp_row' if kind == '3d' else 'tp_col'}_copies": GRIDS[kind].tp_col if gates == 1 else 1}
+        degrees = replace(GRIDS[kind], **copies)
         mesh = process.connect(degrees, World(rank, degrees.tp))
-        model, layouts = held(kind, mesh)
+        model, layouts = held(kind, mesh, gates)
         sequences, channels = part_of(mesh)
         x, loss = model(TOKENS[sequences], TARGETS[sequences], chunks)
         with put_off() if waits else nullcontext() as owed:

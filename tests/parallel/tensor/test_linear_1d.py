@@ -35,8 +35,8 @@ B, L, D, H, C, HIDDEN = 3, 5, 12, 4, 6, 20
 PLAN = Plan(
     (
         ("layer.q.weight", Column()),
-        ("layer.k.weight", Column("tp_row")),
-        ("layer.v.weight", Column("tp_row")),
+        ("layer.k.weight", Column("tp_row_heads")),
+        ("layer.v.weight", Column("tp_row_heads")),
         ("layer.bias.weight", Column(dim=1)),
         ("layer.out.weight", Row()),
         ("layer.w1.weight", Column()),
@@ -93,7 +93,7 @@ def computed(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def degrees_of(tp: int, kv_heads: int) -> Degrees:
-    return Degrees(tp=tp, tp_col=tp // kv_heads if kv_heads < tp else 1)
+    return Degrees(tp=tp, tp_row_copies=tp // kv_heads if kv_heads < tp else 1)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def lay_out_alone(model: nn.Module) -> dict[str, Layout]:
 
 def test_copies_of_a_key_value_head_are_named_by_their_layout() -> None:
     """Four ranks, two heads: ranks 0 and 1 hold the first one, 2 and 3 the second; both copies' gradients are parts of one sum."""
-    layout = Column("tp_row").layout("layer.k.weight", (2 * C, D))
+    layout = Column("tp_row_heads").layout("layer.k.weight", (2 * C, D))
     meshes = [Mesh.of(degrees_of(4, 2), rank) for rank in range(4)]
     assert [layout.region(mesh)[0] for mesh in meshes] == [slice(0, C)] * 2 + [slice(C, 2 * C)] * 2
     assert [mesh.axis(*layout.summed_over()).ranks for mesh in meshes] == [(0, 1)] * 2 + [(2, 3)] * 2
