@@ -22,3 +22,4 @@ def test_every_way_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(row["apart"] <= tensor.WITHIN and row["ratio"] > 0 for row in races)
     forward, backward = [1 / chunks for chunks in tensor_hidden.CHUNKS], [0.0] * len(tensor_hidden.CHUNKS)
     assert [row["expected"] for row in hidden] == forward * 2 + backward * 2
+    assert [row["counted"] for row in hidden] == [row["expected"] for row in hidden]
