@@ -80,10 +80,10 @@ def rows_of(seconds: dict[str, list[float]], *, ranks: int) -> list[dict[str, An
 def counted(one: Pass, chunks: int, *, ranks: int) -> float:
     """The part of the collective's time for which the pass waits, by the order of its products and its runs alone. In one process."""
     axis, times = Axis("tp", tuple(range(ranks))), []
-    others = dict.fromkeys((other.collective for other in PASSES), _nothing)
+    links: dict[str, Any] = dict.fromkeys((other.collective for other in PASSES), _nothing)
     for link in (LINK, 0.0):
         clock = _Clock(TOKENS * WIDTH * (HIDDEN // ranks))
-        with clock, patch.multiple(overlapped, **others | {one.collective: _CountedLink(clock, link)}):
+        with clock, patch.multiple(overlapped, **links | {one.collective: _CountedLink(clock, link)}):
             one.run(axis, chunks)
         times.append(clock.now)
     return (times[0] - times[1]) / LINK
