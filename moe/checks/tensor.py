@@ -34,6 +34,13 @@ def check_tensor(run: Run) -> None:
             needed="adamw: a direction is made of a whole matrix, and ranks of tp hold parts",
             fix="set optimizer.kind to adamw, or degrees.tp to 1",
         )
+    if run.model.qk_norm == "whole" and run.tensor.kind != "copied":
+        raise BadInput(
+            "degrees.tp",
+            got=f"{tp} with model.qk_norm=whole",
+            needed="1: the mean is over all heads, of which each rank of tp would have some",
+            fix="set degrees.tp to 1, or tensor.kind to copied",
+        )
     if run.sharding.kind == "dp":
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"

@@ -10,7 +10,7 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
-from moe.recipe.sections import Run
+from moe.recipe.sections import Model, Rope, Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
@@ -59,6 +59,7 @@ def _check_model(run: Run) -> None:
             needed="an even size for rotary positions",
             fix="change head_size, or set model.positions to t5",
         )
+    _check_rope(m)
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
             "model.moe_layers",
@@ -85,6 +86,24 @@ def _check_model(run: Run) -> None:
             got=run.vocab_size,
             needed=f"at least the tokenizer's {tokenizer}",
             fix="set model.vocab_size to null to follow the tokenizer",
+        )
+
+
+def _check_rope(m: Model) -> None:
+    """Values that no positions would read, or that leave what to stretch unsaid."""
+    r = m.rope
+    if r != Rope() and m.positions == "t5":
+        key = next(key for key in Rope.model_fields if getattr(r, key) != getattr(Rope(), key))
+        raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
+    if r.scaling in ("llama3", "yarn") and r.trained_length is None:
+        raise BadInput(
+            "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=f"set it to {m.max_length}"
+        )
+    if r.scaling in ("llama3", "yarn") and r.most_turns <= r.low:
+        raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix="set it to null")
+    if r.scaling == "none" and r.factor != 1:
+        raise BadInput(
+            "model.rope.factor", got=f"{r.factor:g} with scaling none", needed="a scaling that reads it", fix="set scaling to linear"
         )
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
-from moe.recipe.sections import Router, Run
+from moe.recipe.sections import Rope, Router, Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -18,7 +19,19 @@ GROWING: tuple[Method, ...] = ("copy", "granular", "noise", "drop")
 SHRINKING: tuple[Method, ...] = ("merge", "prune")
 
 # values that a conversion keeps, though others might give the same shapes
-SAME = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_size", "norm", "positions", "tied_embeddings")
+SAME: tuple[str, ...] = (
+    *(f"rope.{key}" for key in Rope.model_fields),
+    "num_layers",
+    "d_model",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "norm",
+    "norm_eps",
+    "qk_norm",
+    "tied_embeddings",
+    "positions",
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,7 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
 
 
 def _check_same(before: Run, run: Run) -> None:
-    pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", getattr(before.model, key), getattr(run.model, key)) for key in SAME]
+    pairs: list[tuple[str, Any, Any]] = [(f"model.{key}", attrgetter(key)(before.model), attrgetter(key)(run.model)) for key in SAME]
     pairs += [("model.vocab_size", before.vocab_size, run.vocab_size), ("data.tokenizer", before.data.tokenizer, run.data.tokenizer)]
     if layers_that(None, before, run):
         kept = (

@@ -64,9 +64,9 @@ class Block(nn.Module):
         self.recompute: Literal["none", "full", "selective"] = "none"
         self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
         self.first_channel = 0  # of those that are between layers here
-        self.attention_norm = Norm(model.d_model, model.norm)
+        self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         self.attention = Attention(model)
-        self.ffn_norm = Norm(model.d_model, model.norm)
+        self.ffn_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         self.ffn: FeedForward | Tiled | None = None
         self.moe: MoELayer | None = None
         if layer in model.layers_with_experts():
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         self.loss_chunks, self.recast = 1, False  # recast: the head as a Linear may be
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
-        self.norm: Norm | None = Norm(width, self.config.norm)
+        self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs

@@ -1,6 +1,9 @@
 """Causal self-attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
-    x -> enter -> q, k, v, cut into heads by their size -> rotate by place -> core(q, k, v) -> out -> leave
+    x -> enter -> q, k, v, cut into heads by their size -> norms of q and k -> rotate by place -> core(q, k, v) -> out -> leave
+
+The norms, where a model has them, keep logits small: of each head's channels with one gain for all heads (arXiv 2302.05442; Qwen3), or
+of all heads' channels together (OLMoE).
 
 `core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
 key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.nn.context import Context
-from moe.nn.linear import Linear
+from moe.nn.linear import Linear, Norm
+from moe.nn.rotary import rotate
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
@@ -65,35 +69,6 @@ def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
     return x_BKLC if x_BKLC.shape[1] == heads else x_BKLC.repeat_interleave(heads // x_BKLC.shape[1], dim=1)
 
 
-class _Rotate(torch.autograd.Function):
-    """Turn channel pairs (i, i + C/2); backward turns the gradient the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_LC, sin_LC)
-        a, b = x_BHLC.chunk(2, dim=-1)
-        out = torch.empty_like(x_BHLC)
-        first, second = out.chunk(2, dim=-1)
-        torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
-        torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None]:
-        cos_LC, sin_LC = ctx.saved_tensors
-        out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC)
-        return out, None, None
-
-
-def rotate(x_BHLC: Tensor, position_L: Tensor) -> Tensor:
-    """Rotary positions: channel pairs (i, i + C/2) turn by position / 10000^(2i/C); angles in fp32."""
-    half = x_BHLC.shape[-1] // 2
-    rate_C = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=x_BHLC.device) / half)
-    angle_LC = position_L.float().unsqueeze(1) * rate_C
-    out: Tensor = _Rotate.apply(x_BHLC, angle_LC.cos().to(x_BHLC.dtype), angle_LC.sin().to(x_BHLC.dtype))
-    return out
-
-
 class RelativeBias(nn.Module):
     """T5's bias per head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H]."""
 
@@ -116,7 +91,8 @@ class RelativeBias(nn.Module):
 
 
 class Attention(nn.Module):
-    """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]."""
+    """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]; norms of q and k [C],
+    or with qk_norm `whole` [H C] and [K C]."""
 
     def __init__(self, model: sections.Model) -> None:
         super().__init__()
@@ -126,18 +102,31 @@ class Attention(nn.Module):
         self.k = Linear(model.d_model, kv_heads * self.head_size)
         self.v = Linear(model.d_model, kv_heads * self.head_size)
         self.out = Linear(heads * self.head_size, model.d_model)
+        self.normed = model.qk_norm
+        self.q_norm, self.k_norm = self._norm_of(model, heads), self._norm_of(model, kv_heads)
         self.bias = RelativeBias(heads) if model.positions == "t5" else None
+        self.rope = model.rope
         self.core: Core = softmax_core
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one
 
+    def _norm_of(self, model: sections.Model, heads: int) -> Norm | None:
+        sizes = {"heads": self.head_size, "whole": heads * self.head_size}
+        return None if model.qk_norm == "none" else Norm(sizes[model.qk_norm], "rmsnorm", eps=model.norm_eps)
+
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
-        q_BHLC, k_BKLC, v_BKLC = (rearrange(y, "b l (h c) -> b h l c", c=self.head_size) for y in products)
+        q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
         bias = None if self.bias is None else self.bias()
         if bias is None:
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-            q_BHLC, k_BKLC = rotate(q_BHLC, place_L), rotate(k_BKLC, place_L)
+            q_BHLC, k_BKLC = rotate(q_BHLC, place_L, self.rope), rotate(k_BKLC, place_L, self.rope)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
         return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))
+
+    def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
+        """A product cut into heads [B, heads, L, C], normed; in memory they stay place by place, as the next product wants them."""
+        y = norm(y) if norm is not None and self.normed == "whole" else y
+        y_BLHC = rearrange(y, "b l (h c) -> b l h c", c=self.head_size)
+        return rearrange(norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC, "b l h c -> b h l c")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe.kernels.activation import GATED, activate
 from moe.nn.context import Context
+from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
@@ -62,18 +63,18 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back.
 
-    `across(x, gain, centred=, eps=)`, a slot: where other ranks have the other channels; None: all are here.
+    `eps` is added to the mean square; None: 1e-6, or of LayerNorm 1e-5. `across(x, gain, centred=, eps=)`, a slot: where other ranks
+    have the other channels; None: all are here.
     """
 
-    def __init__(self, size: int, kind: str) -> None:
+    def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.eps = kind, NORM_EPS[kind] if eps is None else eps
         self.across: Callable[..., Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        centred = self.kind == "layernorm"
-        eps = 1e-5 if centred else 1e-6
+        centred, eps = self.kind == "layernorm", self.eps
         if self.across is not None:
             return self.across(x, self.weight, centred=centred, eps=eps)
         gain, normed = self.weight.float(), F.layer_norm if centred else F.rms_norm

@@ -19,8 +19,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.kernels.activation import activate
-from moe.nn.attention import repeated, rotate
-from moe.recipe.sections import Run
+from moe.nn.attention import repeated
+from moe.nn.rotary import rotate
+from moe.recipe.sections import Rope, Run
+from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput
 from parallel.plan.graph import Graph, Operator
 from parallel.tensor.annotated import Compute, Rank
@@ -32,6 +34,7 @@ def compute_of(run: Run) -> Compute:
     refused = {
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), "set it to 0, or use a layout that is a kind of the project"),
         "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
+        "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
         "model.document_mask": ("true", m.document_mask, "set it to false"),
         "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
     }
@@ -47,11 +50,11 @@ def compute_of(run: Run) -> Compute:
         if op.kind == "pointwise":
             return inputs[0] + inputs[1]
         if op.kind == "norm":
-            return _norm(op, inputs[0], inputs[1], rank, kind=m.norm)
+            return _norm(op, inputs[0], inputs[1], rank, kind=m.norm, eps=m.norm_eps or NORM_EPS[m.norm])
         if op.kind == "lookup":
             return _look_up(op, inputs[0], inputs[1], rank)
         if op.kind == "attention":
-            return _attention(op, inputs[0], inputs[1], inputs[2], rank)
+            return _attention(op, inputs[0], inputs[1], inputs[2], rank, rope=m.rope)
         assert op.kind == "loss", op.kind
         return _loss(op, inputs[0], inputs[1], rank)
 
@@ -68,14 +71,14 @@ def values_of(model: nn.Module, graph: Graph) -> dict[str, Tensor]:
     return found
 
 
-def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str) -> Tensor:
+def _norm(op: Operator, x: Tensor, gain: Tensor, rank: Rank, *, kind: str, eps: float) -> Tensor:
     """RMSNorm or LayerNorm; of cut channels the statistics are summed over ranks."""
     letter = op.statistics
     width = rank.factors[letter]
     if kind == "layernorm":
         x = x - rank.total(x.sum(-1, keepdim=True), letter, read="in parts") / width
     mean = rank.total(x.square().sum(-1, keepdim=True), letter, read="in parts") / width
-    return x * torch.rsqrt(mean + (1e-5 if kind == "layernorm" else 1e-6)) * gain
+    return x * torch.rsqrt(mean + eps) * gain
 
 
 def _here(rows: Tensor, letter: str, rank: Rank) -> tuple[Tensor, Tensor]:
@@ -90,15 +93,15 @@ def _look_up(op: Operator, tokens: Tensor, table: Tensor, rank: Rank) -> Tensor:
     return F.embedding(rows, table) * here.unsqueeze(-1)
 
 
-def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank) -> Tensor:
+def _attention(op: Operator, q_BLKGC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, rank: Rank, *, rope: Rope) -> Tensor:
     """Causal, with rotary positions; the queries may be those of some places."""
     places = rank.region(op.output[1])
     query_L = torch.arange(places.start, places.stop)
     key_S = torch.arange(k_BSKC.shape[1])
     groups = q_BLKGC.shape[3]
-    q = rotate(rearrange(q_BLKGC, "b l k g c -> b (k g) l c"), query_L)
+    q = rotate(rearrange(q_BLKGC, "b l k g c -> b (k g) l c"), query_L, rope)
     k, v = (rearrange(x, "b s k c -> b k s c") for x in (k_BSKC, v_BSKC))
-    k = rotate(k, key_S)
+    k = rotate(k, key_S, rope)
     heads = q.shape[1]
     mixed = F.scaled_dot_product_attention(q, repeated(k, heads), repeated(v, heads), attn_mask=query_L.unsqueeze(1) >= key_S)
     return rearrange(mixed, "b (k g) l c -> b l k g c", g=groups)

@@ -144,13 +144,15 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
     """What no row fits is copied, and its copies see the same tokens: norms, and without `tensor` all that is dense.
 
     In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each:
-    its router, and the networks beside its experts. `chunks`: as tensor.overlap_chunks.
+    its router, and the networks beside its experts. So do norms of queries and keys, of whose heads each rank has others.
+    `chunks`: as tensor.overlap_chunks.
     """
     return Plan(
         (
             ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
+            *([("layers.*.attention.*_norm.weight", Copied(alike=()))] if TENSOR[tensor] else []),
             *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Column | Row) else kind) for pattern, kind in TENSOR[tensor]),
         )
     )

@@ -21,6 +21,7 @@ UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers
 # parameters by path that the model never casts to its compute dtype, all of them small
 READ_IN_FP32 = (
     "layers.*.attention_norm.weight",
+    "layers.*.attention.*_norm.weight",
     "layers.*.attention.bias.weight",
     "layers.*.ffn_norm.weight",
     "layers.*.moe.router.**",

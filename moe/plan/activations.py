@@ -3,13 +3,15 @@
 Bytes per token of a block; c bytes per element of the compute dtype, D channels, w = heads * channels of a head, F hidden units:
 
     attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, attention output, log-sum-exp
+                 norms of q and k: 4 (w + k) + 4 (heads + kv_heads) more, their inputs and statistics
                  with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
     experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows; 2 c k D more if rows are exchanged (ep > 1)
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
     the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them
 
-RMSNorm on a CPU keeps 4 D more: its steps are kernels of their own there, and x / rms(x) is one of them; CUDA has one kernel for all.
+RMSNorm on a CPU keeps its input once more: its steps are kernels of their own there, and x / rms(x) is one of them; CUDA has one
+kernel for all.
 
 A stage also keeps its input, c D (in fp32 it is the norm's input). For each micro-batch it keeps 9 L^2 for T5's buckets and, without
 stages, a copy of the dense weights in the compute dtype if parameters are wider; stages cast them again (parallel/weight_gradient.py).
@@ -40,7 +42,7 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     kind = run.recompute.of_layer(layer)
     if kind == "full":
         return c * m.d_model
-    held = _norm(run, device) + _attention(run) + (c * m.d_model if m.dropout else 0)
+    held = _norm(run, device) + _attention(run) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
     if kind == "selective":
         return held + c * m.d_model
     held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
@@ -88,6 +90,16 @@ def _attention(run: Run) -> float:
     if m.positions == "t5":
         return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
     return c * m.d_model + 4 * c * width + 4 * m.num_heads + 8
+
+
+def _head_norms(run: Run, device: Device) -> float:
+    """What norms of queries and keys keep: their inputs in fp32, and a statistic for each head or one for all."""
+    m = run.model
+    heads, groups = m.num_heads, m.num_kv_heads or m.num_heads
+    if m.qk_norm == "none":
+        return 0
+    channels = (heads + groups) * (m.head_size or m.d_model // heads)
+    return (8 if device == "cpu" else 4) * channels + 4 * (heads + groups if m.qk_norm == "heads" else 2)
 
 
 def _experts(run: Run, layer: int) -> float:

@@ -103,8 +103,10 @@ class _Trace:
         self.stream = self.x = self.add("embedding.rows", "lookup", f"bl,{v}d->bld", "tokens", "embedding")
 
     def norm(self, name: str, module: Any) -> None:
-        """A block's first norm begins its layer; the last norm of all ends them."""
+        """A block's first norm begins its layer; the last norm of all ends them. Those of queries and keys come with their attention."""
         parts = name.split(".")
+        if parts[-1] in ("q_norm", "k_norm"):
+            return
         self.layer = int(parts[1]) if len(parts) > 1 else self.run.model.num_layers
         self.parameters[f"{name}.weight"] = "d"
         self.x = self.add(name, "norm", "bld,d->bld", self.stream, f"{name}.weight", statistics="d")
@@ -120,6 +122,8 @@ class _Trace:
         s = self.letter("places", length)
         q = self.product(f"{name}.q", f"bld,d{k}{g}{c}->bl{k}{g}{c}", self.x)
         keys, values = (self.product(f"{name}.{part}", f"bld,d{k}{c}->bl{k}{c}", self.x) for part in ("k", "v"))
+        if module.q_norm is not None:
+            q, keys = self._head_norm(f"{name}.q_norm", k + g + c, q), self._head_norm(f"{name}.k_norm", k + c, keys)
         rule, inputs = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values]
         if module.bias is not None:
             self.parameters[f"{name}.bias.weight"] = self.letter("buckets", module.bias.buckets) + k + g
@@ -129,6 +133,11 @@ class _Trace:
         core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
         self._join(f"{name}.add", out)
+
+    def _head_norm(self, name: str, dims: str, x: str) -> str:
+        over = dims if self.run.model.qk_norm == "whole" else dims[-1]
+        self.parameters[f"{name}.weight"] = over
+        return self.add(name, "norm", f"bl{dims},{over}->bl{dims}", x, f"{name}.weight", statistics=over)
 
     def feed_forward(self, name: str, module: Any) -> None:
         out = self._network(name, self.letter("hidden", module.w1.weight.shape[0]), self.x, gated=module.w3 is not None)

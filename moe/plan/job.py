@@ -27,6 +27,7 @@ def network_of(run: Run) -> Network:
         activation="relu" if m.ffn == "relu" else "gelu",
         tied=m.tied_embeddings,
         norm=m.norm,
+        qk_norm=m.qk_norm,
         dropout=m.dropout > 0,
         experts=_experts(run),
         sparse_layers=m.layers_with_experts(),

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from moe.recipe.load import flat, known_keys
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run
+from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
 
 Kind = Literal["shape", "function", "training", "cost", "name"]
@@ -26,11 +27,12 @@ Kind = Literal["shape", "function", "training", "cost", "name"]
 # every key of a recipe, once: kind -> section -> keys
 KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
-        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings",
+        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings qk_norm",
         "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm positions document_mask",
+        "model": "num_heads ffn norm norm_eps positions document_mask",
+        "model.rope": "base scaling factor trained_length low high",
         "experts": "ffn",
         "router": "num_choices score softmax_over select expert_groups top_groups bias_rate gates gate_scale group eval_capacity_factor "
         "min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
@@ -107,8 +109,10 @@ def _function(run: Run) -> dict[str, Any]:
     values = _values(run)
     values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
+    values["model.norm_eps"] = None if run.model.norm_eps == NORM_EPS[run.model.norm] else run.model.norm_eps
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
+    unread += [key for key in values if key.startswith("model.rope.")] if run.model.positions == "t5" else []
     if not run.model.layers_with_experts():
         unread += [key for key in values if key.startswith(("router.", "experts."))]
     return {key: values[key] for key in keys_of("function") if key not in unread}

@@ -42,6 +42,29 @@ class Section(BaseModel):
         return value
 
 
+class Rope(Section):
+    """Rotary positions: how fast channels turn, and how that is stretched to sequences longer than those of training."""
+
+    base: float = Field(10_000.0, gt=1, description="the pair of channels i of C / 2 turns by place / base^(2 i / C)")
+    scaling: Literal["none", "linear", "llama3", "yarn"] = Field(
+        "none", description="linear: all turn slower by factor; llama3, yarn: only those that are slow in trained_length"
+    )
+    factor: float = Field(1.0, ge=1, description="of scaling: how much longer sequences are")
+    trained_length: int | None = Field(None, gt=0, description="of llama3 and yarn: the length before the stretch")
+    low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair that turns fewer times in trained_length is slowed by factor")
+    high: float | None = Field(None, gt=0, description="a pair that turns more often stays as it is; null: 4 for llama3, 32 for yarn")
+
+    @property
+    def length(self) -> int:
+        """Before the stretch. Check the recipe first: llama3 and yarn have one."""
+        assert self.trained_length is not None
+        return self.trained_length
+
+    @property
+    def most_turns(self) -> float:
+        return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
+
+
 class Model(Section):
     """The decoder-only Transformer around the experts."""
 
@@ -54,7 +77,12 @@ class Model(Section):
     d_ff: int = Field(1024, gt=0)
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float | None = Field(None, gt=0, description="added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm")
+    qk_norm: Literal["none", "heads", "whole"] = Field(
+        "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
+    )
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
+    rope: Rope = Rope()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
     max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence")
     moe_every: int = Field(0, ge=0, description="every n-th layer has experts (2: layers 1, 3, ...); 0: dense")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.recipe.sections import Run
+from moe.recipe.sections import Model, Rope, Run
 from moe.verify.batches import PADDING
 from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
 
@@ -93,10 +93,10 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     layers: dict[str, Layer] = {}
     for i in range(model.num_layers):
         name = f"layers.{i}"
-        out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model.norm)), weights, name, run, length, begins, cast)
+        out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model)), weights, name, run, length, begins, cast)
         note(f"{name}.attention", out)
         x = cast(x + dropped(out, f"{name}.attention.dropout"))
-        seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model.norm))
+        seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
         if i in model.layers_with_experts():
             nth = model.layers_with_experts().index(i)
             kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout)
@@ -109,19 +109,19 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             note(f"{name}.ffn", out)
         x = cast(x + dropped(out, f"{name}.ffn.dropout"))
         note(name, x)
-    x = cast(norm(x, weights["norm.weight"], model.norm))
+    x = cast(norm(x, weights["norm.weight"], model))
     note("norm", x)
     logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
     return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
 
 
-def norm(x: Tensor, gain: Tensor, kind: str) -> Tensor:
-    """Fp32 at least."""
+def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
+    """Of the last dim, fp32 at least; `kind`: not the model's."""
     x = wide(x)
-    if kind == "layernorm":
-        x = x - x.mean(1, keepdim=True)
-        return x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * wide(gain)
-    return x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * wide(gain)
+    if (kind or model.norm) == "layernorm":
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or 1e-5)).sqrt() * wide(gain)
+    return x / (x.square().mean(-1, keepdim=True) + (model.norm_eps or 1e-6)).sqrt() * wide(gain)
 
 
 def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, begins: list[list[bool]] | None, cast: Rounding) -> Tensor:
@@ -132,11 +132,15 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
 
     def projected(matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
         flat = cast(x @ cast(weights[f"{name}.attention.{matrix}.weight"]).t())
+        gain = weights.get(f"{name}.attention.{matrix}_norm.weight")
+        if gain is not None:
+            rows = flat if model.qk_norm == "whole" else flat.reshape(-1, size)
+            flat = cast(norm(rows, gain, model, kind="rmsnorm")).reshape(flat.shape)
         return flat.view(-1, length, count, size).permute(2, 0, 1, 3)
 
     q, k, v = projected("q", heads), projected("k", groups), projected("v", groups)
     if model.positions != "t5":
-        q, k = _turned(q, cast), _turned(k, cast)
+        q, k = _turned(q, model.rope, cast), _turned(k, model.rope, cast)
     place = torch.arange(length)
     past = (place.unsqueeze(1) >= place).repeat(len(x) // length, 1, 1)
     for sequence, row in enumerate(begins or []):
@@ -154,13 +158,31 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
     return cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
 
 
-def _turned(x: Tensor, cast: Rounding) -> Tensor:
-    """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place / 10000^(2i/C))."""
+def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
+    """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place rate)."""
     half = x.shape[-1] // 2
-    rate = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    rate = torch.tensor([_rate(rope, pair, half) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
-    cos, sin, a, b = cast(angle.cos()), cast(angle.sin()), x[..., :half], x[..., half:]
+    length = 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+    cos, sin, a, b = cast(length * angle.cos()), cast(length * angle.sin()), x[..., :half], x[..., half:]
     return cast(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+
+
+def _rate(rope: Rope, pair: int, half: int) -> float:
+    """Radians a place: 1 / base^(2i/C), or 1 / factor of that, or between the two (Llama 3.1; YaRN, arXiv 2309.00071)."""
+    rate = math.pow(rope.base, -pair / half)
+    if rope.scaling in ("none", "linear"):
+        return rate / rope.factor
+    assert rope.trained_length is not None
+    most = rope.high or (4 if rope.scaling == "llama3" else 32)
+    if rope.scaling == "llama3":
+        share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
+    else:  # in the number of the pair, between those that turn most and least, as whole numbers
+        fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
+        start, end = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+        share = 1 - (pair - start) / ((end - start) or 0.001)
+    share = min(max(share, 0.0), 1.0)
+    return share * rate + (1 - share) * rate / rope.factor
 
 
 def _buckets(length: int) -> Tensor:

@@ -67,8 +67,14 @@ def attention(network: Network, t: int, *, over: int) -> float:
     if n.latent is None:
         keys = max(n.groups, over) / t * n.channels
         biases = (inner / t + 2 * keys + n.width) if n.biases else 0
-        return n.width * (2 * inner / t + 2 * keys) + biases
+        return n.width * (2 * inner / t + 2 * keys) + biases + gains(n)
     return _latent(n, n.latent, t)
+
+
+def gains(network: Network) -> int:
+    """Of the norms of queries and keys, whole on every rank of tp."""
+    n = network
+    return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
 
 
 def _latent(n: Network, latent: Latent, t: int) -> float:

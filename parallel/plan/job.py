@@ -45,7 +45,7 @@ class Latent:
 @dataclass(frozen=True)
 class Network:
     """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
-    that have experts instead of a dense network."""
+    that have experts instead of a dense network. `qk_norm`: of queries and keys, of each head or all."""
 
     layers: int
     width: int
@@ -60,6 +60,7 @@ class Network:
     tied: bool = True
     biases: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    qk_norm: Literal["none", "heads", "whole"] = "none"
     learned_positions: bool = False
     dropout: bool = False
     experts: Experts | None = None

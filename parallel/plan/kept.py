@@ -14,7 +14,7 @@ Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.grids import GRIDS
 from parallel.plan.counts import layer as layer_elements
@@ -46,7 +46,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     parts["norm_outputs"] = 2 * c * n.width * at.read
-    parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads)
+    parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
     if stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if stack.masks == "always" or n.dropout:
@@ -64,6 +64,16 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
     """Bytes per element that a norm keeps of its input."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" else 0)
+
+
+def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
+    """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
+    if n.qk_norm == "none":
+        return 0.0
+    heads = n.heads + n.groups
+    return _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels + stack.statistics * (
+        heads if n.qk_norm == "heads" else 2
+    )
 
 
 def _mask(stack: Stack, itemsize: int) -> int:

@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, str]] = {
     "rmsnorm, selective": {"model.norm": "rmsnorm", "recompute.kind": "selective"},
     "t5": {"model.positions": "t5"},
     "grouped queries": {"model.num_kv_heads": "2"},
+    "norms of heads": {"model.qk_norm": "heads", "model.num_kv_heads": "2", "model.norm": "rmsnorm"},
     "dropout": {"model.dropout": "0.1"},
     "two choices": {"router.preset": "glam"},
     "shared": {"experts.shared": "2"},

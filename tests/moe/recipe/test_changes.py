@@ -25,13 +25,21 @@ BASE: dict[str, dict[str, Any]] = {
     "degrees": {"dp": 1, "ep": 1},
 }
 GROUPED = {"num_choices": 1, "select": "group_limited", "expert_groups": 2, "top_groups": 1}
+STRETCHED = {"rope": {"scaling": "llama3", "factor": 4.0, "trained_length": 30, "low": 0.1, "high": 2.0}}
 # key of the class function -> another value, and what else both recipes have
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_heads": (4, {}),
     "model.ffn": ("relu", {}),
     "model.norm": ("layernorm", {}),
+    "model.norm_eps": (0.1, {}),
     "model.positions": ("t5", {}),
     "model.document_mask": (True, {}),
+    "model.rope.base": (100.0, {}),
+    "model.rope.scaling": ("linear", STRETCHED),
+    "model.rope.factor": (8.0, STRETCHED),
+    "model.rope.trained_length": (50, STRETCHED),
+    "model.rope.low": (0.05, STRETCHED),
+    "model.rope.high": (0.9, STRETCHED),
     "experts.ffn": ("relu", {}),
     "router.num_choices": (1, {}),
     "router.score": ("sigmoid", {}),
@@ -71,8 +79,9 @@ TRAINING: dict[str, Any] = {
 
 
 def changed(values: dict[str, dict[str, Any]], key: str, value: Any) -> dict[str, dict[str, Any]]:
-    section, name = key.split(".")
-    return values | {section: values.get(section, {}) | {name: value}}
+    section, _, rest = key.partition(".")
+    inside = values.get(section, {})
+    return values | {section: changed(inside, rest, value) if "." in rest else inside | {rest: value}}
 
 
 def logits(run: Run, like: Transformer | None = None) -> tuple[Tensor | None, Transformer]:
@@ -107,7 +116,8 @@ def test_the_tables_here_are_whole() -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None:
     other, both = OTHER[key]
-    values = BASE | {"router": BASE["router"] | both}
+    section = "model" if both is STRETCHED else "router"
+    values = BASE | {section: BASE[section] | both}
     before, after = build_run(values), build_run(changed(values, key, other))
     base, like = logits(before)
     found, _ = logits(after, like)

@@ -1,0 +1,88 @@
+"""Rotary positions (arXiv 2104.09864): channel pairs (i, i + C/2) of a head turn by place * rate_i, rate_i = base^(-2i/C), angles in fp32.
+
+none      rate                                                     places as in training
+linear    rate / factor                                            places squeezed together (arXiv 2306.15595)
+llama3    rate where a pair turns more than `high` times in trained_length, rate / factor where less than `low` times,
+          and a mixture between, linear in how often it turns      Llama 3.1
+yarn      the same two ends, a mixture linear in the number of the pair; cos and sin times 0.1 ln(factor) + 1
+                                                                   YaRN (arXiv 2309.00071, section 3.2 and eq. 22)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.recipe import sections
+
+# B batch, L length, H heads, C channels of a head
+
+DEFAULT = sections.Rope()
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn channel pairs (i, i + C/2); backward turns the gradient the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_LC, sin_LC)
+        a, b = x_BHLC.chunk(2, dim=-1)
+        out = torch.empty_like(x_BHLC)
+        first, second = out.chunk(2, dim=-1)
+        torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
+        torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None]:
+        cos_LC, sin_LC = ctx.saved_tensors
+        out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC)
+        return out, None, None
+
+
+def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
+    """Every head's channel pairs, turned by their places; x's shape and dtype back."""
+    rate_C = rates(rope, x_BHLC.shape[-1], device=x_BHLC.device)
+    angle_LC = position_L.float().unsqueeze(1) * rate_C
+    cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
+    if size != 1:
+        cos_LC, sin_LC = cos_LC * size, sin_LC * size
+    out: Tensor = _Rotate.apply(x_BHLC, cos_LC.to(x_BHLC.dtype), sin_LC.to(x_BHLC.dtype))
+    return out
+
+
+def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | None = None) -> Tensor:
+    """Radians a place, fp32 [C/2], the fastest first."""
+    half = channels // 2
+    pair_C = torch.arange(half, dtype=torch.float32, device=device)
+    rate_C = rope.base ** (-pair_C / half)
+    if rope.scaling == "none":
+        return rate_C
+    if rope.scaling == "linear":
+        return rate_C / rope.factor
+    kept_C = _kept_by_turns(rope, rate_C) if rope.scaling == "llama3" else _kept_by_number(rope, pair_C, half)
+    return kept_C * rate_C + (1 - kept_C) * rate_C / rope.factor
+
+
+def _kept_by_turns(rope: sections.Rope, rate_C: Tensor) -> Tensor:
+    """1 for pairs that turn `high` times in trained_length, 0 for those that turn `low` times, linear between."""
+    turns_C = rope.length * rate_C / (2 * math.pi)
+    return ((turns_C - rope.low) / (rope.most_turns - rope.low)).clamp(0, 1)
+
+
+def _kept_by_number(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
+    """1 up to the pair that turns `high` times in trained_length, 0 from the one that turns `low` times, linear between."""
+
+    def turning(times: float) -> float:  # the number of the pair, between whole ones, that turns so many times
+        return half * math.log(rope.length / (times * 2 * math.pi)) / math.log(rope.base)
+
+    first, last = max(math.floor(turning(rope.most_turns)), 0), min(math.ceil(turning(rope.low)), 2 * half - 1)
+    return 1 - ((pair_C - first) / max(last - first, 0.001)).clamp(0, 1)
+
+
+def _size(rope: sections.Rope) -> float:
+    """The factor on cos and sin: YaRN's, whose logits grow with the square of it."""
+    return 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0

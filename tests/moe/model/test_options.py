@@ -1,0 +1,116 @@
+"""Options of attention and norms: rotary base and scaling, norms of queries and keys, norm epsilon. The model on its own and on layouts of
+ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of rotation against transformers'.
+
+What this file alone would notice: a gain of the queries' norm whose gradient is not summed over the ranks that have other heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.model.transformer import Transformer
+from moe.nn.rotary import rates
+from moe.recipe.load import build_run
+from moe.recipe.sections import Model, Rope, Run
+from moe.train.decode import Cached, Recomputed
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+
+ROPES: dict[str, dict[str, Any]] = {
+    "none": {"base": 400.0},
+    "linear": {"scaling": "linear", "factor": 3.0},
+    "llama3": {"base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
+    "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
+}
+
+
+@dataclass(frozen=True)
+class Chosen(Case):
+    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long."""
+
+    rope: str = "llama3"
+    qk_norm: str = "heads"
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        options = {"rope": ROPES[self.rope], "qk_norm": self.qk_norm, "norm_eps": 0.01}
+        return build_run(values | {"model": values["model"] | options})
+
+
+def farthest(case: Case, ran: Any, twin: Case) -> float:
+    assert not isinstance(ran, str), ran
+    return max(compare(ran, reference(twin)).values())
+
+
+@pytest.mark.parametrize(("rope", "qk_norm"), [("none", "heads"), ("linear", "whole"), ("llama3", "none"), ("yarn", "heads")])
+def test_ten_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
+    case = Chosen("dense", "ddp", 1, 1, 1, "fp32", rope=rope, qk_norm=qk_norm)
+    assert farthest(case, compute(case), case) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ten_steps_on_ranks_are_the_plain_twins(world: int) -> None:
+    """Four ranks of tp: each key-value head is in two copies, which serve other queries; or a grid. Slices and shards: two."""
+    twin = Chosen("dense", "ddp", 1, 1, 1, "fp32")
+    if world == 2:
+        cases: list[Case] = [
+            Chosen("dense", "ddp", 2, 1, 1, "fp32", tp=2, tensor="sliced"),
+            Chosen("dense", "fsdp", 2, 1, 1, "fp32"),
+            Chosen("dense", "ddp", 2, 1, 1, "fp32", sp=2, attention="contiguous"),
+        ]
+    else:
+        cases = [Chosen("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor=tensor) for tensor in ("1d", "2d")]
+    for case, ran in run_world(cases, world):
+        assert not isinstance(ran, str), ran
+        assert farthest(case, ran[0], twin) < 1e-5, case.layout
+
+
+def test_rates_are_transformers() -> None:
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="pip install moe-parallel[hf]")
+    transformers = pytest.importorskip("transformers")
+    names = {"base": "rope_theta", "factor": "factor", "trained_length": "original_max_position_embeddings"}
+    lows = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    for kind, values in ROPES.items():
+        rope = Rope(**values)
+        theirs = {"rope_theta": rope.base, "rope_type": "default" if kind == "none" else kind}
+        theirs |= {names[key]: value for key, value in values.items() if key in names}
+        theirs |= {name: values[key] for name, key in zip(lows.get(kind, ()), ("low", "high"), strict=False)}
+        config = transformers.LlamaConfig(head_dim=24, max_position_embeddings=160, rope_parameters=theirs)
+        if kind == "none":
+            want, size = 1 / rope.base ** (torch.arange(0, 24, 2) / 24), 1.0
+        else:
+            want, size = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+        torch.testing.assert_close(rates(rope, 24), want, rtol=1e-6, atol=0)
+        assert size == pytest.approx(1.1386294 if kind == "yarn" else 1.0)  # 0.1 ln 4 + 1
+
+
+def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
+    model = Transformer(Model(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=9, qk_norm="heads",
+                              rope=Rope(**ROPES["yarn"])), vocab_size=31).eval()  # fmt: skip
+    tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    cached, plain = Cached(model), Recomputed(model, 9)
+    with torch.no_grad():
+        for seen in (4, 5, 6, 9):
+            torch.testing.assert_close(cached(tokens_BL[:, :seen], 0), plain(tokens_BL[:, :seen], 0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": {"rope": {"scaling": "yarn"}}}, "model.rope.trained_length: got null"),
+        ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
+        ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
+        ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
+        ({"model": {"qk_norm": "whole"}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qk_norm=whole"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run(values), 2 if "degrees" in values else 1)
