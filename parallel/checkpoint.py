@@ -67,22 +67,42 @@ def save(folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: d
 
     Collective. Raises BadInput on every rank when any of them cannot write.
     """
-    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    problem = _agreed(world, lambda: _make(folder, temporary) if world.index == 0 else None)
+    begin(folder, step, world)
+    problem = agreed(world, lambda: write_part(temporary(folder, step), world.index, held))
     if not problem:
-        problem = _agreed(world, lambda: _write_shard(temporary, world.index, held))
-    if not problem:
-        problem = _agreed(world, lambda: _commit(folder, step, state, world, keep) if world.index == 0 else None)
+        problem = agreed(world, lambda: commit(folder, step, state, world, keep) if world.index == 0 else None)
     if problem:
-        if world.index == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk most of all
-        raise BadInput(
-            "checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out"
-        )
-    return final
+        raise refused(folder, step, problem, world)
+    return folder / f"step-{step}"
 
 
-def _agreed(world: Axis, work: Callable[[], None]) -> str | None:
+def temporary(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its final name."""
+    return folder / f"step-{step}.tmp"
+
+
+def record_of(folder: Path, rank: int) -> Path:
+    """What a rank says of its part in a temporary folder, once all of it is there."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def begin(folder: Path, step: int, world: Axis) -> None:
+    """Make the temporary folder. Collective. Raises BadInput on every rank where that cannot be."""
+    problem = agreed(world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
+    if problem:
+        raise refused(folder, step, problem, world)
+
+
+def refused(folder: Path, step: int, problem: str, world: Axis) -> BadInput:
+    """What to raise where a checkpoint cannot be written. Removes what there is of it, on a full disk most of all."""
+    if world.index == 0:
+        shutil.rmtree(temporary(folder, step), ignore_errors=True)
+    return BadInput(
+        "checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out"
+    )
+
+
+def agreed(world: Axis, work: Callable[[], None]) -> str | None:
     """Do one rank's work; every rank learns whether any failed."""
     problem = None
     try:
@@ -120,7 +140,8 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
     yield tensors
 
 
-def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
+    """One rank's files, and then its record."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
     for number, tensors in enumerate(in_files(held)):
@@ -130,26 +151,30 @@ def _write_shard(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) 
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
         tensors.clear()  # before the next file's are gathered
-    _write(temporary / f"rank-{rank:05d}.json", json.dumps({"files": files, "tensors": entries}))
+    record = record_of(temporary, rank)
+    unnamed = record.with_suffix(".tmp")  # rank 0 may look for the record meanwhile
+    _write(unnamed, json.dumps({"files": files, "tensors": entries}))
+    unnamed.rename(record)
 
 
-def _commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int) -> None:
-    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
+def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int) -> None:
+    """On rank 0, when every rank's record is there: the manifest, the final name, and older ones go."""
+    final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
     for rank in range(world.size):
-        part = temporary / f"rank-{rank:05d}.json"
+        part = record_of(unnamed, rank)
         record = json.loads(part.read_text())
         files |= record["files"]
         tensors += record["tensors"]
         part.unlink()
     manifest = json.dumps({"format": FORMAT, "files": files, "tensors": tensors, "state": state})
-    _write(temporary / "manifest.json", manifest)
-    _write(temporary / "manifest.sha256", _digest_line(manifest.encode()))
-    _fsync(temporary)
+    _write(unnamed / "manifest.json", manifest)
+    _write(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
+    _fsync(unnamed)
     if final.exists():  # a damaged one that was passed over
         _remove(final)
-    temporary.rename(final)
+    unnamed.rename(final)
     _fsync(folder)
     # only lower numbers: a higher one was passed over as damaged, and must not push out the one just written
     older = [path for number, path in sorted(numbered(folder)) if number < step]

@@ -23,6 +23,13 @@ def check_sharding(run: Run) -> None:
         _check_not_zero(run.sharding)
     _check_fsdp(run.sharding)
     _check_disk(run.sharding.offload)
+    if run.train.save_mode == "async" and "nvme" in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
+        raise BadInput(
+            "train.save_mode",
+            got="async with states on nvme",
+            needed="sync: asynchronous saving copies all states to host memory at once",
+            fix="set train.save_mode to sync",
+        )
 
 
 def _check_not_zero(s: Sharding) -> None:

@@ -347,6 +347,7 @@ class Train(Section):
     eval_sequences: int = Field(64, gt=0)
     save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
     keep: int = Field(2, gt=0, description="newest checkpoints kept")
+    save_mode: Literal["sync", "async"] = Field("sync", description="async: steps go on while a copy in host memory is written")
     grace_s: float = Field(600.0, gt=0, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
     timeout_s: float | None = Field(
         None, gt=0, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"

@@ -42,6 +42,7 @@ from parallel.process import World
 from parallel.rehearse.ledger import Ledger
 from parallel.rehearse.pretended import Pretended
 from parallel.rehearse.stage import rehearsal
+from parallel.saver import Saver
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def open_job(run: Run, world: World) -> Job:
         progress=open_progress(run.train.steps, recipe="", kind="none"),
         scale=LossScale.of(run.precision.loss_scale),
         rebalancer=Rebalancer(run, executor.engine, mesh),
+        saver=Saver(Path(), mesh.axis("world"), keep=1),
     )
 
 

@@ -20,6 +20,7 @@ from parallel.mesh import Mesh
 from parallel.pipeline.schedule import Schedule
 from parallel.precision import LossScale
 from parallel.process import World
+from parallel.saver import Saver
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Job:
     progress: Progress
     scale: LossScale
     rebalancer: Rebalancer
+    saver: Saver
     counters: Counters = field(default_factory=Counters)
     evaluated: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -55,4 +57,4 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        return self.out / "checkpoints"
+        return self.saver.folder

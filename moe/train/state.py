@@ -41,21 +41,17 @@ class Counters:
     in_a_row: int = 0
 
 
-def save(
-    folder: Path,
-    engine: Engine,
-    mesh: Mesh,
-    *,
-    counters: Counters,
-    scale: LossScale,
-    recipe: dict[str, Any],
-    tokenizer: dict[str, Any],
-    data: str,
-    keep: int,
-) -> Path:
-    """Commit a checkpoint of this step. Collective."""
+def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: Any) -> Path:
+    """Commit a checkpoint of this step; `described` as of `parts`. Collective."""
+    return checkpoint.save(folder, world=mesh.axis("world"), keep=keep, **parts(engine, mesh, **described))
+
+
+def parts(
+    engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, recipe: dict[str, Any], tokenizer: dict[str, Any], data: str
+) -> dict[str, Any]:
+    """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
-    return checkpoint.save(folder, counters.step, held(engine, mesh), state=state, world=mesh.axis("world"), keep=keep)
+    return {"step": counters.step, "held": held(engine, mesh), "state": state}
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:

@@ -57,6 +57,7 @@ from parallel.lock import alone_in
 from parallel.mesh import Mesh
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
+from parallel.saver import Saver
 
 
 class Stopped(Exception):
@@ -119,6 +120,7 @@ def _train(
                 _loop(job, asked)
             return _finish(job)
         finally:
+            job.saver.leave()
             job.progress.close()
             job.records.close()
 
@@ -189,7 +191,8 @@ def _open(
         progress.note(f"--init_from {init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
-    return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, counters)
+    saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
+    return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, saver, counters)
 
 
 def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
@@ -216,9 +219,10 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             _record(job, one, seconds)
             _refuse_endless_skips(job, one.norm)
             job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
+        _record_saved(job)
         last, flags = counters.step == run.train.steps, made[-1].numbers.flags
         if last or due(run.train.save_every) or flags:
-            _save(job)  # before the evaluation: whatever becomes of that, these steps are kept
+            _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
         if last or due(run.train.eval_every):
             _evaluate(job)
         if flags and not last:
@@ -325,10 +329,9 @@ def _was_evaluated(job: Job) -> bool:
     return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())
 
 
-def _save(job: Job) -> None:
+def _save(job: Job, *, wait: bool) -> None:
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
-    path = state.save(
-        job.checkpoints,
+    parts = state.parts(
         job.engine,
         job.mesh,
         counters=job.counters,
@@ -336,10 +339,16 @@ def _save(job: Job) -> None:
         recipe=job.run.model_dump(mode="json"),
         tokenizer=job.data.tokenizer.describe(),
         data=job.data.key,
-        keep=job.run.train.keep,
     )
+    (job.saver.save if wait or job.run.train.save_mode == "sync" else job.saver.begin)(**parts)
     watchdog.enter("after saving", patience=1.0)
-    job.records.write({"kind": "event", "event": "saved", "step": job.counters.step, "path": str(path)})
+    _record_saved(job)
+
+
+def _record_saved(job: Job) -> None:
+    step = job.saver.news()
+    if step is not None:
+        job.records.write({"kind": "event", "event": "saved", "step": step, "path": str(job.checkpoints / f"step-{step}")})
 
 
 def _finish(job: Job) -> dict[str, Any]:

@@ -243,6 +243,11 @@ CASES: list[tuple[str, str, str]] = [
         "tensor.depth: got 4 with degrees.tp=8, needed degrees.tp / depth to be a square",
         "use one of [2]",
     ),
+    (
+        T + "--train.save_mode async --sharding.kind zero --sharding.stage 3 --sharding.offload.optimizer nvme --sharding.offload.path .",
+        "train.save_mode: got async with states on nvme, needed sync",
+        "set train.save_mode to sync",
+    ),
     (T + "--tensor.depth 2", "tensor.depth: got 2 with tensor.kind=1d, needed tensor.kind 2.5d", "set it to null"),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.d_model 96 --model.num_heads 6 --model.num_kv_heads 3",

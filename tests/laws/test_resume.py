@@ -17,8 +17,9 @@ import pytest
 
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import state, trainer
+from moe.train import trainer
 from parallel.process import World
+from parallel.saver import Saver
 from parallel.stored import Reader
 from tests.support import trained
 
@@ -92,9 +93,9 @@ def save_what_was_loaded(again: Path) -> None:
     loop = trainer._loop
 
     def hooked(job: trainer.Job, asked: Callable[[], bool]) -> None:
-        first, job.out = job.out, again
-        trainer._save(job)
-        job.out = first
+        first, job.saver = job.saver, Saver(again / "checkpoints", job.mesh.axis("world"), keep=1)
+        trainer._save(job, wait=True)
+        job.saver = first
         loop(job, asked)
 
     trainer._loop = hooked
@@ -437,18 +438,18 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(
     run, out = recipe(home, "dp 2 ep 2"), tmp_path / "run"
 
     def fill(rank: int) -> None:
-        save = state.save
+        save = Saver.save
 
-        def limited(*a: Any, **k: Any) -> Path:
-            if k["counters"].step != 6 or rank == 0:
-                return save(*a, **k)
+        def limited(saver: Saver, **k: Any) -> None:
+            if k["step"] != 6 or rank == 0:
+                return save(saver, **k)
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # a write past it fails as on a full disk
             try:
-                return save(*a, **k)
+                return save(saver, **k)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-        state.save = limited
+        Saver.save = limited  # type: ignore[method-assign, assignment]
 
     first, second = go(run, out, "dp 2 ep 2", before=fill)
     assert "checkpoint: got a failure on another rank" in first and "File too large" in second and "free disk space" in second
