@@ -93,11 +93,13 @@ class Degrees:
                 raise BadInput(f"degrees.{name}", got=value, needed="a whole number of at least 1", fix=f"set degrees.{name} to 1")
         stage = self.dp * self.sp * self.tp
         if stage % (self.ep * self.etp):
+            fitting = stage % self.etp == 0
+            fix = f"set degrees.ep to one of {divisors(stage // self.etp)}" if fitting else f"set degrees.etp to one of {divisors(stage)}"
             raise BadInput(
                 "degrees.ep" if self.etp == 1 else "degrees.ep * degrees.etp",
                 got=self.ep * self.etp,
                 needed=f"a divisor of dp * sp * tp = {stage}",
-                fix=f"set degrees.ep to one of {divisors(stage)}",
+                fix=fix,
             )
         if self.ep % self.ep_inner:
             raise BadInput("ep_inner", got=self.ep_inner, needed=f"a divisor of ep={self.ep}", fix=f"use one of {divisors(self.ep)}")
@@ -281,12 +283,14 @@ class Mesh:
 
 def check_world(degrees: Degrees, world_size: int) -> None:
     """Refuse degrees that do not multiply to the number of processes that were started."""
-    if degrees.world != world_size:
-        rest = degrees.pp * degrees.tp * degrees.sp
-        fix = f"set degrees.dp to {world_size // rest}" if world_size % rest == 0 else f"start a multiple of {rest} processes"
-        raise BadInput(
-            "degrees",
-            got=f"dp {degrees.dp} * pp {degrees.pp} * tp {degrees.tp} * sp {degrees.sp} = {degrees.world} ranks on {world_size} processes",
-            needed="the degrees to multiply to the number of processes",
-            fix=f"{fix}, or start {degrees.world}: --nproc {degrees.world}",
-        )
+    if degrees.world == world_size:
+        return
+    sizes = {name: degrees.size(name) for name in ("dp", "pp", "tp", "sp")}
+    fits = {name: world_size * size // degrees.world for name, size in sizes.items() if world_size * size % degrees.world == 0}
+    ways = "".join(f"{'' if at else 'set '}degrees.{name} to {size}, or " for at, (name, size) in enumerate(fits.items()))
+    raise BadInput(
+        "degrees",
+        got=" * ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {degrees.world} ranks on {world_size} processes",
+        needed="the degrees to multiply to the number of processes",
+        fix=f"{ways}start {degrees.world}: --nproc {degrees.world}",
+    )

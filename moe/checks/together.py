@@ -14,12 +14,15 @@ from moe.recipe.sections import Model, Rope, Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
-from parallel.mesh import check_world, divisors
+from parallel.mesh import Degrees, check_world, divisors
 
 
 def check_run(run: Run, world_size: int) -> Run:
     """The run with its `auto` degrees resolved for `world_size` processes. Raises BadInput for the first combination that cannot work."""
     run = run.resolve(world_size)
+    d = run.degrees
+    if isinstance(d.dp, int) and min(d.dp, d.pp, d.tp, d.sp) > 0:  # else what is wrong with one degree comes first
+        check_world(Degrees(dp=d.dp, pp=d.pp, tp=d.tp, sp=d.sp), world_size)
     check_together(run)
     check_world(run.mesh_degrees(), world_size)
     return run
@@ -69,7 +72,10 @@ def _check_model(run: Run) -> None:
         )
     if m.moe_every > m.num_layers:
         raise BadInput(
-            "model.moe_every", got=m.moe_every, needed=f"at most num_layers={m.num_layers}", fix="set it to 2, or to 0 for a dense model"
+            "model.moe_every",
+            got=m.moe_every,
+            needed=f"at most num_layers={m.num_layers}",
+            fix=f"set it to {m.num_layers}, or to 0 for a dense model",
         )
     bad = [i for i in m.layers_with_experts() if not 0 <= i < m.num_layers]
     if bad or len(set(m.layers_with_experts())) < len(m.layers_with_experts()):

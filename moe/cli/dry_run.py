@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe.checks.advice import check_for_user
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.flops import size as flops_of
@@ -26,7 +27,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
     run, place = _here(run, world) if machines is None else (_settled(run, machines), Place.of(machines, world))
-    checked = check_run(run, world)
+    checked = check_for_user(run, world)
     found = predict(checked, place)
     for line in _lines(checked, world, found):
         print(line)

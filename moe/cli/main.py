@@ -49,7 +49,7 @@ BENCHES = Path(__file__).resolve().parents[1] / "bench"
 
 
 def _train(flags: Train, overrides: dict[str, str]) -> int:
-    from moe.checks.together import check_run
+    from moe.checks.advice import check_for_user
     from moe.launch import start
     from moe.recipe.changes import check_allowed
     from moe.recipe.load import load
@@ -72,7 +72,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     check_allowed(allowed)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
-        check_run(run, world)
+        check_for_user(run, world)
     if not alone:
         return start.start(
             flags.recipe,
@@ -277,12 +277,12 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
 
 
 def _show_plan(flags: Show, run: Run) -> int:
-    from moe.checks.together import check_run
+    from moe.checks.advice import check_for_user
 
     world, rank = 1 if flags.nproc is None else flags.nproc, flags.rank or 0
     if world < 1:
         raise BadInput("--nproc", got=world, needed="at least 1", fix="--nproc 1")
-    run = check_run(run, world)
+    run = check_for_user(run, world)
     if not 0 <= rank < world:
         raise BadInput("--rank", got=rank, needed=f"0 to {world - 1}", fix="--rank 0, or another --nproc")
     return _call("moe.parallelize.shown", run, world=world, rank=rank, json=_text(flags.json), recipe=flags.recipe)
@@ -325,6 +325,8 @@ def _recipes(_: Recipes, __: dict[str, str]) -> int:
 
 
 def _doctor(flags: Doctor, _: dict[str, str]) -> int:
+    if flags.trace is not None:
+        return _call("moe.cli.trace", str(flags.trace), json=_text(flags.json))
     return _call("moe.cli.doctor", json=_text(flags.json))
 
 

@@ -265,8 +265,9 @@ class Recipes:
 
 @dataclasses.dataclass(frozen=True)
 class Doctor:
-    """Check this machine: versions, devices, speed, communication, ports, disk, compilers."""
+    """Check this machine: versions, devices, speed, communication, ports, disk, compilers. Or read what a run that hung left behind."""
 
+    trace: Path | None = _flag(None, "instead: a folder of torch's flight recorder traces; which ranks did the others wait for?")
     json: Path | None = _flag(None, "also write the table as JSON")
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from moe.checks.together import check_run
+from moe.checks.advice import check_for_user
 from moe.launch import status
 from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import set_before_torch
@@ -117,7 +117,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     from parallel import process, watchdog  # they import torch, so only after the recipe has been read
 
     world = process.read_environment()
-    check_run(run, world.size)
+    check_for_user(run, world.size)
     from moe.train.trainer import Stopped, train
 
     process.share_cores(world)

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
+from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section
 from parallel.errors import BadInput, did_you_mean
@@ -173,7 +174,8 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
 
     Text among the overrides is read as YAML, as on a command line; any other value is taken as it is.
     """
-    values, origins = read_recipe(recipe_path(str(recipe)))
+    path = recipe_path(str(recipe))
+    values, origins = read_recipe(path)
     given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # a preset before what replaces its values
     for dotted, text in given:
         if dotted not in known_keys():
@@ -188,10 +190,11 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
         if dotted == _PRESET:
             _drop_router(values, origins)
         held[key] = _read_value(text, field.annotation)
-        origins[dotted] = "command line"
+        origins[dotted] = COMMAND_LINE
     run = build_run(values)
     for dotted in known_keys():
         origins.setdefault(dotted, "default")
+    check_read(run, origins, file=path.name)
     for key, value in run.router:
         if value == "preset":
             shown, before = json.dumps(getattr(run.router.spec, key)), origins[f"router.{key}"]
@@ -289,13 +292,8 @@ def _refuse_key(path: tuple[Any, ...]) -> None:
     if section is None:
         raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
     near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
-    fix = (
-        f"did you mean {where}.{near}?"
-        if near
-        else f"did you mean {elsewhere[0]}?"
-        if elsewhere
-        else "remove it, or see: moe show switch_tiny"
-    )
+    meant = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
+    fix = f"did you mean {meant}?" if meant else "remove it, or see: moe show switch_tiny"
     raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(section.model_fields)}", fix=fix)
 
 

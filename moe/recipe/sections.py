@@ -389,7 +389,7 @@ class Run(Section):
         dp = max(1, world_size // max(1, self.degrees.pp * tp * sp)) if self.degrees.dp == "auto" else self.degrees.dp
         ep = self.degrees.ep
         if ep == "auto":
-            ep = math.gcd(dp * tp * sp // max(1, self.degrees.etp), *self.experts.counts) if self.model.layers_with_experts() else 1
+            ep = math.gcd(max(1, dp * tp * sp // max(1, self.degrees.etp)), *self.experts.counts) if self.model.layers_with_experts() else 1
         return self.model_copy(update={"degrees": self.degrees.model_copy(update={"dp": dp, "ep": ep})})
 
     def tp_grid(self) -> tuple[int, int, int]:

@@ -78,7 +78,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 2.5", "--nproc: got 2.5, needed a whole number", "--nproc 2"),
     (T + "--model.num_layers 1000000000", "model.num_layers: got 1000000000", "set model.num_layers"),
     (T + "--pipeline.drain_every 100000", "pipeline.drain_every: got 100000", "set pipeline.drain_every"),
-    (T + "--nproc 3000 --degrees.pp 3000", "degrees.pp: got 3000, needed at most one stage a layer", "degrees.pp to 4 or less"),
+    (T + "--nproc 3000 --degrees.pp 3000", "degrees.pp: got 3000, needed at most one stage a layer", "set degrees.pp to 4, and set train"),
     (T + "--pipeline.schedule 1f1bb", "pipeline.schedule: got 1f1bb", "did you mean 1f1b?"),
     (T + "--pipeline.layers [-1]", "pipeline.layers: got [-1]", "set it to null"),
     (T + "--optimizer.clip_norm 1e-300", "optimizer.clip_norm: got", "set optimizer.clip_norm to a value like 1.0"),
@@ -162,7 +162,11 @@ CASES: list[tuple[str, str, str]] = [
     (Z + "1 --sharding.reshard false", "sharding.reshard: got false with sharding.kind=zero", "fsdp"),
     (Z + "1 --precision.master bf16 --precision.compute bf16", "precision.master: got bf16 with sharding.kind=zero", "fp32"),
     (Z + "0 --sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.stage=0", "set sharding.stage to 1"),
-    (Z + "1 --sharding.offload.optimizer nvme", "sharding.offload.optimizer: got nvme with sharding.stage=1", "set sharding.stage to 3"),
+    (
+        Z + "1 --sharding.offload.optimizer nvme",
+        "sharding.offload.optimizer: got nvme with sharding.stage=1",
+        "set sharding.offload.optimizer to cpu",
+    ),
     (Z + "2 --sharding.offload.parameters cpu", "sharding.offload.parameters: got cpu with sharding.stage=2", "set sharding.stage to 3"),
     (T + "--sharding.offload.optimizer cpu", "sharding.offload.optimizer: got cpu with sharding.kind=ddp", "set sharding.kind to zero"),
     (
@@ -230,7 +234,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 6 --degrees.tp 6 --tensor.kind 2d",
         "degrees.tp: got 6 with tensor.kind=2d, needed a square: q * q",
-        "set degrees.tp to 4, or tensor.kind to 1d",
+        "set degrees.tp to 4, and add --nproc 4",
     ),
     (T + "--nproc 6 --degrees.tp 6 --tensor.kind 3d", "degrees.tp: got 6 with tensor.kind=3d, needed a cube", "set degrees.tp to 8"),
     (
@@ -252,7 +256,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --model.d_model 96 --model.num_heads 6 --model.num_kv_heads 3",
         "degrees.tp: got 4 with tensor.kind=2d, a grid of 2 x 2, needed 2 to divide model.num_kv_heads=3",
-        "tensor.kind to 1d",
+        "set model.num_kv_heads to a multiple of 2",
     ),
     (
         T + "--nproc 4 --degrees.tp 4 --tensor.kind 2d --train.global_batch 3",
@@ -273,7 +277,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--tensor.sequence_parallel true",
         "tensor.sequence_parallel: got true with degrees.tp=1 and tensor.kind=1d, needed tensor.kind 1d or dtensor on several ranks",
-        "set degrees.tp to 2",
+        "set tensor.sequence_parallel to false",
     ),
     (
         T + "--nproc 2 --degrees.tp 2 --tensor.kind copied --tensor.overlap_chunks 2",
@@ -301,9 +305,9 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--nproc 3 --degrees.sp 3 --sequence.kind ulysses --model.max_length 30",
         "degrees.sp: got 3 ranks that trade heads for tokens, with model.num_heads=2, needed a divisor of the heads",
-        "use one of [1] as sequence.heads, with sequence.kind ring",
+        "set degrees.sp to 1, and set train.global_batch to 15, and set train.eval_sequences to 63",
     ),
-    (T + "--nproc 4 --degrees.sp 4 --sequence.heads 3", "sequence.heads: got 3, needed a divisor of degrees.sp=4", "use one of [1, 2, 4]"),
+    (T + "--nproc 4 --degrees.sp 4 --sequence.heads 3", "sequence.heads: got 3, needed a divisor of degrees.sp=4", "to one of [1, 2]"),
     (
         T + "--nproc 2 --degrees.sp 2 --sequence.kind lightseq --sequence.order zigzag",
         "sequence.order: got zigzag with sequence.kind=lightseq, needed contiguous",
@@ -368,7 +372,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--router.select group_limited --router.expert_groups 3",
         "router.expert_groups: got 3, needed a divisor of experts.num_experts=8",
-        "set it to one of [1, 2, 4, 8]",
+        "set router.expert_groups to one of [2, 4, 8]",
     ),
     (
         T + "--router.select group_limited --router.expert_groups 2 --router.top_groups 3",
@@ -396,7 +400,7 @@ CASES: list[tuple[str, str, str]] = [
     (
         T + "--router.capacity_factor null --router.drop lowest_gate",
         "router.drop: got lowest_gate with capacity_factor null, needed position: without a capacity no choice is dropped",
-        "router.capacity_factor to 1.25",
+        "set router.drop to position",
     ),
     (
         T + "--router.preset expert_choice --router.balance_weight 0 --router.queue tokens_first",
@@ -446,8 +450,12 @@ CASES: list[tuple[str, str, str]] = [
     ),
     ("train dense_tiny --nproc 2 --degrees.ep 2", "degrees.ep: got 2, needed 1 for a dense model", "model.moe_every to 2"),
     ("train dense_tiny --nproc 2 --degrees.etp 2", "degrees.etp: got 2, needed 1 for a dense model", "model.moe_every to 2"),
-    (T + "--nproc 3 --degrees.etp 3 --train.global_batch 6", "degrees.etp: got 3, needed a divisor of the experts' d_ff=512", "one of [1]"),
-    (T + "--nproc 4 --degrees.etp 2 --degrees.ep 4", "degrees.ep * degrees.etp: got 8, needed a divisor of dp * sp * tp = 4", "[1, 2, 4]"),
+    (
+        T + "--nproc 3 --degrees.etp 3 --train.global_batch 6",
+        "degrees.etp: got 3, needed a divisor of the experts' d_ff=512",
+        "set degrees.etp to 1, and set",
+    ),
+    (T + "--nproc 4 --degrees.etp 2 --degrees.ep 4", "degrees.ep * degrees.etp: got 8, needed a divisor of dp * sp * tp = 4", "[1, 2]"),
     (T + "--degrees.etp 0", "degrees.etp: got 0", "set degrees.etp to 1"),
     # how rows travel
     (T + "--dispatch.kind alltoall", "dispatch.kind: got 'alltoall', needed auto, all_to_all", "did you mean all_to_all?"),
@@ -468,7 +476,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--model.moe_every 9", "model.moe_every: got 9, needed at most num_layers=4", "0 for a dense model"),
     (T + "--model.moe_layers [1,3]", "model.moe_layers: got moe_every=2 as well", "remove moe_every"),
     (T + "--model.moe_every 0 --model.moe_layers [7]", "model.moe_layers: got [7]", "remove [7]"),
-    (T + "--model.num_heads 3", "model.num_heads: got 3, needed a divisor of d_model=128", "set it to one of [1, 2, 4"),
+    (T + "--model.num_heads 3", "model.num_heads: got 3, needed a divisor of d_model=128", "set model.num_heads to one of [1, 2, 4"),
     (T + "--model.num_heads 4 --model.num_kv_heads 3", "model.num_kv_heads: got 3", "set it to one of [1, 2, 4]"),
     (T + "--model.head_size 7", "model.head_size: got 7, needed an even size", "model.positions to t5"),
     (T + "--model.vocab_size 100", "model.vocab_size: got 100, needed at least the tokenizer's 256", "null"),

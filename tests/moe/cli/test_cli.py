@@ -119,7 +119,7 @@ def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]
                 if "." not in flag:
                     assert check_words(verb, verbs.VERBS[verb], [*needed, given])
                 elif option.get("choices") and verb == "train":
-                    load("dense_tiny", take_overrides([given])[1])
+                    load("switch_tiny", take_overrides([given])[1])
                 else:
                     assert flag[2:] in known_keys()
 

@@ -1,0 +1,244 @@
+"""Advice that has been tried: the words of a fix are read as changes of the recipe, and those that do not lead to a run are left out.
+
+    "set degrees.tp to one of [1, 2, 4], or model.num_heads to 8"        on 2 processes
+        ->  {degrees.tp: 1}  {degrees.tp: 2}  {degrees.tp: 4} x  {model.num_heads: 8} x        each applied alone, then all checks again
+        ->  "set degrees.tp to one of [1, 2]"
+
+Where none works alone, the line that it leads to is followed: "set degrees.tp to 2, and add --nproc 2". A check thus needs to know its
+own reason and no other one. Advice without a value ("check the spelling") is kept as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from moe.checks.together import check_run
+from moe.recipe.load import build_run, known_keys
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+_KEY = r"[a-z_]+(?:\.[a-z_0-9]+)+"
+_SET = re.compile(rf"^(?:set |use )?(?:({_KEY}|it|stage) )?(?:to )?(.*)$")
+_EITHER = re.compile(rf"^set ({_KEY}) or ({_KEY}) to (\S+)$")
+_PLAIN = re.compile(r"^(null|true|false|-?[\d.][\w.+-]*|[a-z0-9_]+|\[[\d, ]*\])$")
+_MORE = re.compile(r" \(\d+ more wrong values? after this one\)$")
+_TRY_S, _FURTHER = 0.3, 3  # a line is to come in under a second; changes after the first one
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One way to mend the recipe: keys that get a value, keys that go, one with another name, another number of processes."""
+
+    said: str
+    values: dict[str, Any] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
+    renamed: tuple[str, str] | None = None
+    nproc: int | None = None
+
+
+def check_for_user(run: Run, world: int) -> Run:
+    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes. Raises BadInput."""
+    try:
+        return check_run(run, world)
+    except BadInput as bad:
+        raise tried(bad, run, world) from None
+
+
+def tried(bad: BadInput, run: Run, world: int) -> BadInput:
+    """The same line without the advice that does not lead to a run; unchanged where nothing that it leads to does."""
+    until = time.process_time() + _TRY_S
+    kept: list[str] = []
+    failed: list[tuple[Proposal, BadInput]] = []
+    for said in alternatives(bad.fix):
+        proposed = proposals_of(said, bad)
+        again = [(p, _refused(p, run, world)) for p in proposed if time.process_time() < until]
+        working = [p for p, refused in again if refused is None]
+        failed += [(p, refused) for p, refused in again if refused is not None]
+        if working and len(working) < len(proposed):
+            kept.append(_said_of(working))
+        elif len(working) == len(proposed):  # also where there was nothing to try
+            kept.append(said)
+    if not failed:
+        return bad
+    if not any(proposals_of(said, bad) for said in kept):
+        found = _further([([p], refused) for p, refused in failed], run, world, until)
+        if found is None:
+            return bad
+        kept.insert(0, ", and ".join(_said_of([p]) for p in found))
+    return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=_joined(kept))
+
+
+def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, until: float) -> list[Proposal] | None:
+    """The fewest changes that lead to a run, each the advice about what the one before led to; None where there are none."""
+    for _ in range(_FURTHER):
+        longer: list[tuple[list[Proposal], BadInput]] = []
+        for way, refused in ways:
+            for p in proposals(refused):
+                changed = {key for each in way for key in (*each.values, *each.removed)}
+                if changed & {*p.values, *p.removed} or time.process_time() > until:
+                    continue
+                again = _refused(_together(p.said, [*way, p]), run, world)
+                if again is None:
+                    return [*way, p]
+                longer.append(([*way, p], again))
+        ways = longer
+    return None
+
+
+def _refused(proposal: Proposal, run: Run, world: int) -> BadInput | None:
+    """Why the recipe is refused with this change too; None where it is not."""
+    try:
+        changed = _applied(proposal, run)
+        if changed == run and proposal.nproc in (None, world):
+            return BadInput("recipe", got="no change", needed="one", fix="another")
+        check_run(changed, proposal.nproc or world)
+    except BadInput as bad:
+        return bad
+    return None
+
+
+def _applied(proposal: Proposal, run: Run) -> Run:
+    return build_run(apply(proposal, run.model_dump()))
+
+
+def _said_of(working: list[Proposal]) -> str:
+    """Proposals of one alternative that work, in words: one change, or values of one key."""
+    first = working[0]
+    if first.nproc is not None:
+        return f"add --nproc {first.nproc}"
+    if not first.values:
+        return first.said
+    texts = [_text(p.values) for p in working]
+    if len(working) == 1:
+        return f"set {texts[0]}"
+    key = next(iter(first.values))
+    return f"set {key} to one of {[p.values[key] for p in working]}"
+
+
+def _text(values: dict[str, Any]) -> str:
+    return " and ".join(f"{key} to {_yaml(value)}" for key, value in values.items())
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _joined(parts: list[str]) -> str:
+    """Alternatives with "or" between; a verb that was in one that is left out comes back."""
+    bare = rf"^({_KEY}|it) to "
+    return ", or ".join(
+        f"set {part}" if re.match(bare, part) and (at == 0 or not parts[at - 1].startswith("set ")) else part
+        for at, part in enumerate(parts)
+    )
+
+
+def proposals(bad: BadInput) -> list[Proposal]:
+    """What the line proposes, each that can be applied without a guess."""
+    return [each for said in alternatives(bad.fix) for each in proposals_of(said, bad)]
+
+
+def apply(proposal: Proposal, values: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's plain values with the proposal's changes."""
+    made = copy.deepcopy(values)
+    for key in proposal.removed:
+        take(made, key)
+    if proposal.renamed is not None:
+        old, new = proposal.renamed
+        value = take(made, old)
+        if isinstance(value, dict) and isinstance(made.get(new), dict):
+            value = made[new] | value
+        put(made, new, value)
+    for key, value in proposal.values.items():
+        put(made, key, value)
+    return made
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key."""
+    *outer, last = key.split(".")
+    for name in outer:
+        if not isinstance(values.get(name), dict):
+            values[name] = {}
+        values = values[name]
+    values[last] = value
+
+
+def take(values: dict[str, Any], key: str) -> Any:
+    """Remove a dotted key; its value, or None where it is not there."""
+    *outer, last = key.split(".")
+    for name in outer:
+        values = values.get(name) or {}
+    return values.pop(last, None)
+
+
+def alternatives(fix: str) -> list[str]:
+    """The parts of a fix between "or"s, outside brackets."""
+    parts = re.split(r"(?:, |; )or (?![^\[(]*[\])])", _MORE.sub("", fix))
+    return [part.strip() for part in parts if part.strip()]
+
+
+def proposals_of(said: str, bad: BadInput) -> list[Proposal]:
+    """What one alternative proposes: several for "one of [1, 2]", nothing where it names no value."""
+    return list(_read(said, bad))
+
+
+def _read(said: str, bad: BadInput) -> Iterator[Proposal]:
+    text = re.sub(r"\s*\([^)]*\)$", "", said)
+    if ", and " in text:  # what `_further` has found
+        each = [proposals_of(part, bad) for part in text.split(", and ")]
+        if all(each):
+            yield _together(said, [found[0] for found in each])
+    elif meant := re.match(rf"^did you mean ({_KEY}|[\w./-]+)\?$", text):
+        wrong_key = "does not exist" in str(bad.got)
+        yield Proposal(said, renamed=(bad.what, meant[1])) if wrong_key else Proposal(said, {bad.what: meant[1]})
+    elif gone := re.match(rf"^(?:remove|leave) ({_KEY}|it)(?: out)?$", text):
+        yield Proposal(said, removed=(bad.what if gone[1] == "it" else gone[1],))
+    elif started := re.search(r"--nproc (\d+)$", text):
+        yield Proposal(said, nproc=int(started[1]))
+    elif either := _EITHER.match(text):
+        yield from (Proposal(said, {key: _value(either[3])}) for key in either.groups()[:2])
+    else:
+        pairs = [_pair(part, bad.what) for part in re.split(r" and ", text)]
+        if all(values for _, values in pairs):
+            (key, first), section = pairs[0], pairs[0][0].rpartition(".")[0]
+            rest = {other if "." in other else f"{section}.{other}": values[0] for other, values in pairs[1:]}
+            yield from (Proposal(said, {key: value, **rest}) for value in first)
+
+
+def _together(said: str, parts: list[Proposal]) -> Proposal:
+    """Several changes as one."""
+    values = {key: value for p in parts for key, value in p.values.items()}
+    removed = tuple(key for p in parts for key in p.removed)
+    return Proposal(said, values, removed, nproc=next((p.nproc for p in reversed(parts) if p.nproc), None))
+
+
+def _pair(part: str, what: str) -> tuple[str, list[Any]]:
+    """ "degrees.ep to one of [1, 2]" as the key and its values; no values where the words name none."""
+    match = _SET.match(part.strip())
+    assert match is not None
+    key, text = (
+        what if match[1] in (None, "it") else match[1],
+        match[2].strip().removeprefix("a value like ").removeprefix("a multiple of "),
+    )
+    if "." in key and key not in known_keys():
+        return key, []
+    text = re.sub(r",? (?:for|to follow|which) .*$", "", text)
+    listed = re.match(r"^one of (\[.*\])", text)
+    if listed:
+        return key, list(yaml.safe_load(listed[1]))
+    fewer = re.match(r"^(\d+) or less$", text)
+    if fewer:
+        return key, [n for n in range(int(fewer[1]), 0, -1)][:16]
+    words = text.removesuffix(" or more").split(" or ")
+    return key, [_value(word) for word in words] if all(map(_PLAIN.match, words)) else []
+
+
+def _value(text: str) -> Any:
+    return float(text) if re.fullmatch(r"-?\d+(\.\d*)?e-?\d+", text) else yaml.safe_load(text)

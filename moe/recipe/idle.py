@@ -1,0 +1,60 @@
+"""Values that a user writes and nothing reads: keys of experts in a dense model, a warm-up that the run does not live to see the end of.
+
+    default < parent < the recipe's own file < command line        each value's origin, as a level
+
+A value is refused where the user says it beside what makes it idle, or nearer: `--router.jitter 0.1` of a dense recipe. One that comes
+from further away stays, for what was nearer has turned it off on purpose: `moe train switch_tiny --model.moe_every 0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+COMMAND_LINE = "command line"
+_SPARSE = ("experts", "router", "dispatch")
+
+
+def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
+    """Refuse what the recipe `file` or the command line says to no effect. Raises BadInput for the first such key.
+
+    Not of a recipe that has every key, which is one that a run has left: it says what was so, not what somebody wants.
+    """
+    level = {file: 2, COMMAND_LINE: 3, "default": 0}
+
+    def nearness(key: str) -> int:
+        return level.get(origins.get(key, "default"), 1)
+
+    if not any(origin == "default" for origin in origins.values()):
+        return
+    _check_sparse(run, nearness)
+    steps, warmup = run.train.steps, run.optimizer.warmup_steps
+    if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
+        raise BadInput(
+            "optimizer.warmup_steps",
+            got=f"{warmup} with train.steps={steps}",
+            needed="at most the steps: the learning rate would never be reached",
+            fix=f"set optimizer.warmup_steps to {steps // 10}, or train.steps to {10 * warmup}",
+        )
+
+
+def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:
+    """Refuse keys of experts where no layer has any."""
+    if run.model.layers_with_experts() or run.model.moe_every:  # more than there are layers is another mistake
+        return
+    dense = max(2, nearness("model.moe_every"), nearness("model.moe_layers"))
+    idle = [
+        f"{name}.{key}"
+        for name in _SPARSE
+        for key, field in type(getattr(run, name)).model_fields.items()
+        if getattr(getattr(run, name), key) != field.default and nearness(f"{name}.{key}") >= dense
+    ]
+    if idle:
+        raise BadInput(
+            idle[0],
+            got="a value" + (f", and {len(idle) - 1} more of experts," if len(idle) > 1 else "") + " in a dense model",
+            needed="layers with experts, which alone read it",
+            fix=f"remove {idle[0]}" if len(idle) == 1 else "set model.moe_every to 2, or remove them",
+        )

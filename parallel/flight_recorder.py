@@ -1,0 +1,239 @@
+"""Whom a run that hung has waited for, read from torch's flight recorder: one trace a rank, of the collectives that it had enqueued.
+
+    rank  8   all_to_all ... 44790 done | 44791 entered            waits for 9: it is behind
+    rank  9   all_to_all ... 44787 done | 44788 entered            behind, and waits for nobody: the culprit
+    rank 10   nothing recorded                                     so is a rank without a trace
+
+In a group, who has entered a collective waits for those that have finished fewer, and for those that have finished as many and have not
+entered. Culprits are the ranks that others wait for and that wait for nobody in any group. A collective that ranks of a group made with
+another kind, dtype or size goes before: then the few that differ are named. Sends and receives are looked at last, where nothing else
+tells: their numbers do not compare between ranks.
+
+Traces are pickles. They are read with a reader that knows plain containers, numbers and text: no other opcode, so nothing is called.
+Format: torch/csrc/distributed/c10d/FlightRecorder, versions 2.x; also as JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel.errors import BadInput
+
+MOST_BYTES = 256 * 2**20  # of one trace: 2,000 entries with stacks are a few megabytes
+_UNEVEN = ("all_to_all", "alltoall", "coalesced", "gather_v", "uneven")  # whose sizes may differ between ranks
+_PLAIN = (
+    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "
+    "STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 "
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS "
+    "GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE"
+)
+Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
+
+
+class _Plain(pickle._Unpickler):
+    """Python's own unpickler, in Python, without every opcode that names, calls or builds something."""
+
+    dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN.split()}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of a rank. `sent`: shapes and dtypes of what goes in."""
+
+    number: int
+    kind: str
+    sent: str
+    done: bool
+
+
+@dataclass
+class Trace:
+    """What one rank has recorded: its collectives of each group by number, and sends and receives that it waits in."""
+
+    rank: int
+    calls: dict[Group, dict[int, Call]] = field(default_factory=dict)
+    messages: list[tuple[Group, str, int, int]] = field(default_factory=list)  # group, what, from, to: as ranks of the world
+
+
+@dataclass(frozen=True)
+class Wait:
+    """One rank that waits in a collective of a group, and the ranks of the group that it waits for."""
+
+    rank: int
+    group: Group
+    call: Call
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """`culprits`, with the reason in words; `waits`: of every rank in every group; `silent`: ranks without a record."""
+
+    culprits: tuple[int, ...]
+    said: str
+    waits: tuple[Wait, ...]
+    silent: tuple[int, ...]
+
+
+def read_folder(folder: Path) -> list[Trace]:
+    """The traces of a folder, whose names end with the rank. Raises BadInput for one that is no trace, and where there is none."""
+    fix = "name the folder that TORCH_NCCL_DEBUG_INFO_TEMP_FILE wrote to"
+    if not folder.is_dir():
+        raise BadInput("--trace", got=f"{folder}, which is no folder", needed="a folder of flight recorder traces", fix=fix)
+    traces: dict[int, Trace] = {}
+    for path in sorted(folder.iterdir()):
+        number = re.search(r"(\d+)(\.json|\.pkl|\.pickle)?$", path.name)
+        if number is None or path.suffix == ".log" or path.is_dir():
+            continue
+        rank = int(number[1])
+        if rank in traces:
+            raise BadInput("--trace", got=f"two traces of rank {rank} in {folder}", needed="one a rank, of one run", fix=f"remove {path}")
+        traces[rank] = _trace(rank, _content(path), path)
+    if not traces:
+        raise BadInput("--trace", got=f"{folder} without a trace", needed="files that end with a rank, such as _dump_0", fix=fix)
+    return list(traces.values())
+
+
+def _content(path: Path) -> Any:
+    needed, fix = "a trace of torch's flight recorder", f"remove {path}"
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
+        got = f"{path}, of {about.st_size} bytes" if stat.S_ISREG(about.st_mode) else f"{path}, which is no regular file"
+        raise BadInput("--trace", got=got, needed=f"{needed}, at most {MOST_BYTES} bytes", fix=fix)
+    raw = path.read_bytes()
+    try:
+        return json.loads(raw) if raw.lstrip()[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
+    except KeyError as opcode:
+        got = f"{path.name}, a pickle that holds more than containers, numbers and text (opcode {opcode})"
+        raise BadInput("--trace", got=got, needed=needed, fix=f"do not load it with anything else, and {fix}") from None
+    except Exception as error:  # whatever bytes that are no pickle lead to
+        got = f"{path.name}, which cannot be read ({type(error).__name__})"
+        raise BadInput("--trace", got=got, needed=needed, fix=fix) from None
+
+
+def _trace(rank: int, content: Any, path: Path) -> Trace:
+    try:
+        members = {str(c["name"]): _ranks(c["ranks"]) for c in content["pg_config"].values()}
+        trace = Trace(rank, {(str(c["name"]), str(c["desc"]), _ranks(c["ranks"])): {} for c in content["pg_config"].values()})
+        for entry in content["entries"]:
+            name, about = (str(part) for part in entry["process_group"])
+            group = (name, about, members.get(name, ()))
+            kind = str(entry["profiling_name"]).rpartition(":")[2]
+            if entry.get("is_p2p"):
+                ends = re.search(r"(\d+)(->|<-)(\d+)", kind)
+                if ends and entry["state"] != "completed":
+                    here, there = (group[2][int(n)] for n in (ends[1], ends[3]))
+                    trace.messages.append((group, kind, *((here, there) if ends[2] == "->" else (there, here))))
+                continue
+            sent = " ".join(f"{dtype}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False))
+            number = int(entry["collective_seq_id"])
+            trace.calls.setdefault(group, {})[number] = Call(number, kind, sent, entry["state"] == "completed")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        got = f"{path.name}, whose entries are not as torch writes them ({type(error).__name__}: {error})"
+        raise BadInput("--trace", got=got, needed="a trace of torch's flight recorder", fix=f"remove {path}") from None
+    return trace
+
+
+def _ranks(text: Any) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in (json.loads(text) if isinstance(text, str) else text))
+
+
+def diagnose(traces: list[Trace]) -> Found:
+    """The ranks at which a run hung. No culprit where nobody waits, or all wait for each other."""
+    by_rank = {trace.rank: trace for trace in traces}
+    groups = {group for trace in traces for group in trace.calls if len(group[2]) > 1}
+    everyone = {rank for group in groups for rank in group[2]} | set(by_rank)
+    silent = tuple(sorted(rank for rank in everyone if rank not in by_rank or not any(by_rank[rank].calls.values())))
+    waits = tuple(wait for group in sorted(groups) for wait in _waits(group, by_rank))
+    differ = next((found for group in sorted(groups) if (found := _differ(group, by_rank))), None)
+    if differ is not None:
+        return Found(*differ, waits, silent)
+    edges = {(wait.rank, other) for wait in waits for other in wait.behind}
+    roots = {to for _, to in edges} - {of for of, _ in edges}
+    if not roots:
+        edges = set(_unanswered(by_rank))
+        roots = {to for _, to in edges} - {of for of, _ in edges}
+    return Found(tuple(sorted(roots)), _words(roots, waits, by_rank), waits, silent)
+
+
+def _waits(group: Group, by_rank: dict[int, Trace]) -> Iterator[Wait]:
+    """Each rank that has entered a collective of the group and not finished it."""
+    first = {
+        rank: next((call for _, call in sorted(by_rank[rank].calls[group].items()) if not call.done), None) for rank in _in(group, by_rank)
+    }
+    finished = {rank: max(by_rank[rank].calls[group], default=-1) if call is None else call.number - 1 for rank, call in first.items()}
+    for rank, call in first.items():
+        if call is not None:
+            behind = [
+                other
+                for other in group[2]
+                if other not in first or finished[other] < call.number - 1 or (finished[other] == call.number - 1 and first[other] is None)
+            ]
+            yield Wait(rank, group, call, tuple(behind))
+
+
+def _in(group: Group, by_rank: dict[int, Trace]) -> list[int]:
+    """The ranks that have recorded a collective of the group."""
+    return [rank for rank in group[2] if rank in by_rank and by_rank[rank].calls.get(group)]
+
+
+def _differ(group: Group, by_rank: dict[int, Trace]) -> tuple[tuple[int, ...], str] | None:
+    """The ranks whose collective is not that of most others, at the first number at which some differ."""
+    calls = {rank: by_rank[rank].calls[group] for rank in _in(group, by_rank)}
+    for number in sorted({number for made in calls.values() for number in made}):
+        made = {rank: each[number] for rank, each in calls.items() if number in each}
+        uneven = any(word in call.kind.lower() for call in made.values() for word in _UNEVEN)
+        same = {
+            r: call.kind if uneven else f"{call.kind} of {call.sent}" if _sizes_agree(call.kind) else call.kind for r, call in made.items()
+        }
+        often = Counter(same.values()).most_common()
+        if len(often) < 2:
+            continue
+        usual = [text for text, n in often if n == often[0][1]]
+        others = {rank: text for rank, text in same.items() if len(usual) > 1 or text != usual[0]}
+        each = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(others.items()))
+        usually = "" if len(usual) > 1 else f", the others {usual[0]}"
+        return tuple(sorted(others)), f"collective {number} over {_name(group)} differs between ranks: {each}{usually}"
+    return None
+
+
+def _sizes_agree(kind: str) -> bool:
+    """Whether all ranks give such a collective the same shape; roots of a scatter or a gather do not."""
+    return not kind.lower().startswith(("scatter", "gather", "send", "recv", "barrier"))
+
+
+def _unanswered(by_rank: dict[int, Trace]) -> Iterator[tuple[int, int]]:
+    """(who waits, for whom) of sends and receives whose other end is not waiting in them."""
+    pending = {(rank, source, to) for rank, trace in by_rank.items() for _, _, source, to in trace.messages}
+    for rank, source, to in pending:
+        other = to if rank == source else source
+        if (other, source, to) not in pending:
+            yield rank, other
+
+
+def _words(roots: set[int], waits: tuple[Wait, ...], by_rank: dict[int, Trace]) -> str:
+    if not roots:
+        return "no rank is behind the others" if waits else "no rank waits in a collective"
+    said = []
+    for rank in sorted(roots):
+        own = next((wait for wait in waits if wait.rank == rank), None)
+        calls = by_rank[rank].calls if rank in by_rank else None
+        at = "has no trace" if calls is None else "has recorded nothing" if not any(calls.values()) else "has not entered it"
+        said.append(f"rank {rank} {at if own is None else f'has not finished {own.call.kind} {own.call.number} over {_name(own.group)}'}")
+    held = [wait for wait in waits if roots & set(wait.behind)]
+    who = " ".join(str(rank) for rank in sorted({wait.rank for wait in held}))
+    at = f"; ranks {who} wait, rank {held[0].rank} at {held[0].call.kind} {held[0].call.number} over {_name(held[0].group)}" if held else ""
+    return ", ".join(said) + at
+
+
+def _name(group: Group) -> str:
+    return group[1] or group[0]

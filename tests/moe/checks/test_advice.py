@@ -1,0 +1,76 @@
+"""Advice that a line gives works: it is applied, and the recipe is accepted. Sizes and degrees are set by hand, truths are counted here.
+
+It alone would notice a fix that names what is there already, that needs other processes than there are, or that leads to the next
+refusal; and the sample of `moe bench faults --only recipes`, which makes shipped recipes wrong in every way it has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe.bench import recipes
+from moe.checks.advice import apply, check_for_user, proposals
+from moe.checks.together import check_run
+from moe.recipe.load import build_run, load
+from parallel.errors import BadInput
+
+
+def refused(recipe: str, changed: dict[str, str], world: int) -> BadInput:
+    with pytest.raises(BadInput) as found:
+        check_for_user(load(recipe, changed)[0], world)
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("changed", "world", "fix"),
+    [
+        ({"model.num_layers": "1"}, 1, "set it to 1, or to 0"),
+        ({"degrees.etp": "2"}, 1, "set degrees.etp to one of [1]"),
+        ({"tensor.sequence_parallel": "true"}, 1, "set tensor.sequence_parallel to false"),
+        ({"degrees.pp": "7"}, 2, "set degrees.pp to 2"),
+        ({"degrees.dp": "9", "degrees.tp": "2"}, 4, "set degrees.dp to 2"),
+        ({"router.top_groups": "3"}, 1, "set router.top_groups to 1"),
+        ({"dispatch.node_size": "7"}, 4, "set dispatch.node_size to null"),
+    ],
+)
+def test_advice_that_leads_to_another_refusal_is_left_out(changed: dict[str, str], world: int, fix: str) -> None:
+    bad = refused("switch_tiny", changed, world)
+    assert bad.fix.startswith(fix), bad
+    values = load("switch_tiny", changed)[0].model_dump()
+    assert proposals(bad)
+    for proposal in proposals(bad):
+        check_run(build_run(apply(proposal, values)), proposal.nproc or world)
+
+
+def test_changes_that_need_each_other_are_told_together() -> None:
+    bad = refused("switch_tiny", {"train.global_batch": "7", "train.eval_sequences": "5"}, 2)
+    assert bad.what == "train.global_batch" and ", and set train.eval_sequences to " in bad.fix
+
+
+def test_keys_of_experts_in_a_dense_model_are_refused_where_they_are_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"router.jitter: got a value in a dense model.*remove router.jitter"):
+        load("dense_tiny", {"router.jitter": "0.1"})
+    with pytest.raises(BadInput, match=r"experts.num_experts: got a value, and 1 more of experts, in a dense model"):
+        load("dense_tiny", {"router.jitter": "0.1", "experts.num_experts": "4"})
+    (tmp_path / "own.yaml").write_text("extends: dense_tiny\nrouter: {jitter: 0.1}\n")
+    with pytest.raises(BadInput, match="router.jitter"):
+        load(tmp_path / "own.yaml")
+    assert load("switch_tiny", {"model.moe_every": "0"})[0].router.jitter == 0.01  # turned off on purpose
+
+
+def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"optimizer.warmup_steps: got 700 with train.steps=600.*set optimizer.warmup_steps to 60"):
+        load("dense_tiny", {"optimizer.warmup_steps": "700"})
+    (tmp_path / "own.yaml").write_text("extends: dense_tiny\noptimizer: {warmup_steps: 30}\ntrain: {steps: 20}\n")
+    with pytest.raises(BadInput, match="optimizer.warmup_steps"):
+        load(tmp_path / "own.yaml")
+    assert load("dense_tiny", {"train.steps": "20"})[0].optimizer.warmup_steps == 50  # a run cut short
+
+
+@pytest.mark.parametrize("kind", recipes.KINDS, ids=lambda kind: kind.name.replace(" ", "_"))
+def test_a_bad_recipe_is_one_line_and_its_advice_works(kind: recipes.Kind, tmp_path: Path) -> None:
+    told, mended = recipes.of_kind(kind, 6, tmp_path)
+    assert told.problems == [] and told.tried == 6
+    assert mended.lost <= 0.05 * mended.tried + 1, mended.problems
