@@ -27,7 +27,7 @@ from moe.checks.advice import apply, check_for_user, proposals, put, take
 from moe.checks.together import check_run
 from moe.cli.main import main as moe
 from moe.launch import exit_codes
-from moe.recipe.load import build_run, known_keys, load, read_recipe, recipe_names, recipe_path
+from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_names, recipe_path
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
@@ -137,12 +137,12 @@ def _misspelled_section(rng: random.Random, values: Values) -> str:
 
 
 def _misspelled_name(rng: random.Random, values: Values) -> str:
-    names = [key for key in known_keys() if key != "router.group" and any(len(name) > 3 for name in _names(key))]
+    """One that the recipe has, or would have without being told."""
+    names = {key: name for key, name in flat(build_run(values)).items() if isinstance(name, str) and len(name) > 3 and name in _names(key)}
     while True:
-        key = rng.choice(names)
-        name = rng.choice([name for name in _names(key) if len(name) > 3])
-        wrong = _misspelled(rng, name)
-        if wrong not in _names(key):
+        key = rng.choice(sorted(names))
+        wrong = _misspelled(rng, names[key])
+        if wrong not in _names(key) and key != "router.group":
             put(values, key, wrong)
             return f"{key}: {wrong}"
 
