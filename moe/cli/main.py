@@ -240,6 +240,8 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert.checks import settings_of
     from moe.recipe.load import recipe_names, recipe_path
 
+    if any(word.startswith("hf:") for word in (flags.from_run, flags.to_run)):
+        return _convert_huggingface(flags, overrides)
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -257,6 +259,21 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
         check=flags.check,
         json=_text(flags.json),
     )
+
+
+def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
+    """A folder of transformers into a run, or a run into such a folder."""
+    into = flags.to_run.startswith("hf:")
+    if into and flags.from_run.startswith("hf:"):
+        raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
+    for field in dataclasses.fields(flags):
+        if field.name not in ("from_run", "to_run", "json") and getattr(flags, field.name) != field.default:
+            raise BadInput(f"--{field.name}", got="it with hf:PATH", needed="--json alone", fix=f"remove --{field.name}")
+    if into and overrides:
+        key = next(iter(overrides))
+        raise BadInput(f"--{key}", got="it for a model that is written", needed="no recipe's values", fix=f"remove --{key}")
+    source = _run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
+    return _call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, json=_text(flags.json))
 
 
 def _show(flags: Show, overrides: dict[str, str]) -> int:

@@ -210,11 +210,12 @@ class Energy:
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Convert a checkpoint of one model into one of another: dense layers to experts, or experts to fewer or to dense."""
+    """Convert a checkpoint of one model into one of another: dense layers to experts, or experts to fewer or to dense; or a model of
+    Hugging Face's transformers into a run (hf:PATH RUN) and back (RUN hf:PATH)."""
 
-    from_run: str = _word("a run's folder, or one checkpoint in it")
-    to_run: str = _word("a new run's folder, from which moe train goes on")
-    to: str | None = _flag(None, "recipe of the new model: a name (see: moe recipes) or a YAML file; needed")
+    from_run: str = _word("a run's folder, or one checkpoint in it; or hf:PATH, a folder with config.json and *.safetensors")
+    to_run: str = _word("a new run's folder, from which moe train goes on; or hf:PATH, a new folder for transformers")
+    to: str | None = _flag(None, "recipe of the new model: a name (see: moe recipes) or a YAML file; needed but with hf:PATH")
     method: Literal["copy", "granular", "noise", "drop", "merge", "prune"] | None = _flag(
         None, "dense to experts: copy (default), granular, noise, drop; experts to fewer: merge, prune"
     )

@@ -2,8 +2,9 @@
 
     bytes   id = byte                    256 ids, nothing to train
     bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
+    given   a tokenizer.json that came with a model (moe/convert/huggingface/): its own ids, and the one that ends a text between texts
 
-In both, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain
+In the first two, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain
 a separator. Everything else is restored exactly, including CRLF and emoji.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -122,6 +123,58 @@ class Bpe(Tokenizer):
         return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
 
 
+@final
+class Given(Tokenizer):
+    """A tokenizer.json of the `tokenizers` library, by whomever it was trained. Text that spells a special token becomes that token."""
+
+    name = "given"
+
+    def __init__(self, model: dict[str, Any], separator: int) -> None:
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_str(json.dumps(model))
+        except Exception as error:  # the library raises plain Exception for any error in its JSON
+            raise _bad_description(error) from None
+        self._model = model
+        vocabulary = self._library.get_vocab()
+        spelled = _spelled_by(model)
+        special = {token["content"] for token in model.get("added_tokens") or ()}
+        held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # ids that no token has are never met
+        for token, i in vocabulary.items():
+            held[i] = token.encode() if token in special else spelled(token)
+        if not 0 <= separator < len(held):
+            raise _bad_description(f"separator {separator} of {len(held)} ids")
+        super().__init__(held)
+        self.separator = separator
+
+    @staticmethod
+    def read(model: dict[str, Any], ends: int | None) -> Given:
+        """Of a model whose texts end with the id `ends`. Raises BadInput for one that cannot be used."""
+        if ends is None:
+            raise _bad_description("no eos_token_id")
+        return Given(model, ends)
+
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in found]
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
+
+
+def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
+    """How a tokenizer.json spells bytes: GPT-2's characters, or SentencePiece's, with <0xE2> for a byte that no token holds."""
+    if any('"ByteLevel"' in json.dumps(model.get(part)) for part in ("pre_tokenizer", "decoder")):
+        return lambda token: bytes(_BYTE_OF[character] for character in token)
+    if isinstance(model.get("model"), dict) and model["model"].get("byte_fallback"):
+        return lambda token: bytes([int(token[3:5], 16)]) if _BYTE.fullmatch(token) else token.replace("\u2581", " ").encode()
+    raise _bad_description("tokens that spell neither bytes nor SentencePiece's pieces")
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
     """Learn `vocab_size` ids from texts. These include the separator and the 256 bytes; fewer if the text has no more pairs to merge.
 
@@ -150,12 +203,17 @@ def load(description: Any) -> Tokenizer:
         return Bytes()
     if kind == Bpe.name and isinstance(description.get("model"), dict):
         return Bpe(description["model"])
+    if kind == Given.name and isinstance(description.get("model"), dict):
+        return Given(description["model"], int(description.get("separator", -1)))
     raise _bad_description(f"kind {kind!r}")
 
 
 def _bad_description(got: object) -> BadInput:
     return BadInput(
-        "tokenizer description", got=str(got)[:120], needed="one written by this program (kind bytes or bpe)", fix="restore that file"
+        "tokenizer description",
+        got=str(got)[:120],
+        needed="one written by this program (kind bytes, bpe or given)",
+        fix="restore that file",
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from moe.recipe.load import flat, known_keys
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.sections import Run
+from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput, did_you_mean
 
@@ -112,10 +112,18 @@ def _function(run: Run) -> dict[str, Any]:
     values["model.norm_eps"] = None if run.model.norm_eps == NORM_EPS[run.model.norm] else run.model.norm_eps
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
-    unread += [key for key in values if key.startswith("model.rope.")] if run.model.positions == "t5" else []
+    unread += _unread_rope(run.model)
+    values["model.rope.high"] = None if "model.rope.high" in unread else run.model.rope.most_turns
     if not run.model.layers_with_experts():
         unread += [key for key in values if key.startswith(("router.", "experts."))]
     return {key: values[key] for key in keys_of("function") if key not in unread}
+
+
+def _unread_rope(model: Model) -> list[str]:
+    stretch, parts = ["model.rope.factor"], ["model.rope.trained_length", "model.rope.low", "model.rope.high"]
+    if model.positions == "t5":
+        return ["model.rope.base", "model.rope.scaling", *stretch, *parts]
+    return {"none": [*stretch, *parts], "linear": parts}.get(model.rope.scaling, [])
 
 
 def check_allowed(allowed: Sequence[str]) -> None:

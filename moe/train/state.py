@@ -104,8 +104,9 @@ def resume(
     """
     if found is None:
         return False
-    check_same_parameters(found, global_layouts(whole or engine.layouts), ("weight", *MOMENTS))
     begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
+    fresh = not begun and not any(found.names(kind) for kind in MOMENTS)  # and one that came from elsewhere has no moments
+    check_same_parameters(found, global_layouts(whole or engine.layouts), ("weight",) if fresh else ("weight", *MOMENTS))
     if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
     for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
@@ -115,6 +116,8 @@ def resume(
     rank = mesh.axis("world").index
 
     def stored(name: str, kind: str, box: Box) -> Tensor:
+        if fresh and kind != "weight":
+            return torch.zeros([part.stop - part.start for part in box])
         tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
         check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind == SQUARES)
         return tensor

@@ -54,6 +54,7 @@ CACHED = {
     "parallel/plan/strategies.py: _change": "the cheapest change between two cuts, of both, the bytes and the mesh",
     "parallel/plan/layer_time.py: head_time": "likewise",
     "parallel/plan/resharding.py: _cheapest": "the steps between two lies of a tensor follow from both, its shape and the mesh",
+    "moe/convert/huggingface/tensors.py: _pattern": "of a pattern alone",
     "moe/experts/dispatch/base.py: _place_of_expert": "a function of its arguments alone",
     "moe/kernels/auto.py: _for_gpu": "of the device, which stays what it is",
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",

@@ -1,0 +1,1 @@
+"""Models of Hugging Face's transformers as runs, and runs as such models."""

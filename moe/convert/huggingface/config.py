@@ -1,0 +1,141 @@
+"""config.json as a recipe's values, and a run as a config.json, by one table (families.py); no torch here.
+
+recipe_values(config)        {"model": {...}, ...}, or BadInput for what the recipe cannot say: one line that names the key
+config_of(run, model_type)   what transformers reads; whether it says the same model is seen by reading it again (convert.py)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key
+from moe.recipe.load import flat
+from moe.recipe.sections import Rope, Run
+from moe.recipe.shapes import NORM_EPS
+from parallel.errors import BadInput
+
+LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows more: a cache of keys is made for so many
+_LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """By model_type. Raises BadInput for one that is not covered."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        named = ", ".join(config.get("architectures") or ()) or "no architecture"
+        raise BadInput(
+            "config.json: model_type", got=f"{kind} ({named})", needed=f"one of {', '.join(FAMILIES)}", fix="see: docs/use/huggingface.md"
+        )
+    return FAMILIES[kind]
+
+
+def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The recipe of the model that a config.json describes, by sections."""
+    family = family_of(config)
+    for key, allowed in family.must.items():
+        if config.get(key, allowed[-1]) not in allowed:
+            _refuse(key, config[key], " or ".join("null" if one is None else str(one).lower() for one in dict.fromkeys(allowed)))
+    values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
+    known = HARMLESS | set(family.must) | {name for key in family.keys for name in key.theirs}
+    for key, value in config.items():
+        if key not in known and value not in (None, False, 0, [], {}, ""):
+            fix = "take it out of config.json if it does not change what the model computes"
+            raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
+    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        _refuse("layer_types", sorted(set(config["layer_types"])), "full_attention for all")
+    window = None if "use_sliding_window" in config else config.get("sliding_window")
+    values["model.max_length"] = min(values["model.max_length"], window or LONGEST, LONGEST)  # within it a window hides nothing
+    values |= {f"model.rope.{key}": value for key, value in _rope(config).items()}
+    if family.experts is not None:
+        values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
+    return nested(values)
+
+
+def config_of(run: Run, model_type: str) -> dict[str, Any]:
+    """A config.json of this family with the run's values, as far as the family can say them."""
+    family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in vars(run.router.spec).items()}
+    m = run.model
+    if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
+        values["model.d_ff"] = run.experts.d_ff or m.d_ff
+    values["experts.d_ff"] = run.experts.d_ff or m.d_ff
+    values |= {
+        "model.vocab_size": run.vocab_size,
+        "model.norm_eps": m.norm_eps or NORM_EPS[m.norm],
+        "model.num_kv_heads": m.num_kv_heads or m.num_heads,
+    }
+    values["model.head_size"] = m.head_size or m.d_model // m.num_heads
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    for key in family.keys:
+        back = {ours: theirs for theirs, ours in (key.values or {}).items()}
+        config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
+    config |= {"hidden_act": "silu", "attention_bias": False, "rope_parameters": _rope_parameters(m.rope)}
+    config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
+    if family.picks_layers:
+        sparse = m.layers_with_experts()
+        config |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(m.num_layers) if i not in sparse]}
+    return config
+
+
+def nested(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"model.rope.base": 1e4} as {"model": {"rope": {"base": 1e4}}}."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        into = found
+        for part in path:
+            into = into.setdefault(part, {})
+        into[last] = value
+    return found
+
+
+def _given(key: Key, config: dict[str, Any]) -> Any:
+    name = next((name for name in key.theirs if name in config), None)
+    value = key.absent if name is None else config[name]
+    if value is REQUIRED:
+        raise BadInput(
+            f"config.json: {key.theirs[0]}", got="nothing", needed="its value", fix="take the config.json that belongs to the files"
+        )
+    return key.values[value] if key.values else value
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The section model.rope of a config in the form of transformers 5 (rope_parameters) or before (rope_theta, rope_scaling)."""
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)}
+    kind = "none" if kind == "default" else kind
+    if kind not in ("none", "linear", *_LOWS):
+        _refuse("rope_type", kind, "default, linear, llama3 or yarn")
+    found["scaling"] = kind
+    if kind != "none":
+        found["factor"] = float(given.pop("factor"))
+    if kind in _LOWS:
+        found["trained_length"] = given.pop("original_max_position_embeddings", None) or config["max_position_embeddings"]
+        for ours, theirs in zip(("low", "high"), _LOWS[kind], strict=True):
+            value = given.pop(theirs, None)
+            found |= {} if value is None else {ours: float(value)}
+    for key, value in given.items():
+        if value not in (None, 1.0) and not (key == "truncate" and value is True):
+            _refuse(f"rope_parameters.{key}", value, "null: it has no key here")
+    return found
+
+
+def _rope_parameters(rope: Rope) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_theta": rope.base, "rope_type": "default" if rope.scaling == "none" else rope.scaling}
+    if rope.scaling != "none":
+        found["factor"] = rope.factor
+    if rope.scaling in _LOWS:
+        found["original_max_position_embeddings"] = rope.trained_length
+        found |= dict(zip(_LOWS[rope.scaling], (rope.low, rope.most_turns), strict=True))
+    return found
+
+
+def _layers(config: dict[str, Any]) -> dict[str, Any]:
+    every, dense, count = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or [], config["num_hidden_layers"]
+    sparse = [layer for layer in range(count) if layer not in dense and (layer + 1) % every == 0]
+    return {"model.moe_every": 1} if len(sparse) == count else {"model.moe_layers": sparse}
+
+
+def _refuse(key: str, got: object, needed: str) -> None:
+    raise BadInput(f"config.json: {key}", got=got, needed=needed, fix="nothing here computes another: see docs/use/huggingface.md")

@@ -1,0 +1,256 @@
+"""`moe convert hf:PATH runs/NAME` and `moe convert runs/NAME hf:PATH`: a folder of transformers as a run, and a run as such a folder.
+
+    config.json       <->  recipe              config.py: what the recipe cannot say is refused, by the key
+    *.safetensors     <->  checkpoints/step-0  tensors.py: name by name, one tensor in memory at a time
+    tokenizer.json    <->  its tokenizer       moe/data/tokenizer.py
+
+All names and shapes are compared before anything is written. A folder is written under another name and renamed when it is whole, so
+nothing half-converted stays. The dtype of the tensors stays as it is, so there and back is exact to the bit.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from moe.checks.together import check_together
+from moe.convert.convert import find
+from moe.convert.huggingface.config import config_of, family_of, recipe_values
+from moe.convert.huggingface.families import FAMILIES
+from moe.convert.huggingface.tensors import Source, write, written
+from moe.data.tokenizer import Bpe, Bytes, Given
+from moe.data.tokenizer import load as load_tokenizer
+from moe.launch import exit_codes
+from moe.model.names import global_name
+from moe.model.transformer import Transformer
+from moe.parallelize.plan import lay_out
+from moe.recipe.changes import Change, function_changes, keys_of
+from moe.recipe.load import build_run, load, resolved_yaml
+from moe.recipe.sections import Run
+from moe.records.results import write_json
+from moe.train.state import EXTRA, Counters
+from parallel import checkpoint
+from parallel.checkpoint import Piece
+from parallel.errors import BadInput
+from parallel.files import read_text, user_path
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import LossScale
+from parallel.stored import Reader
+
+PREFIX = "hf:"
+KEPT = "huggingface"  # a folder of the run: what came with the tensors and is no part of them
+_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+           "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of(run: Run) -> Shapes:
+    """Of every tensor that a checkpoint of the run has, by its name there."""
+    with torch.device("meta"):
+        layouts = lay_out(Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size))
+    found: Shapes = {}
+    for name, layout in layouts.items():
+        if layout.unstack is None:
+            found[global_name(name)] = layout.shape
+        else:
+            found |= {layout.unstack.format(i): layout.shape[1:] for i in range(layout.shape[0])}
+    return found
+
+
+@contextmanager
+def _whole(out: Path, what: str) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all is there and vanishes otherwise."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(what, got=f"{out}, which holds something", needed="a new folder", fix="choose another, or remove it")
+    part = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if out.is_dir():
+            out.rmdir()
+        part.rename(out)
+    except OSError as error:
+        fix = "free disk space, or choose another place"
+        raise BadInput(what, got=f"{out}: {error.strerror or error}", needed="a folder that can be written", fix=fix) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+# --- hf:PATH to a run ---------------------------------------------------------------------------------------------------------
+
+
+def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
+    """Write the run; returns what there is to say of it. Raises BadInput, with nothing written."""
+    config = _config(source)
+    values, tokenizer, said = recipe_values(config), *_tokenizer(source, config)
+    bytes_alone = tokenizer["kind"] == Bytes.name
+    values["data"] = {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
+    family, files = family_of(config), Source(source)
+    with _whole(out, "TO_RUN") as part:
+        run, origins = _recipe(part / "config.yaml", values, overrides)
+        files.check(family, shapes := shapes_of(run), tied=run.model.tied_embeddings)
+        held = (("weight", Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in shapes.items())
+        state = {
+            "counters": vars(Counters()),
+            "loss_scale": LossScale.of(run.precision.loss_scale).state(),
+            "recipe": run.resolve(1).model_dump(mode="json"),
+            "tokenizer": tokenizer,
+            "data": "",
+        }
+        checkpoint.save(part / "checkpoints", 0, held, state=state, world=Mesh.of(Degrees()).axis("world"), keep=1)
+        (part / "recipe.yaml").write_text(resolved_yaml(run, origins))
+        (part / KEPT).mkdir()
+        for name in _BESIDE:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, part / KEPT / name)
+    if "model.max_length" not in overrides and run.model.max_length < config["max_position_embeddings"]:
+        said.append(f"model.max_length is {run.model.max_length} of {config['max_position_embeddings']}: --model.max_length changes that")
+    return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe generate {out}"]
+
+
+def _config(source: Path) -> dict[str, Any]:
+    try:
+        config = json_text.loads(read_text(source / "config.json"))
+        if not isinstance(config, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError) as error:
+        needed = "a folder that transformers' save_pretrained wrote"
+        raise BadInput("hf:PATH", got=f"{source / 'config.json'}: {error}", needed=needed, fix="check the path") from None
+    return config
+
+
+def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[str, str]) -> tuple[Run, dict[str, str]]:
+    """The recipe of these values, whose origin is the name of this file, with what the command line says of how it is trained."""
+    fixed = [key for key in overrides if key in (*keys_of("shape"), *keys_of("function"), *keys_of("name"))]
+    if fixed:
+        raise BadInput(f"--{fixed[0]}", got="a key that config.json decides", needed="keys of training", fix=f"remove --{fixed[0]}")
+    build_run(values)
+    path.write_text(yaml.safe_dump(values))
+    run, origins = load(str(path), dict(overrides))
+    path.unlink()
+    check_together(run.resolve(1))
+    return run, origins
+
+
+def _tokenizer(source: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The description of the model's tokenizer, or of plain bytes where it cannot be used, and what is to be said of that."""
+    try:
+        if not (source / "tokenizer.json").is_file():
+            raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
+        made = Given.read(json_text.loads(read_text(source / "tokenizer.json")), _ends(source, config))
+        if made.vocab_size > config["vocab_size"]:
+            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for a vocabulary of {config['vocab_size']}", needed="", fix="")
+        return made.describe(), []
+    except (BadInput, OSError, ValueError, RecursionError) as error:
+        why = error.got if isinstance(error, BadInput) else error
+        line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
+        return Bytes().describe(), [line]
+
+
+def _ends(source: Path, config: dict[str, Any]) -> int | None:
+    """The id that ends a text: of config.json, or of generation_config.json."""
+    for found in (config, _loaded(source / "generation_config.json")):
+        ends = found.get("eos_token_id")
+        ends = ends[0] if isinstance(ends, list) and ends else ends
+        if isinstance(ends, int):
+            return ends
+    return None
+
+
+def _loaded(path: Path) -> dict[str, Any]:
+    try:
+        found = json_text.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- a run to hf:PATH ---------------------------------------------------------------------------------------------------------
+
+
+def from_run(source: Path, out: Path) -> list[str]:
+    """Write the folder; returns what there is to say of it. Raises BadInput, with nothing written."""
+    path = find(source)
+    reader = Reader(path)
+    run, shapes = build_run(reader.state["recipe"]), reader.names()
+    if reader.names(EXTRA):
+        raise BadInput("FROM_RUN", got="routers with a selection bias", needed="a family that has one", fix="see: docs/use/huggingface.md")
+    kept = path.parent.parent / KEPT
+    config = _same_config(run, shapes, _loaded(kept / "config.json"))
+    family = family_of(config)
+    entries = {name: reader.region(name, "weight", tuple(slice(0, 1) for _ in shape)) for name, shape in shapes.items()}
+    dtype = next(iter(entries.values())).dtype
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, shape in shapes.items():
+            yield written(name, family, reader.region(name, "weight", tuple(slice(0, size) for size in shape)))
+
+    with _whole(out, "TO_HF") as part:
+        for name in _BESIDE:
+            if (kept / name).is_file():
+                shutil.copyfile(kept / name, part / name)
+        said = _write_tokenizer(part, reader.state["tokenizer"])
+        (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
+        write(part, tensors(), [entries[name].element_size() * torch.Size(shape).numel() for name, shape in shapes.items()])
+    return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
+
+
+def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
+    nearest: list[Change | str] | None = None
+    for config in ([kept] if kept else []) + [config_of(run, kind) for kind in FAMILIES]:
+        differs = _differences(run, shapes, config)
+        if not differs:
+            return config
+        nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
+    first = (nearest or ["nothing"])[0]
+    got = f"{first.key} {first.before}" if isinstance(first, Change) else first
+    needed = f"{first.key} {first.after}, or what another family says" if isinstance(first, Change) else "one that a family has"
+    raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {', '.join(FAMILIES)}; see docs/use/huggingface.md")
+
+
+def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
+    """What the model of a config.json has that the run's has not, or the other way round."""
+    try:
+        other = build_run(recipe_values(config))
+        theirs = shapes_of(other)
+    except BadInput as refused:
+        return [f"{refused.what} {refused.got}", ""]
+    found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith("data.")]
+    return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
+
+
+def _write_tokenizer(part: Path, described: dict[str, Any]) -> list[str]:
+    if described["kind"] == Bytes.name:
+        return [] if (part / "tokenizer.json").is_file() else ["no tokenizer.json: this run reads plain bytes"]
+    tokenizer = load_tokenizer(described)
+    assert isinstance(tokenizer, Bpe | Given)
+    if not (part / "tokenizer.json").is_file():
+        (part / "tokenizer.json").write_text(json_text.dumps(described["model"], ensure_ascii=False) + "\n")
+        ends = tokenizer.token_bytes[tokenizer.separator].decode()
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
+        (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
+    return []
+
+
+def main(source: str, to: str, *, overrides: dict[str, str], json: str | None = None) -> int:
+    """One of the two ways, by which word begins with hf:."""
+    if source.startswith(PREFIX):
+        said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
+    else:
+        said = from_run(Path(source), user_path(to.removeprefix(PREFIX), what="hf:PATH"))
+    print("\n".join(said))
+    if json:
+        write_json(json, verb="convert", rows=[{"said": line} for line in said], source=source, to=to)
+    return exit_codes.DONE

@@ -1,0 +1,175 @@
+"""The families of models that can be converted, as data that both directions read (no torch here).
+
+    ROWS      a tensor there                                          a parameter here, by its name in checkpoints
+              model.layers.{l}.self_attn.o_proj.weight                layers.{l}.attention.out.weight
+              model.layers.{l}.mlp.experts.{e}.gate_proj.weight       layers.{l}.experts.{e}.w1             turned: [out, in] there
+              model.layers.{l}.mlp.experts.gate_up_proj               layers.{l}.experts.{e}.w1             half 0 of a stack [E, 2 F, D]
+    FAMILIES  a key of config.json                                    a key of a recipe
+
+A family is a name of tensors for its experts, keys that are given on, values that are always so in the recipe, and keys of config.json
+that must have one of some values, because nothing here would compute another. Gated networks: w1 is the gate, w3 goes up, w2 down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """`{l}` a layer, `{e}` an expert. `turned`: the matrix is transposed there. `half`: of dim 1 of a stack that holds gate and up."""
+
+    theirs: str
+    ours: str
+    turned: bool = False
+    half: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all experts are in one tensor there."""
+        return "{e}" in self.ours and "{e}" not in self.theirs
+
+
+_LAYER, _OURS = "model.layers.{l}.", "layers.{l}."
+_NETWORK = (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+ROWS = (
+    Row("model.embed_tokens.weight", "embedding"),
+    Row("lm_head.weight", "head.weight"),
+    Row("model.norm.weight", "norm.weight"),
+    Row(f"{_LAYER}input_layernorm.weight", f"{_OURS}attention_norm.weight"),
+    Row(f"{_LAYER}post_attention_layernorm.weight", f"{_OURS}ffn_norm.weight"),
+    *(
+        Row(f"{_LAYER}self_attn.{a}_proj.weight", f"{_OURS}attention.{b}.weight")
+        for a, b in zip("qkvo", ("q", "k", "v", "out"), strict=True)
+    ),
+    *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
+    *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
+)
+# of experts, by how a family names them in files; `stacked` is how transformers holds them, and some files too
+EXPERTS: dict[str, tuple[Row, ...]] = {
+    "block_sparse_moe": (
+        Row(f"{_LAYER}block_sparse_moe.gate.weight", f"{_OURS}router.weight"),
+        *(Row(f"{_LAYER}block_sparse_moe.experts.{{e}}.{w}.weight", f"{_OURS}experts.{{e}}.{w}", turned=True) for w in ("w1", "w2", "w3")),
+    ),
+    "mlp": (
+        Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
+        *(Row(f"{_LAYER}mlp.experts.{{e}}.{a}.weight", f"{_OURS}experts.{{e}}.{b}", turned=True) for a, b in _NETWORK),
+    ),
+    "stacked": (
+        Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
+        Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w1", turned=True, half=0),
+        Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w3", turned=True, half=1),
+        Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
+    ),
+}
+NOT_READ = ("rotary_emb.inv_freq",)  # tensors that old files have and the recipe says
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of config.json, by its names, the first of which is written; `values`: theirs to ours, where they differ. `absent`: what a
+    config without it means; with REQUIRED there is none."""
+
+    theirs: tuple[str, ...]
+    ours: str
+    absent: Any = None
+    values: Mapping[Any, Any] | None = None
+
+
+REQUIRED = object()
+
+
+def _key(theirs: str, ours: str, absent: Any = REQUIRED, values: Mapping[Any, Any] | None = None) -> Key:
+    return Key(tuple(theirs.split("|")), ours, absent, values)
+
+
+_DENSE = (
+    _key("vocab_size", "model.vocab_size"),
+    _key("num_hidden_layers", "model.num_layers"),
+    _key("hidden_size", "model.d_model"),
+    _key("num_attention_heads", "model.num_heads"),
+    _key("num_key_value_heads", "model.num_kv_heads", None),
+    _key("intermediate_size", "model.d_ff"),
+    _key("max_position_embeddings", "model.max_length"),
+    _key("rms_norm_eps", "model.norm_eps"),
+    _key("tie_word_embeddings", "model.tied_embeddings", False),
+)
+_HEAD = _key("head_dim", "model.head_size", None)
+_CHOICES = (
+    _key("num_experts_per_tok", "router.num_choices"),
+    _key("router_aux_loss_coef", "router.balance_weight", 0.001),
+)
+_RENORMALISED = _key("norm_topk_prob", "router.gates", False, {True: "before_drop", False: "as_is"})
+_ALWAYS = {"model.ffn": "swiglu", "model.norm": "rmsnorm", "model.positions": "rotary"}
+_MUST = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "clip_qkv": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "quantization_config": (None,),
+    "use_sliding_window": (False, None),
+    "pretraining_tp": (1, None),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`experts`: a key of EXPERTS, None: dense. `always`: recipe values; `must`: values of config.json, the first of which is written.
+    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have."""
+
+    architecture: str
+    keys: tuple[Key, ...]
+    always: Mapping[str, Any]
+    experts: str | None = None
+    picks_layers: bool = False
+    must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
+
+
+# by model_type; a run that several could say is written as the first of them
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD), _ALWAYS),
+    "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS),
+    "qwen3": Family("Qwen3ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qk_norm": "heads"}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        (
+            *_DENSE,
+            _HEAD,
+            *_CHOICES,
+            _key("num_local_experts|num_experts", "experts.num_experts"),
+            _key("router_jitter_noise", "router.jitter", 0.0),
+        ),
+        _ALWAYS | {"router.preset": "mixtral"},
+        experts="block_sparse_moe",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            *_DENSE,
+            _HEAD,
+            *_CHOICES,
+            _RENORMALISED,
+            _key("num_experts|num_local_experts", "experts.num_experts"),
+            _key("moe_intermediate_size", "experts.d_ff"),
+        ),
+        _ALWAYS | {"model.qk_norm": "heads", "router.preset": "qwen3_moe"},
+        experts="mlp",
+        picks_layers=True,
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        (*_DENSE, *_CHOICES, _RENORMALISED, _key("num_experts|num_local_experts", "experts.num_experts")),
+        _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
+        experts="mlp",
+    ),
+}
+# keys that change nothing that a model computes here
+_HARMLESS = """
+    architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
+    use_cache output_router_logits attention_dropout max_window_layers layer_types sliding_window rope_parameters rope_theta rope_scaling
+    decoder_sparse_step mlp_only_layers tokenizer_class auto_map _attn_implementation_autoset unsloth_fixed unsloth_version
+"""
+HARMLESS = frozenset(_HARMLESS.split())

@@ -1,0 +1,183 @@
+"""The tensors of a model's safetensors files, one file or several, found by their keys; and such files written.
+
+    Source(folder)             every *.safetensors of a folder, headers alone
+    Source.check(shapes)       each parameter here has its tensor there, of the right shape, and no tensor is left over
+    Source.tensor(name)        one parameter, read alone, of a stack of experts its part; finite
+    write(folder, tensors)     model.safetensors, or numbered files with their index
+
+Nothing is opened as a whole: a tensor is in memory while it is on its way (parallel/stored.py reads the same format).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe.convert.huggingface.families import EXPERTS, NOT_READ, ROWS, Family, Row
+from parallel.errors import BadInput
+from parallel.layout import Box
+from parallel.stored import TensorFile
+
+FILE_BYTES = 2**30  # of tensors, after which another file begins
+Shape = tuple[int, ...]
+_OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is there: the tensor's key, the box of it, and how to turn that."""
+
+    row: Row
+    key: str
+    expert: int | None = None
+
+    def whole(self, shape: Shape, experts: int) -> Shape:
+        """The tensor's shape there, of a parameter of this shape here."""
+        there = shape[::-1] if self.row.turned else shape
+        rows = there[0] * (1 if self.row.half is None else 2)
+        return (experts, rows, *there[1:]) if self.row.stacked else there
+
+    def box(self, shape: Shape) -> Box:
+        """The parameter's part of the tensor."""
+        there = shape[::-1] if self.row.turned else shape
+        if not self.row.stacked:
+            return tuple(slice(0, n) for n in there)
+        assert self.expert is not None
+        first = (self.row.half or 0) * there[0]
+        return (slice(self.expert, self.expert + 1), slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
+
+
+def places(name: str, family: Family, *, stacked: bool = True) -> Iterator[Place]:
+    """Where a parameter by its name here can be, the place where the family is written first."""
+    kinds = [] if family.experts is None else [family.experts, "stacked"] if stacked else [family.experts]
+    for row in (*ROWS, *(row for kind in kinds for row in EXPERTS[kind])):
+        found = _pattern(row.ours).fullmatch(name)
+        if found is not None:
+            expert = found.groupdict().get("e")
+            yield Place(row, row.theirs.format(**found.groupdict()), None if expert is None else int(expert))
+
+
+@cache
+def _pattern(ours: str) -> re.Pattern[str]:
+    return re.compile(re.escape(ours).replace(r"\{l\}", r"(?P<l>\d+)").replace(r"\{e\}", r"(?P<e>\d+)"))
+
+
+@dataclass
+class Source:
+    """The tensors of the files in a folder, by key. Raises BadInput where there are none, or where a file is damaged."""
+
+    folder: Path
+    files: dict[str, TensorFile] = field(default_factory=dict)
+    found: dict[str, Place] = field(default_factory=dict)  # of each parameter here
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        paths = sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            others = sorted({path.suffix for pattern in _OTHERS for path in self.folder.glob(pattern)})
+            fix = "save it again with transformers: model.save_pretrained(PATH)"
+            raise BadInput("hf:PATH", got=f"{self.folder} with {', '.join(others) or 'no tensors'}", needed="*.safetensors", fix=fix)
+        for path in paths:
+            try:
+                file = TensorFile(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                fix = "copy it again"
+                raise BadInput(str(path), got=f"a damaged file ({error})", needed="a whole safetensors file", fix=fix) from None
+            for key in file.places:
+                if key in self.files:
+                    got = f"{key} in {self.files[key].path.name} and {path.name}"
+                    raise BadInput(str(self.folder), got=got, needed="each tensor once", fix="keep the files of one model alone")
+                self.files[key] = file
+
+    def check(self, family: Family, shapes: Mapping[str, Shape], *, tied: bool) -> None:
+        """Find every parameter's place. Raises BadInput for a tensor that is missing, left over, or of another shape."""
+        self.shapes, experts = shapes, _experts(shapes)
+        for name, shape in shapes.items():
+            there = list(places(name, family))
+            place = next((place for place in there if place.key in self.files), None)
+            if place is None:
+                needed = " or ".join(dict.fromkeys(place.key for place in there)) or "no such parameter in this family"
+                raise BadInput(str(self.folder), got=f"no tensor for {name}", needed=needed, fix="take all files of the model")
+            there_is = self.files[place.key].places[place.key].shape
+            needs = place.whole(shape, experts.get(name.partition(".experts.")[0], 0))
+            if there_is != needs:
+                fix = "take the config.json that belongs to the files"
+                raise BadInput(f"tensor {place.key}", got=f"shape {list(there_is)}", needed=f"{list(needs)}", fix=fix)
+            self.found[name] = place
+        used = {place.key for place in self.found.values()} | ({"lm_head.weight"} if tied else set())
+        left = [key for key in self.files if key not in used and not key.endswith(NOT_READ)]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise BadInput(
+                f"tensor {left[0]}{more}",
+                got="it in the files",
+                needed="tensors that have a parameter here",
+                fix="this model is not covered: see docs/use/huggingface.md",
+            )
+        if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read("model.embed_tokens.weight")):
+            got = "another matrix than model.embed_tokens.weight with tie_word_embeddings"
+            raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
+
+    def tensor(self, name: str) -> Tensor:
+        """One parameter, in the dtype of its file. Raises BadInput for numbers that are not finite."""
+        place, shape = self.found[name], self.shapes[name]
+        read = self.files[place.key].read(place.key, place.box(shape))
+        if not read.is_floating_point() or not read.isfinite().all():
+            got = "values that are not finite" if read.is_floating_point() else f"values of {str(read.dtype).removeprefix('torch.')}"
+            fix = "copy the file again, or save the model again"
+            raise BadInput(f"tensor {place.key}", got=got, needed="finite floating-point numbers", fix=fix)
+        read = read[0] if place.row.stacked else read
+        return read.t().contiguous() if place.row.turned else read
+
+    def _read(self, key: str) -> Tensor:
+        return self.files[key].read(key, tuple(slice(0, n) for n in self.files[key].places[key].shape))
+
+
+def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """How many experts each layer has, by the layer's name."""
+    found: dict[str, int] = {}
+    for name in shapes:
+        layer, inside, rest = name.partition(".experts.")
+        if inside:
+            found[layer] = max(found.get(layer, 0), int(rest.split(".")[0]) + 1)
+    return found
+
+
+def written(name: str, family: Family, tensor: Tensor) -> tuple[str, Tensor]:
+    """A parameter as the family's files have it: key and tensor."""
+    place = next(places(name, family, stacked=False))
+    return place.key, tensor.t().contiguous() if place.row.turned else tensor.contiguous()
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[int]) -> None:
+    """Write tensors, of which these are the bytes, as files of at most FILE_BYTES each, but for a tensor that is larger."""
+    runs = _runs(sizes)
+    coming = iter(tensors)
+    index: dict[str, str] = {}
+    for number, count in enumerate(runs, 1):
+        name = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else "model.safetensors"
+        held = dict(next(coming) for _ in range(count))
+        save_file(held, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(held, name)
+    if len(runs) > 1:
+        about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _runs(sizes: Sequence[int]) -> list[int]:
+    """How many tensors each file has."""
+    runs, held = [0], 0
+    for size in sizes:
+        if runs[-1] and held + size > FILE_BYTES:
+            runs.append(0)
+            held = 0
+        runs[-1] += 1
+        held += size
+    return runs

@@ -1,0 +1,187 @@
+"""A model that transformers made and saved becomes a run with its logits, trains on two ranks as on one, and comes back to the bit.
+
+What it alone would notice: a gate taken for the way up, a tensor that both sides turn wrongly, a rotation with another base.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe.cli.main import main
+from moe.convert.huggingface import tensors
+from moe.convert.huggingface.convert import from_run, to_run
+from moe.data import load as load_tokenizer
+from moe.recipe.load import load
+from moe.train.restore import load_model
+from parallel.errors import BadInput
+from parallel.stored import Reader
+from tests.support import trained
+
+transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
+
+SIZES = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 290, "max_position_embeddings": 48, "bos_token_id": None, "eos_token_id": 7, "pad_token_id": None,
+}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24, "rope_theta": 1e5}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rms_norm_eps": 1e-5},
+    "Mistral": {"head_dim": 10, "sliding_window": 48},
+    "Qwen3": {"head_dim": 10, "tie_word_embeddings": True, "rope_parameters": YARN},
+    "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "Qwen3Moe": EXPERTS | {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 10, "norm_topk_prob": True},
+    "Olmoe": EXPERTS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+}
+TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
+
+
+def made(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **saving: Any) -> Any:
+    """A model with random weights, gains among them, saved there."""
+    config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
+    model.to(dtype).save_pretrained(folder, **saving)
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out = model(TOKENS)
+    return (out.logits_BLV if hasattr(out, "logits_BLV") else out.logits).float()
+
+
+def files(folder: Path) -> dict[str, Tensor]:
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_transformers_and_the_way_back_is_exact(family: str, tmp_path: Path) -> None:
+    theirs = made(tmp_path / "a", family)
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    got, want = logits(load_model(tmp_path / "run")[0]), logits(theirs)
+    assert float((got - want).abs().max() / want.abs().max()) < 3e-6
+    from_run(tmp_path / "run", tmp_path / "b")
+    before, after = files(tmp_path / "a"), files(tmp_path / "b")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads((tmp_path / "a/config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Mixtral", "Qwen3Moe", "Olmoe"])
+def test_a_run_without_its_config_is_written_as_its_family(family: str, tmp_path: Path) -> None:
+    made(tmp_path / "a", family)
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    (tmp_path / "run/huggingface/config.json").unlink()
+    from_run(tmp_path / "run", tmp_path / "b")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b").eval()
+    assert type(again).__name__ == f"{family}ForCausalLM"
+    assert torch.equal(logits(again), logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()))
+
+
+def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, which stays bf16; the index file is not needed; many files come back as many."""
+    theirs = made(tmp_path / "a", "Qwen3Moe", dtype=torch.bfloat16, max_shard_size="20KB")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
+    (tmp_path / "a/model.safetensors.index.json").unlink()
+    made(tmp_path / "stacked", "Qwen3Moe", dtype=torch.bfloat16)
+    save_file({key: value.contiguous() for key, value in theirs.state_dict().items()}, tmp_path / "stacked/model.safetensors")
+    assert "model.layers.1.mlp.experts.gate_up_proj" in files(tmp_path / "stacked")
+    monkeypatch.setattr(tensors, "FILE_BYTES", 20_000)
+    for source in ("a", "stacked"):
+        to_run(tmp_path / source, tmp_path / f"{source}.run", overrides={})
+        from_run(tmp_path / f"{source}.run", tmp_path / f"{source}.back")
+        assert len(list((tmp_path / f"{source}.back").glob("*.safetensors"))) > 2
+        before, after = files(tmp_path / "a"), files(tmp_path / f"{source}.back")
+        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a.back")
+    assert again.dtype == torch.bfloat16 and all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
+
+
+def tokenizer(folder: Path) -> Any:
+    """Byte-level BPE as many models have it, of 290 ids of which number 7 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [f"<|{i}|>" for i in range(8)]
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    library.train_from_iterator([trained.words(400, seed=1)], trainer)
+    library.save(str(folder / "tokenizer.json"))
+    return library
+
+
+def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command line; one step with its weights on ep 2 is that of one process."""
+    made(tmp_path / "a", "Mixtral")
+    library, run_dir = tokenizer(tmp_path / "a"), tmp_path / "run"
+    assert main(["convert", f"hf:{tmp_path / 'a'}", str(run_dir), "--model.max_length", "16", "--data.path", str(home / "text.txt")]) == 0
+    assert "not used" not in capsys.readouterr().out
+    mine = load_tokenizer(Reader(run_dir / "checkpoints/step-0").state["tokenizer"])
+    text = "abc deaf héé 雪\n"
+    assert mine.encode(text).tolist() == library.encode(text).ids and mine.decode(mine.encode(text)) == text and mine.separator == 7
+    assert main(["generate", str(run_dir), "--prompt", "abc", "--tokens", "4"]) == 0
+    assert main(["eval", str(run_dir), "--sequences", "4"]) == 0
+    step = {"train.steps": "1", "train.global_batch": "4", "train.eval_sequences": "4", "train.sample_tokens": "0", "train.report": "false",
+            "train.measure_speed": "false", "optimizer.warmup_steps": "0"}  # fmt: skip
+    run = load(str(run_dir / "recipe.yaml"), step)[0]
+    two = trained.train(run, tmp_path / "two", ranks=2, init_from=run_dir)[0]
+    one = trained.train(run, tmp_path / "one", init_from=run_dir)[0]
+    again = trained.train(run, run_dir)[0]  # from its own checkpoint, which has no moments
+    assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5) and again["validation_loss"] == one["validation_loss"]
+    from_run(tmp_path / "one", tmp_path / "b")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert fast(text)["input_ids"] == library.encode(text).ids and fast.eos_token_id == 7
+    assert not all(torch.equal(x, y) for x, y in zip(files(tmp_path / "a").values(), files(tmp_path / "b").values(), strict=True))
+
+
+def changed(folder: Path, **config: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "a", "Mistral")
+    whole, config = load_file(tmp_path / "a/model.safetensors"), (tmp_path / "a/config.json").read_text()
+    up, gain = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    cases: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
+        ({"model_type": "gemma3"}, {}, r"config.json: model_type: got gemma3 \(MistralForCausalLM\), needed one of llama, mistral"),
+        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed false"),
+        ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
+        ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a key that is known"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "config.json: rope_type: got dynamic"),
+        ({"num_hidden_layers": 3}, {}, "no tensor for layers.2.attention_norm.weight, needed model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got it in the files"),
+        ({"intermediate_size": 41}, {}, r"tensor model.layers.0.mlp.gate_proj.weight: got shape \[40, 24\], needed \[41, 24\]"),
+        ({}, {up: None}, f"needed {up}"),
+        ({}, {gain: torch.full((24,), torch.nan)}, f"tensor {gain}: got values that are not finite"),
+        ({}, {gain: torch.ones(24, dtype=torch.int64)}, f"tensor {gain}: got values of int64"),
+        ({"tie_word_embeddings": True}, {}, "tensor lm_head.weight: got another matrix"),
+    ]
+    for values, other, said in cases:
+        (tmp_path / "a/config.json").write_text(config)
+        changed(tmp_path / "a", **values)
+        save_file({key: value for key, value in (whole | other).items() if value is not None}, tmp_path / "a/model.safetensors")
+        with pytest.raises(BadInput, match=said):
+            to_run(tmp_path / "a", tmp_path / "run", overrides={})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a"], said
+    with pytest.raises(BadInput, match="--model.num_heads: got a key that config.json decides"):
+        to_run(tmp_path / "a", tmp_path / "run", overrides={"model.num_heads": "2"})
+
+
+def test_a_run_that_no_family_says_is_refused_by_what_it_has(home: Path, tmp_path: Path) -> None:
+    trained.train(trained.recipe(home, train={"steps": 1}), tmp_path / "run")
+    with pytest.raises(BadInput, match="FROM_RUN: got .*, needed .*families: llama, mistral, qwen3"):
+        from_run(tmp_path / "run", tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
