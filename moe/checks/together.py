@@ -239,23 +239,37 @@ def _check_precision(run: Run) -> None:
 
 def _check_data(run: Run) -> None:
     d = run.data
-    if d.path is None:
-        if d.source != "python_stdlib":
-            raise BadInput("data.path", got="null", needed=f"a path for data.source={d.source}", fix="add --data.path FILE_OR_FOLDER")
+    if d.sources and d.path is not None:
+        fix = "add --data.sources [] to take the path alone, or set data.path to null"
+        raise BadInput("data.path", got=f"{d.path}, and data.sources as well", needed="one of the two", fix=fix)
+    if d.tokenizer == "ids" and run.model.document_mask:
+        needed = "text, whose documents are told apart: of ids nobody knows which one ends a document"
+        raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix="set model.document_mask to false")
+    if d.path is None and not d.sources:
+        if d.source != "python_stdlib" or d.tokenizer == "ids":
+            wants = f"data.source={d.source}" if d.source != "python_stdlib" else "data.tokenizer=ids"
+            raise BadInput("data.path", got="null", needed=f"a path for {wants}", fix="add --data.path FILE_OR_FOLDER")
         return
-    path = user_path(d.path, what="data.path")
+    for number, source in enumerate(d.sources):
+        _check_path(f"data.sources[{number}].path", source.path)
+    if d.path is not None:
+        _check_path("data.path", d.path)
+
+
+def _check_path(key: str, given: str) -> None:
+    path = user_path(given, what=key)
     if not path.exists():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)
         raise BadInput(
-            "data.path",
-            got=d.path,
+            key,
+            got=given,
             needed="a file or folder that exists",
             fix=f"did you mean {path.parent / near}?" if near else "check the spelling and the folder you are in",
         )
     empty = path.stat().st_size == 0 if path.is_file() else not any(p.is_file() and p.stat().st_size for p in path.rglob("*"))
     if empty:
-        raise BadInput("data.path", got=f"{d.path}, which is empty", needed="text", fix="name a file or folder that holds text")
+        raise BadInput(key, got=f"{given}, which is empty", needed="text", fix="name a file or folder that holds text")
 
 
 def _check_replicas(run: Run, sequences: int) -> None:

@@ -2,23 +2,28 @@
 
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
+ids.py     ids that others made, where they lie   ->  mixture.py    the same of several sources, with weights
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe.data.corpus import find_corpus
+from moe.data.ids import open_ids
+from moe.data.mixture import MixedTrain, MixedValidation
 from moe.data.order import Held, TrainSet, ValidationSet, Windows
 from moe.data.tokenizer import Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
 
-__all__ = ["Dataset", "Held", "Tokenizer", "TrainSet", "ValidationSet", "load", "open_data"]
+__all__ = ["Dataset", "Held", "MixedTrain", "MixedValidation", "Tokenizer", "TrainSet", "ValidationSet", "load", "open_data"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,8 @@ class Dataset:
     `key` is that of the text and of what the recipe says about it: runs with the same key see the same text.
     """
 
-    train: TrainSet
-    validation: ValidationSet
+    train: TrainSet | MixedTrain
+    validation: ValidationSet | MixedValidation
     tokenizer: Tokenizer
     index: dict[str, Any]
     key: str
@@ -53,8 +58,22 @@ def open_data(
     files that existed already. Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than
     the tokenizer's, and a cache folder that cannot be written.
     """
-    corpus, cache = find_corpus(data_config), cache or cache_folder()
-    files = open_or_build(corpus, data_config, cache=cache, given=tokenizer, verify=verify, log=log)
+    cache = cache or cache_folder()
+    if data_config.sources:
+        made: list[Dataset] = []
+        for source in data_config.sources:  # the first one's tokenizer is that of all
+            one = data_config.model_copy(update={"path": source.path, "sources": ()})
+            tokenizer = made[0].tokenizer.describe() if made else tokenizer
+            made.append(
+                open_data(
+                    one, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, tokenizer=tokenizer, verify=verify, log=log
+                )
+            )
+        return _mixed(made, tuple(source.weight for source in data_config.sources), seed)
+    if data_config.tokenizer == "ids":
+        files = open_ids(data_config, cache=cache, log=log)
+    else:
+        files = open_or_build(find_corpus(data_config), data_config, cache=cache, given=tokenizer, verify=verify, log=log)
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")
@@ -65,3 +84,11 @@ def open_data(
         index=files.index,
         key=files.key,
     )
+
+
+def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:
+    train = tuple(data.train for data in made if isinstance(data.train, TrainSet))
+    validation = tuple(data.validation for data in made if isinstance(data.validation, ValidationSet))
+    index = {"sources": [data.index for data in made], "weights": weights}
+    key = hashlib.sha256(json.dumps([[data.key for data in made], weights]).encode()).hexdigest()[:24]
+    return Dataset(MixedTrain(train, weights, seed), MixedValidation(validation, weights), made[0].tokenizer, index, key)

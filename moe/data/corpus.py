@@ -1,8 +1,8 @@
-"""The corpus: the Python standard library's source, or the user's text files, folders and JSONL.
+"""The corpus: the Python standard library's source, or the user's text files, folders, JSONL and tables.
 
     files in sorted order -> documents -> each on one side: train or validation, never both
 
-The SHA-256 of a document's name (files) or text (JSONL lines) decides its side, and nothing else does: a new file never changes
+The SHA-256 of a document's name (files) or text (lines, rows) decides its side, and nothing else does: a new file never changes
 the side of another. If this leaves a side empty, as with one file, the last share of every document is held out instead.
 
 Three parts of the standard library are left out. Test suites, because many systems install Python without them (Debian, container
@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.data.kinds import LINK, Kinds, check_kinds
+from moe.data import formats
+from moe.data.kinds import LINK, Kinds, check_kinds, saved_files
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
@@ -41,8 +42,8 @@ STDLIB_FILES_LEFT_OUT = ("_sysconfigdata", "sitecustomize", "usercustomize")
 class Corpus:
     """Files as sorted POSIX paths under `root`, and how to read documents from them; nothing has been read yet.
 
-    `source` mixed: *.jsonl by lines, every other file as text. `left_out`: what is in the folder, but not among `names`; `chosen`: the
-    recipe names the source itself.
+    `source` mixed: *.jsonl by lines, tables by rows, every other file as text. `left_out`: what is in the folder, but not among `names`;
+    `chosen`: the recipe names the source itself.
     """
 
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
@@ -54,7 +55,10 @@ class Corpus:
     chosen: bool = False
 
     def by_lines(self, name: str) -> bool:
-        return self.source == "jsonl" or (self.source == "mixed" and name.endswith(".jsonl"))
+        return self.source == "jsonl" or (self.source == "mixed" and formats.unpacked_name(name).endswith(".jsonl"))
+
+    def by_rows(self, name: str) -> bool:
+        return self.source == "mixed" and formats.is_table(name)
 
 
 class Document(NamedTuple):
@@ -87,15 +91,20 @@ def find_corpus(data: Data) -> Corpus:
         raise BadInput(
             "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"
         )
+    if path.suffix in (".bin", ".idx") and path.is_file() and data.source == "python_stdlib":
+        fix = "add --data.tokenizer ids --data.vocab_size N, or --data.source text if it is text"
+        raise BadInput("data.path", got=f"{path}, token ids by its name", needed="text", fix=fix)
     root, names = path.parent, [path.name]
     left_out: list[str] = []
     if path.is_dir():
         root, (names, left_out) = path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != ".")
-    lines = [name for name in names if name.endswith(".jsonl")]
-    found: Literal["text", "jsonl", "mixed"] = "text" if not lines else "jsonl" if len(lines) == len(names) else "mixed"
+        names = names if data.source == "text" else saved_files(path, names)
+    lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
+    tables = [name for name in names if formats.is_table(name)]
+    found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
     source = found if data.source == "python_stdlib" else data.source  # the default value, so a path overrides it
     if source == "jsonl" and path.is_dir():
-        left_out += [name for name in names if not name.endswith(".jsonl")]
+        left_out += [name for name in names if name not in lines]
         names = lines
     if not names:
         kind = "*.jsonl" if source == "jsonl" else "text"
@@ -146,8 +155,10 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
     try:
         if corpus.by_lines(name):
             yield from _read_lines(path, corpus.text_key)
+        elif corpus.by_rows(name):
+            yield from (Document(text or "", text or None) for text in formats.texts(path, corpus.text_key))
         else:
-            yield Document(name, _decode(path.read_bytes()))
+            yield Document(name, _decode(formats.whole(path)))
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -164,11 +175,10 @@ def _decode(content: bytes) -> str | None:
 
 
 def _read_lines(path: Path, text_key: str) -> Iterator[Document]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                text = _line_text(line, f"{path}, line {number}", text_key)
-                yield Document(text, text or None)
+    for number, line in enumerate(formats.lines(path), 1):
+        if line.strip():
+            text = _line_text(line, f"{path}, line {number}", text_key)
+            yield Document(text, text or None)
 
 
 def _line_text(line: bytes, where: str, text_key: str) -> str:
@@ -231,7 +241,7 @@ def survey(corpus: Corpus, validation_share: float) -> Survey:
         fix = kinds.advice.format(corpus.label) if kinds.advice else "name a file or folder that holds text"
         raise BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
     if corpus.source != "python_stdlib":
-        check_kinds(kinds, corpus.names, path=corpus.label, text_alone=corpus.chosen)
+        check_kinds(kinds, path=corpus.label, text_alone=corpus.chosen)
     whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
     return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds)
 

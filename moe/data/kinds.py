@@ -1,15 +1,16 @@
 """What a folder's files are, by kind and size: which were read as text, which were not, and whether that can be what was meant.
 
-A folder of Parquet files with a README reads as one small text; so does what `datasets` saves to disk. Such a folder is refused with the
-way to make text of it. So is every folder of which more is skipped than read, unless the recipe asks for its text alone (data.source).
+A folder of which more is skipped than read is refused, unless the recipe asks for its text alone (data.source): its texts are likely in
+another form, and training would go on, on a README. Of what `datasets` saves to disk, the files that its state names are read.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from parallel.errors import BadInput
 
@@ -18,12 +19,12 @@ _SHOWN = 4
 _PACKED = "unpack it first"
 # formats that hold texts which nobody reads here, and what to do with them; {} is the path
 ADVICE = {
-    ".parquet": """write its texts as JSONL: pandas.read_parquet("{}").to_json("text.jsonl", orient="records", lines=True)""",
-    ".arrow": """write its texts as JSONL: datasets.load_from_disk("{}").to_json("text.jsonl")""",
-    ".feather": """write its texts as JSONL: pandas.read_feather("{}").to_json("text.jsonl", orient="records", lines=True)""",
+    **dict.fromkeys(
+        (".parquet", ".arrow", ".feather"), "leave data.source out: the rows of tables are read where it does not ask for text"
+    ),
     **dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz", ".7z"), _PACKED),
 }
-SAVED_TO_DISK = "dataset_info.json"
+SAVED_TO_DISK, SAVED_STATE = "dataset_info.json", "state.json"
 
 
 @dataclass
@@ -59,19 +60,37 @@ def kind_of(name: str) -> str:
     return path.suffix.lower() or path.name
 
 
-def check_kinds(kinds: Kinds, names: Sequence[str], *, path: str, text_alone: bool) -> None:
+def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
     """Refuse a folder that holds its texts in another form. `text_alone`: the recipe asks for what is text in it. Raises BadInput."""
-    saved = any(PurePosixPath(name).name == SAVED_TO_DISK for name in names) and ".arrow" in kinds.skipped
     more = kinds.skipped_bytes.total() > kinds.read_bytes.total()
-    if not saved and not (more and (kinds.advice or not text_alone)):
+    if not (more and (kinds.advice or not text_alone)):
         return
     alone = "name a file, or a folder with text alone, or add --data.source text to read the text in it and leave the rest"
     raise BadInput(
         "data.path",
-        got=f"{path}, {'a dataset saved to disk' if saved else 'of which more is skipped than read'} ({kinds})",
-        needed="UTF-8 text, or *.jsonl",
+        got=f"{path}, of which more is skipped than read ({kinds})",
+        needed="UTF-8 text, *.jsonl or tables",
         fix=kinds.advice.format(path) if kinds.advice else alone,
     )
+
+
+def saved_files(path: Path, names: Sequence[str]) -> list[str]:
+    """A folder's files, as they are; of a dataset that `datasets` saved there, those of its rows. Raises BadInput for several of them."""
+    saved = [PurePosixPath(name).parent for name in names if PurePosixPath(name).name == SAVED_STATE]
+    saved = [folder for folder in saved if str(folder / SAVED_TO_DISK) in names]
+    if not saved:
+        return list(names)
+    if saved[0] != PurePosixPath("."):
+        raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=f"--data.path {path / saved[0]}")
+    try:
+        files = [str(entry["filename"]) for entry in json.loads((path / SAVED_STATE).read_text())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        files = []
+    missing = next((name for name in files if name not in names), None if files else "a list of files in it")
+    if missing:
+        got = f"a saved dataset without {missing}"
+        raise BadInput(f"data file {path / SAVED_STATE}", got=got, needed="a dataset as it was saved", fix="save it again")
+    return files
 
 
 def _listed(files: Counter[str], sizes: Counter[str]) -> str:

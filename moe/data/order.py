@@ -59,9 +59,9 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens [num_tokens], any unsigned type, read as overlapping windows. Raises BadInput if it is shorter than one window."""
+    """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window."""
 
-    tokens: npt.NDArray[np.unsignedinteger]
+    tokens: npt.NDArray[np.integer]
     max_length: int
     name: str
 
@@ -140,7 +140,10 @@ class ValidationSet:
         """One rank's part of as many windows; where the text has fewer, they come again, each about as often as the others."""
         sequences = shard.num_sequences
         chosen = np.arange(sequences, dtype=np.int64) * self.windows.num_windows // sequences
-        # every rank counts all windows, in parts: the mean must cover the sequences of all ranks
-        counted = sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in np.array_split(chosen, -(-sequences // 256)))
         mine = chosen[shard.sequences.start : shard.sequences.stop]
-        return Held(self.windows.read(mine, shard.columns), counted / (sequences * self.windows.max_length))
+        return Held(self.windows.read(mine, shard.columns), self.counted_bytes(chosen) / (sequences * self.windows.max_length))
+
+    def counted_bytes(self, chosen: npt.NDArray[np.int64]) -> int:
+        """Bytes of text that the predicted tokens of these windows stand for. Every rank counts all: the mean covers those of all ranks."""
+        parts = np.array_split(chosen, -(-len(chosen) // 256)) if len(chosen) else []
+        return sum(int(self.bytes_per_id[self.windows.read(part)[:, 1:]].sum()) for part in parts)

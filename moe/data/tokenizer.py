@@ -3,6 +3,7 @@
     bytes   id = byte                    256 ids, nothing to train
     bpe     id = a frequent byte string  data.vocab_size ids; Sennrich et al., arXiv 1508.07909, on bytes as in GPT-2
     given   a tokenizer.json that came with a model (moe/convert/huggingface/): its own ids, and the one that ends a text between texts
+    ids     no text: token ids that another program made (moe/data/ids.py)
 
 In the first two, id 0 separates documents; its text is the NUL character. A NUL inside a text becomes U+FFFD, so that no text can contain
 a separator. Everything else is restored exactly, including CRLF and emoji.
@@ -45,6 +46,7 @@ class Tokenizer(ABC):
     """Ids 0 .. vocab_size - 1, each with its byte string in `token_bytes`. The id `separator` stands between documents."""
 
     separator = SEPARATOR
+    example = "def "  # how a sample of a trained model begins
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self.token_bytes = tuple(token_bytes)
@@ -69,6 +71,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of a text, [number of tokens] int64."""
         return np.concatenate([np.zeros(0, np.int64), *self.encode_pieces(list(pieces(text)))])
+
+    def beginning(self, prompt: str) -> list[int]:
+        """The ids that a text is continued from: the prompt's, or what stands before every document."""
+        return self.encode(prompt).tolist() or [self.separator]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Bytes that are not UTF-8, and ids past the vocabulary (a model may have more), become U+FFFD."""
@@ -175,6 +181,37 @@ def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
+@final
+class Ids(Tokenizer):
+    """Ids that another program made: their texts are their numbers. Nobody knows which id separates documents, nor the bytes of one."""
+
+    name = "ids"
+    separator, example = -1, "0"
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__([b"%d " % i for i in range(vocab_size)])
+
+    @property
+    def bytes_per_id(self) -> npt.NDArray[np.int64]:
+        return np.ones(self.vocab_size, dtype=np.int64)
+
+    def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """Raises BadInput for a text that is no list of ids."""
+        words = [part.split() for part in parts]
+        wrong = next((word for held in words for word in held if not word.isdecimal() or int(word) >= self.vocab_size), None)
+        if wrong is not None or not any(words):
+            needed = f"ids from 0 to {self.vocab_size - 1}, with spaces between: the model was trained on ids"
+            raise BadInput("prompt", got=wrong or "no ids", needed=needed, fix='--prompt "17 92 3"')
+        return [np.array(held, dtype=np.int64) for held in words]
+
+    def beginning(self, prompt: str) -> list[int]:
+        ids: list[int] = self.encode_pieces([prompt])[0].tolist()
+        return ids
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.name, "vocab_size": self.vocab_size, "separator": None}
+
+
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:
     """Learn `vocab_size` ids from texts. These include the separator and the 256 bytes; fewer if the text has no more pairs to merge.
 
@@ -201,6 +238,8 @@ def load(description: Any) -> Tokenizer:
     kind = description.get("kind") if isinstance(description, dict) else description
     if kind == Bytes.name:
         return Bytes()
+    if kind == Ids.name and isinstance(description.get("vocab_size"), int) and 0 < description["vocab_size"] < 2**31:
+        return Ids(description["vocab_size"])
     if kind == Bpe.name and isinstance(description.get("model"), dict):
         return Bpe(description["model"])
     if kind == Given.name and isinstance(description.get("model"), dict):
@@ -212,7 +251,7 @@ def _bad_description(got: object) -> BadInput:
     return BadInput(
         "tokenizer description",
         got=str(got)[:120],
-        needed="one written by this program (kind bytes, bpe or given)",
+        needed="one written by this program (kind bytes, bpe, given or ids)",
         fix="restore that file",
     )
 

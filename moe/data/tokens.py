@@ -50,8 +50,8 @@ class TokenFiles:
     """Opened token files: two read-only memory maps, their tokenizer and their index; `key` of the text, whoever gave the tokenizer."""
 
     folder: Path
-    train: npt.NDArray[np.unsignedinteger]
-    validation: npt.NDArray[np.unsignedinteger]
+    train: npt.NDArray[np.integer]
+    validation: npt.NDArray[np.integer]
     tokenizer: Tokenizer
     index: dict[str, Any]
     key: str
@@ -74,16 +74,16 @@ def open_or_build(
     `given` describes a tokenizer that must be used. The text's own files serve only if theirs is the same: another text, or another
     version of the library, would have trained another one.
     """
-    corpus_hash = _corpus_hash(corpus, cache)
-    key = _key(corpus, data, corpus_hash)
+    found = corpus_hash(corpus, cache)
+    key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
-        return _open_or_build(cache / key, corpus, data, corpus_hash, None, verify=verify, log=log)
+        return _open_or_build(cache / key, corpus, data, found, None, verify=verify, log=log)
     with contextlib.suppress(FileNotFoundError, Damaged):
         own = open_files(cache / key, verify=verify)
         if own.tokenizer.describe() == given:
             return own
-    folder = cache / _key(corpus, data, corpus_hash, given=given)
-    return replace(_open_or_build(folder, corpus, data, corpus_hash, load(given), verify=verify, log=log), key=key)
+    folder = cache / _key(corpus, data, found, given=given)
+    return replace(_open_or_build(folder, corpus, data, found, load(given), verify=verify, log=log), key=key)
 
 
 def _open_or_build(
@@ -115,7 +115,7 @@ def _open_or_build(
         ) from None
 
 
-def _corpus_hash(corpus: Corpus, cache: Path) -> str:
+def corpus_hash(corpus: Corpus, cache: Path) -> str:
     """The corpus's content hash. For a large corpus it is cached by sizes and times, so that a restart need not read gigabytes."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:

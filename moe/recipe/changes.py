@@ -45,7 +45,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "allow_noncausal",
         "pipeline": "schedule drain_every vertical_sync",  # some schedules step with older weights
         "precision": "compute master loss_scale",
-        "data": "source path text_key validation_share",
+        "data": "source path sources text_key validation_share",
         "optimizer": "kind lr beta1 beta2 eps weight_decay warmup_steps schedule decay_share min_lr_share clip_norm",
         "optimizer.kfac": "damping ema refresh_every delay experts",
         "train": "steps global_batch seed on_nan max_skips",

@@ -304,13 +304,26 @@ class Precision(Section):
     loss_scale: Literal["none", "dynamic"] | float = "none"
 
 
+class Source(Section):
+    """One of several sources of text."""
+
+    path: str
+    weight: float = Field(gt=0, description="its share of the sequences is this over the sum of all sources' weights")
+
+
 class Data(Section):
     source: Literal["python_stdlib", "text", "jsonl"] = Field("python_stdlib", description="text and jsonl need path")
-    path: str | None = Field(None, description="a file or folder of text or JSONL")
-    text_key: str = Field("text", description="the field of a JSONL line that holds the text")
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocab_size: int = Field(4096, gt=256, description="of the bpe tokenizer")
+    path: str | None = Field(None, description="a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
+    sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight}")
+    text_key: str = Field("text", description="the field of a JSONL line, or the column of a table, that holds the text")
+    tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: there is no text, but token ids that are made already")
+    vocab_size: int = Field(4096, gt=256, description="of bpe, and of ids")
     validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
+
+    @property
+    def name(self) -> str:
+        """What the text is, in a few words."""
+        return self.path or ", ".join(source.path for source in self.sources) or self.source
 
 
 class Kfac(Section):

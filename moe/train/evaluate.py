@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.data import Dataset, ValidationSet, open_data
+from moe.data import Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
@@ -89,11 +89,12 @@ def main(
     run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
 ) -> None:
     """`moe eval`: print what the model makes of the run's validation text, or of all of another (`--data.path`)."""
-    overrides = overrides or {}
+    overrides = dict(overrides or {})
     for key in overrides:
         if not key.startswith("data."):
             needed = "keys of data: the model is as it was trained"
             raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
+    overrides = ({"data.sources": "[]"} if "data.path" in overrides else {}) | overrides
     path = choose(Path(run_dir), step=step)
     state = Reader(path).state
     run = build_run(state["recipe"])
@@ -107,10 +108,10 @@ def main(
         log=_note,
     )
     model = restore(path)
-    texts = _whole(data) if "data.path" in overrides else [data.validation]
+    texts = _whole(data) if "data.path" in overrides else _held_out(data)
     found = evaluate(model, texts, sequences=sequences)
     where = "all of" if "data.path" in overrides else "the validation part of"
-    print(f"{path}: {where} {data_config.path or data_config.source}, {found.sequences} sequences, {found.tokens} tokens")
+    print(f"{path}: {where} {data_config.name}, {found.sequences} sequences, {found.tokens} tokens")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
     for layer in found.layers:
         choices = layer.kept + layer.dropped
@@ -127,12 +128,19 @@ def main(
             "loss": found.loss,
         }
         row |= {"bits_per_byte": found.bits_per_byte, "perplexity": found.perplexity, "layers": layers}
-        write_json(json, verb="eval", rows=[row], text=str(data_config.path or data_config.source))
+        write_json(json, verb="eval", rows=[row], text=data_config.name)
 
 
 def _whole(data: Dataset) -> list[ValidationSet]:
     """Both parts of a text: nothing of it was trained on."""
-    return [ValidationSet(data.train.windows, data.validation.bytes_per_id), data.validation]
+    trained = data.train.parts if isinstance(data.train, MixedTrain) else (data.train,)
+    both = zip(trained, _held_out(data), strict=True)
+    return [part for train, held in both for part in (ValidationSet(train.windows, held.bytes_per_id), held)]
+
+
+def _held_out(data: Dataset) -> list[ValidationSet]:
+    """The held-out part of each source."""
+    return list(data.validation.parts) if isinstance(data.validation, MixedValidation) else [data.validation]
 
 
 def _note(text: object) -> None:

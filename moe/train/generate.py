@@ -51,7 +51,7 @@ def sample(
     device: torch.device | None = None,
 ) -> str:
     """The prompt and `num_tokens` more, by a model of which nothing is known but that it can be called, on one rank or on several."""
-    ids = _ids(tokenizer, prompt)
+    ids = tokenizer.beginning(prompt)
     sampling = Sampling(temperature)
     size, reads = tokenizer.vocab_size, Recomputed(model, max_length)
     steps = continued(
@@ -79,7 +79,7 @@ def generate(
     reads the whole context again.
     """
     for_continuing(model)
-    asked = [(tuple(_ids(tokenizer, prompt)), prompt, n) for prompt in prompts for n in range(samples)]
+    asked = [(tuple(tokenizer.beginning(prompt)), prompt, n) for prompt in prompts for n in range(samples)]
     found: dict[int, Continued] = {}
     listens = heard if len(asked) == 1 else None
     for group in _groups(asked, max_batch, model.config.max_length):
@@ -97,10 +97,6 @@ def generate(
         for i, (ids, ended) in zip(group, _until_separators(steps, len(group), tokenizer, listens), strict=True):
             found[i] = Continued(asked[i][1], asked[i][2], ids, tokenizer.decode(ids), ended)
     return [found[i] for i in range(len(asked))]
-
-
-def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    return tokenizer.encode(prompt).tolist() or [tokenizer.separator]
 
 
 def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:

@@ -367,7 +367,9 @@ def _finish(job: Job) -> dict[str, Any]:
     if run.train.sample_tokens:
         job.progress.note(f"writing a sample of {run.train.sample_tokens} tokens (train.sample_tokens)")
         much = run.train.sample_tokens
-        text = sample(model, job.data.tokenizer, prompt="def ", num_tokens=much, max_length=length, device=job.world.device)
+        text = sample(
+            model, job.data.tokenizer, prompt=job.data.tokenizer.example, num_tokens=much, max_length=length, device=job.world.device
+        )
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     speed = None
     if run.train.measure_speed:

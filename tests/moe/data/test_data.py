@@ -374,34 +374,26 @@ def test_lines_beside_text_are_documents_and_a_folder_is_listed_by_kind_and_size
     assert any(text.startswith('{"text"') for text in raw["train"] + raw["validation"]), "asked for by name, it is text as it stands"
 
 
-def _parquet(folder: Path) -> str:
+def _archive(folder: Path) -> str:
     (folder / "README.md").write_text("# A dataset\n" * 9)
-    (folder / "train.parquet").write_bytes(b"PAR1\0" * 99)
-    return "of which more is skipped than read (read 1 .md (108 B); skipped 1 .parquet (495 B))"
-
-
-def _saved_to_disk(folder: Path) -> str:
-    for name in ("dataset_info.json", "state.json"):
-        (folder / name).write_text(json.dumps({"features": {"text": {"dtype": "string"}}, "more": "x" * 900}))
-    (folder / "data-00000-of-00001.arrow").write_bytes(b"\xff\xff\0\0" * 9)
-    return "a dataset saved to disk (read 2 .json ("
+    (folder / "train.zip").write_bytes(b"PK\3\4\0" * 99)
+    return "of which more is skipped than read (read 1 .md (108 B); skipped 1 .zip (495 B))"
 
 
 def _pictures(folder: Path) -> str:
     (folder / "notes.txt").write_text("some words\n" * 30)
     (folder / "big.png").write_bytes(b"\x89PNG\0\0" * 99)
-    return (
-        "skipped 1 .png (594 B)), needed UTF-8 text, or *.jsonl; fix: name a file, or a folder with text alone, or add --data.source text"
-    )
+    fix = "name a file, or a folder with text alone, or add --data.source text"
+    return f"skipped 1 .png (594 B)), needed UTF-8 text, *.jsonl or tables; fix: {fix}"
 
 
 def _leftover(folder: Path) -> str:
     (folder / "a.jsonl").write_text('{"text": "some words and some more"}\n' * 9)
-    (folder / "train.jsonl.gz").write_bytes(b"\x1f\x8b\0" * 999)
-    return "skipped 1 .gz (3.0 kB)), needed UTF-8 text, or *.jsonl; fix: unpack it first"
+    (folder / "train.tar.xz").write_bytes(b"\xfd7zXZ\0" * 500)
+    return "skipped 1 .xz (3.0 kB)), needed UTF-8 text, *.jsonl or tables; fix: unpack it first"
 
 
-@pytest.mark.parametrize(("make", "source"), [(m, s) for m in (_parquet, _saved_to_disk, _pictures, _leftover) for s in (None, "text")])
+@pytest.mark.parametrize(("make", "source"), [(m, s) for m in (_archive, _pictures, _leftover) for s in (None, "text")])
 def test_a_folder_whose_text_is_in_another_form_is_refused(make: Callable[[Path], str], source: str | None, tmp_path: Path) -> None:
     """Training would go on, on a README: only pictures and the like can be left out, where the recipe says so."""
     folder = tmp_path / "text"

@@ -1,0 +1,175 @@
+"""Files that are no plain text: compressed ones, read as a stream, and tables (Parquet, Arrow), read row by row.
+
+    a.txt.gz  a.jsonl.zst     unpacked a piece at a time while they are read: memory does not grow with what a file holds
+    a.parquet  a.arrow        one column, some thousand rows at a time; Arrow as a file and as a stream (what `datasets` saves)
+
+A small compressed file can hold any amount, so what would be one document or one line has a limit. What is cut off or damaged is refused
+in one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from parallel.errors import BadInput, did_you_mean
+
+PACKED = (".gz", ".zst")
+TABLES = (".parquet", ".arrow", ".feather")
+LONGEST_BYTES = 256 << 20  # of one unpacked document or line
+_ZST_READ_BYTES = 4096  # an input block of 4 bytes can stand for 128 KiB: what this much gives still fits in memory
+_ROWS = 4096
+_ARROW_FILE = b"ARROW1"
+
+
+def unpacked_name(name: str) -> str:
+    """The name without the ending of its compression: a.jsonl.gz -> a.jsonl."""
+    path = PurePosixPath(name)
+    return str(path.with_suffix("")) if path.suffix.lower() in PACKED else name
+
+
+def is_table(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in TABLES
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked as they are read. Raises BadInput for a damaged one, OSError for one that cannot be read."""
+    kind = path.suffix.lower()
+    if kind not in PACKED:
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        if kind == ".gz":
+            with gzip.open(path, "rb") as packed:
+                yield packed  # type: ignore[misc]
+        else:
+            with path.open("rb") as file, io.BufferedReader(_Zst(file, path), 1 << 16) as unpacked:
+                yield unpacked  # type: ignore[misc]
+    except EOFError:
+        raise damaged(path, "a file that ends in the middle") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise damaged(path, f"no whole gzip file ({error})") from None
+
+
+def whole(path: Path) -> bytes:
+    """All of a file; of a compressed one what it holds. Raises BadInput where that is more than one document may be."""
+    with opened(path) as file:
+        if path.suffix.lower() not in PACKED:
+            return file.read()
+        content = file.read(LONGEST_BYTES + 1)
+    if len(content) > LONGEST_BYTES:
+        raise _too_long(path, "a text", "unpack the file, or write its documents as JSONL (*.jsonl.gz), a line each")
+    return content
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """A file's lines. Raises BadInput for a line of a compressed file that is longer than a document may be."""
+    limit = LONGEST_BYTES + 1 if path.suffix.lower() in PACKED else -1
+    with opened(path) as file:
+        while line := file.readline(limit):
+            if len(line) == limit:
+                raise _too_long(path, "a line", "write a document a line")
+            yield line
+
+
+def damaged(path: Path, got: str) -> BadInput:
+    return BadInput(f"data file {path}", got=got, needed="the file as it was written", fix="copy or download it again")
+
+
+def _too_long(path: Path, what: str, fix: str) -> BadInput:
+    return BadInput(f"data file {path}", got=f"{what} of more than {LONGEST_BYTES >> 20} MiB", needed="at most that", fix=fix)
+
+
+def needed_package(name: str, path: Path, *, module: str | None = None) -> Any:
+    """An optional package's module. Raises BadInput with the command that installs it."""
+    try:
+        return import_module(module or name)
+    except ImportError:
+        raise BadInput(f"data file {path}", got=f"no package {name}", needed="it, to read this format", fix=f"pip install {name}") from None
+
+
+# --- Zstandard -------------------------------------------------------------------------------------------------------
+
+
+class _Zst(io.RawIOBase):
+    """The frames of a file, one after another, unpacked. The library's own reader takes a file that was cut off for a shorter one."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.file, self.path, self.library = file, path, needed_package("zstandard", path)
+        self.frame: Any = None  # None: between two frames
+        self.packed = self.ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self.ready:
+            self.packed = self.packed or self.file.read(_ZST_READ_BYTES)
+            if not self.packed:
+                if self.frame is not None:
+                    raise EOFError
+                return 0
+            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            try:
+                self.ready = self.frame.decompress(self.packed)
+            except self.library.ZstdError as error:
+                raise damaged(self.path, f"no whole Zstandard file ({error})") from None
+            self.packed = self.frame.unused_data if self.frame.eof else b""
+            self.frame = None if self.frame.eof else self.frame
+        size = min(len(into), len(self.ready))
+        into[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def texts(path: Path, column: str) -> Iterator[str | None]:
+    """The texts of a table's column, in order; None for an empty cell. Raises BadInput for another column, type or file."""
+    arrow = needed_package("pyarrow", path)
+    try:
+        for batch in _batches(path, column):
+            yield from _strings(batch, path, column, arrow)
+    except arrow.ArrowInvalid as error:
+        raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
+
+
+def _batches(path: Path, column: str) -> Iterator[Any]:
+    if path.suffix.lower() == ".parquet":
+        parquet = needed_package("pyarrow", path, module="pyarrow.parquet")
+        with parquet.ParquetFile(str(path)) as table:
+            _check_column(table.schema_arrow.names, path, column)
+            yield from table.iter_batches(batch_size=_ROWS, columns=[column])
+        return
+    arrow, ipc = needed_package("pyarrow", path), needed_package("pyarrow", path, module="pyarrow.ipc")
+    with path.open("rb") as file:
+        as_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+    with arrow.memory_map(str(path)) as source:
+        reader = ipc.open_file(source) if as_file else ipc.open_stream(source)
+        _check_column(reader.schema.names, path, column)
+        yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if as_file else reader
+
+
+def _check_column(names: list[str], path: Path, column: str) -> None:
+    if column not in names:
+        near = did_you_mean(column, names)
+        fix = f"set data.text_key to {near}" if near else "set data.text_key to the column that holds the text"
+        raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column}", fix=fix)
+
+
+def _strings(batch: Any, path: Path, column: str, arrow: Any) -> Iterator[str | None]:
+    held = batch.column(batch.schema.names.index(column))
+    if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
+        raise BadInput(
+            f"data file {path}, column {column}", got=str(held.type), needed="strings", fix="set data.text_key to the column of texts"
+        )
+    for start in range(0, len(held), _ROWS):  # what `datasets` saves may be one batch of any size
+        yield from held.slice(start, _ROWS).to_pylist()

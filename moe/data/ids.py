@@ -1,0 +1,149 @@
+"""Token ids that another program made, read where they lie: Megatron's `.bin` with its `.idx`, and nanoGPT's `.bin`.
+
+    Megatron   NAME.bin   ids, one document after another         NAME.idx   magic, dtype, each sequence's length and place, documents
+    nanoGPT    NAME.bin   ids as little-endian uint16             a folder with train.bin and val.bin: both sides are given
+
+What stands for which text is known to that program alone: the vocabulary is what the recipe says (data.vocab_size), and texts are shown and
+given as numbers. Every id is compared with the vocabulary once; what was found is kept in the cache folder by the files' hash.
+Formats: Megatron-LM, megatron/core/datasets/indexed_dataset.py; nanoGPT, data/*/prepare.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moe.data.corpus import Corpus
+from moe.data.formats import damaged
+from moe.data.tokenizer import Ids
+from moe.data.tokens import Log, TokenFiles, corpus_hash
+from moe.recipe.sections import Data
+from parallel.errors import BadInput
+from parallel.files import user_path
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents (with one for the end)
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's numbers; 6 and 7 are floats
+_AT_ONCE = 1 << 24
+
+Stream = npt.NDArray[np.integer]
+
+
+class _Found(NamedTuple):
+    """Files, and their ids. `ends`: where documents end, if known."""
+
+    files: tuple[Path, ...]
+    train: Stream
+    validation: Stream | None
+    ends: npt.NDArray[np.int64] | None
+
+
+def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
+    """The ids that `data.path` names, as token files. Raises BadInput for files that are damaged, of another kind or of more ids."""
+    path = user_path(data.path or "", what="data.path")
+    found = _find(path)
+    corpus = Corpus("text", found.files[0].parent, tuple(file.name for file in found.files), "", str(path))
+    digest = corpus_hash(corpus, cache)
+    key = hashlib.sha256(json.dumps(["ids", digest, data.validation_share, data.vocab_size]).encode()).hexdigest()[:24]
+    note = cache / "ids" / f"{digest[:24]}.json"
+    try:
+        least, largest = map(int, json.loads(note.read_text()))
+    except (OSError, ValueError, TypeError):
+        least, largest = _range([found.train] if found.validation is None else [found.train, found.validation])
+        _keep(note, [least, largest])
+    if least < 0:
+        raise BadInput(f"data file {path}", got=f"the id {least}", needed="ids from 0", fix="write the file again, as token ids")
+    if largest >= data.vocab_size:
+        needed = f"above {largest}, the largest id in {path}"
+        raise BadInput("data.vocab_size", got=data.vocab_size, needed=needed, fix="set it to the vocabulary that the ids were made with")
+    train, validation = (found.train, found.validation) if found.validation is not None else _cut(found, data.validation_share)
+    log(f"data: {len(train):,} train and {len(validation):,} validation ids of {path}; bits per byte count an id as one byte")
+    index = {"dtype": train.dtype.str, "train": {"tokens": len(train)}, "validation": {"tokens": len(validation)}, "key": key}
+    return TokenFiles(path if path.is_dir() else path.parent, train, validation, Ids(data.vocab_size), index, key)
+
+
+def _find(path: Path) -> _Found:
+    if path.is_dir():
+        sides = path / "train.bin", path / "val.bin"
+        if not all(side.is_file() for side in sides):
+            needed = "a folder with train.bin and val.bin, or a *.bin"
+            raise BadInput("data.path", got=f"{path}, without them", needed=needed, fix="name a *.bin file in it")
+        return _Found(sides, _nanogpt(sides[0]), _nanogpt(sides[1]), None)
+    if path.suffix not in (".bin", ".idx"):
+        fix = "name a *.bin file, or set data.tokenizer to bytes or bpe for text"
+        raise BadInput("data.path", got=f"{path} with data.tokenizer=ids", needed="a file of token ids, *.bin", fix=fix)
+    ids, index = path.with_suffix(".bin"), path.with_suffix(".idx")
+    if index.is_file():
+        return _megatron(ids, index)
+    return _Found((ids,), _nanogpt(ids), None, None)
+
+
+def _nanogpt(path: Path) -> Stream:
+    if path.stat().st_size % 2:
+        raise damaged(path, f"{path.stat().st_size:,} bytes, no whole number of uint16")
+    return _mapped(path, "<u2")
+
+
+def _megatron(ids: Path, index: Path) -> _Found:
+    """Both files, each held against the other."""
+    if not ids.is_file():
+        raise BadInput(f"data file {index}", got=f"no {ids.name} beside it", needed="both files", fix="copy the other one here as well")
+    content = index.read_bytes()
+    if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+        raise damaged(index, "no index of Megatron's: it does not begin as one")
+    _, version, code, sequences, documents = _HEADER.unpack_from(content)
+    if version != 1 or code not in _DTYPES:
+        got = f"version {version} and dtype {code}"
+        raise BadInput(f"data file {index}", got=got, needed="version 1 and a dtype of integers", fix="write it with Megatron-LM's tools")
+    size = _HEADER.size + 12 * sequences + 8 * documents
+    if len(content) not in (size, size + sequences):  # a mode for each sequence may follow
+        raise damaged(index, f"{len(content):,} bytes for {sequences:,} sequences and {documents:,} document ends, which take {size:,}")
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size).astype(np.int64)
+    places = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+    numbers = np.frombuffer(content, "<i8", documents, _HEADER.size + 12 * sequences)
+    ends = np.concatenate([[0], lengths.cumsum()])
+    width = np.dtype(_DTYPES[code]).itemsize
+    if ids.stat().st_size != ends[-1] * width:
+        raise damaged(ids, f"{ids.stat().st_size:,} bytes where {index.name} says {ends[-1]:,} ids of {width} bytes")
+    if (lengths < 0).any() or (places != ends[:-1] * width).any() or ((numbers < 0) | (numbers > sequences)).any():
+        raise damaged(index, "sequences that do not follow one another")
+    return _Found((ids, index), _mapped(ids, _DTYPES[code]), None, ends[numbers])
+
+
+def _mapped(path: Path, dtype: str) -> Stream:
+    if not path.stat().st_size:
+        raise BadInput(f"data file {path}", got="an empty file", needed="token ids", fix="write it again")
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _range(streams: list[Stream]) -> tuple[int, int]:
+    """The least and the largest id, read a part at a time."""
+    parts = [stream[at : at + _AT_ONCE] for stream in streams for at in range(0, len(stream), _AT_ONCE)]
+    return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+
+
+def _keep(note: Path, found: list[int]) -> None:
+    """Losing it costs only time. Written whole or not at all: other ranks write the same."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        written = note.with_name(f"{note.name}.{os.getpid()}")
+        written.write_text(json.dumps(found))
+        written.replace(note)
+    except OSError:
+        return
+
+
+def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
+    """The last share is held out: from the nearest document's end where those are known and leave both sides something."""
+    at = round(len(found.train) * (1 - validation_share))
+    inside = np.zeros(0, np.int64) if found.ends is None else found.ends[(found.ends > 0) & (found.ends < len(found.train))]
+    if len(inside):
+        at = int(inside[np.abs(inside - at).argmin()])
+    return found.train[:at], found.train[at:]

@@ -1,0 +1,95 @@
+"""Several sources with weights: which of them gives the sequence at a place of the order, as a function of the place alone.
+
+    places      0 .. 9999 | 10000 .. 19999 | ...           blocks of 10,000
+    a block     A A A A A A B B B C  shuffled               each source has its share of every block, to the sequence
+    place g     block, A's n-th sequence of all so far      n = block * (A's share) + its rank in the block
+
+So any number of ranks reads the same sequences, a resumed run goes on exactly, and each source goes through its own epochs, shuffled as
+it would be alone. Shares are whole numbers of 10,000, by largest remainders (Hamilton's method), and at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moe.data.order import Held, TrainSet, ValidationSet, permutation
+from moe.data.token_shard import TokenShard
+
+BLOCK = 10_000
+
+Ints = npt.NDArray[np.int64]
+
+
+def shares(weights: Sequence[float], whole: int, *, least: int = 0) -> tuple[int, ...]:
+    """So many of `whole` for each weight: rounded down, and what is left to the largest remainders; the first of equal ones."""
+    exact = np.array(weights, dtype=np.float64) / np.sum(weights) * whole
+    found = np.maximum(np.floor(exact).astype(np.int64), least)
+    while found.sum() > whole:  # what the least ones got is taken from the largest
+        found[found.argmax()] -= 1
+    for i in np.argsort(np.floor(exact) - exact, kind="stable")[: whole - found.sum()]:
+        found[i] += 1
+    return tuple(int(n) for n in found)
+
+
+@dataclass(frozen=True)
+class MixedTrain:
+    """The training sequences of several sources in the order of one seed, without end. `weights` need not add up to anything."""
+
+    parts: tuple[TrainSet, ...]
+    weights: tuple[float, ...]
+    seed: int
+
+    def places(self, global_indices: npt.ArrayLike) -> tuple[Ints, Ints]:
+        """Of these places of the order [n]: the source's number [n], and which sequence of that source's order [n]."""
+        counts = shares(self.weights, BLOCK, least=1)
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        blocks, at = np.divmod(np.array(global_indices, dtype=np.int64).reshape(-1), BLOCK)
+        for block in np.unique(blocks):  # below 0: another shuffle than that of any epoch
+            here = blocks == block
+            at[here] = permutation(at[here], size=BLOCK, seed=self.seed, epoch=-1 - int(block))
+        source = np.searchsorted(starts, at, side="right") - 1
+        return source, blocks * np.array(counts)[source] + at - starts[source]
+
+    def sequences(self, global_indices: npt.ArrayLike, columns: Ints | None = None) -> Ints:
+        """The sequences at these places: [n] -> [n, max_length + 1], or of these columns of them."""
+        source, places = self.places(global_indices)
+        return gathered([part.windows.read(part.order(places[source == i]), columns) for i, part in enumerate(self.parts)], source)
+
+    def batch(self, step: int, shard: TokenShard) -> Ints:
+        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        first = step * shard.num_sequences
+        return self.sequences(np.arange(first + shard.sequences.start, first + shard.sequences.stop, dtype=np.int64), shard.columns)
+
+
+@dataclass(frozen=True)
+class MixedValidation:
+    """The held-out sequences of several sources, in the same shares: those of the first, then those of the second, ..."""
+
+    parts: tuple[ValidationSet, ...]
+    weights: tuple[float, ...]
+
+    def held(self, shard: TokenShard) -> Held:
+        """One rank's part of as many windows. Bytes are counted over the windows of all ranks."""
+        counts = shares(self.weights, shard.num_sequences)
+        source = np.repeat(np.arange(len(self.parts)), counts)
+        mine, text_bytes, found = slice(shard.sequences.start, shard.sequences.stop), 0.0, []
+        first = 0
+        for part, count in zip(self.parts, counts, strict=True):
+            own = range(max(first, mine.start) - first, max(max(first, mine.start), min(first + count, mine.stop)) - first)
+            chosen = np.arange(count, dtype=np.int64) * part.windows.num_windows // max(count, 1)
+            found.append(part.windows.read(chosen[own.start : own.stop], shard.columns))
+            text_bytes += part.counted_bytes(chosen)
+            first += count
+        return Held(gathered(found, source[mine]), text_bytes / (shard.num_sequences * self.parts[0].windows.max_length))
+
+
+def gathered(found: Sequence[Ints], source: Ints) -> Ints:
+    """Rows of several arrays, each in its own order, as `source` says which array each row is of."""
+    rows = np.empty((len(source), found[0].shape[1]), dtype=np.int64)
+    for i, part in enumerate(found):
+        rows[source == i] = part
+    return rows

@@ -1,0 +1,254 @@
+"""Other formats than plain text give the same documents as plain text does; damaged ones are refused. It alone would notice a compressed
+file that is read up to where it was cut off, Megatron's index read against the wrong ids, and tables whose rows go missing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moe.data import Dataset, formats, open_data
+from moe.data.formats import opened
+from moe.data.tokenizer import Ids
+from moe.recipe.sections import Data
+from parallel.errors import BadInput
+
+TEXTS = [f"document {n}: " + "wörter " * (n % 5 + 1) for n in range(40)]
+LINES = "".join(json.dumps({"body": text}, ensure_ascii=False) + "\n" for text in TEXTS)
+
+
+def read(path: Path, **more: object) -> Dataset:
+    data = Data.model_validate({"path": str(path), "validation_share": 0.3, "text_key": "body", **more})
+    size = int(str(more.get("vocab_size", 256)))
+    return open_data(data, max_length=5, vocab_size=size, seed=0, cache=path.parent / "cache", log=lambda _: None)
+
+
+def tokens(data: Dataset) -> list[list[int]]:
+    return [data.train.windows.tokens.tolist(), data.validation.windows.tokens.tolist()]
+
+
+def packed(kind: str, content: bytes) -> bytes:
+    if kind == "gz":
+        return gzip.compress(content[:99]) + gzip.compress(content[99:])  # several members, as `cat a.gz b.gz` makes
+    library = pytest.importorskip("zstandard", reason="zstandard is not installed")
+    return library.ZstdCompressor().compress(content[:99]) + library.ZstdCompressor().compress(content[99:])
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_compressed_file_gives_what_its_content_gives(kind: str, name: str, tmp_path: Path) -> None:
+    plain, small = tmp_path / name, tmp_path / f"{name}.{kind}"
+    plain.write_text(LINES)
+    small.write_bytes(packed(kind, plain.read_bytes()))
+    assert tokens(read(small)) == tokens(read(plain))
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_compressed_file_that_is_damaged_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.jsonl.{kind}"
+    content = packed(kind, LINES.encode())
+    broken = bytes(byte ^ (at % 7 == 3) * 255 for at, byte in enumerate(content))
+    for wrong in (content[:-9], content[: len(content) // 2], b"no such format", content + b"more", broken):
+        path.write_bytes(wrong)
+        with pytest.raises(BadInput, match="needed the file as it was written; fix: copy or download it again") as refused:
+            read(path)
+        assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_memory_does_not_grow_with_what_a_compressed_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MB of lines from 16 kB: a few lines at once. One line of 16 MB is refused where it is longer than a document may be."""
+    path = tmp_path / "bomb.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"body": "word"}\n' * 1_000_000))
+    tracemalloc.start()
+    assert sum(1 for _ in formats.lines(path)) == 1_000_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    monkeypatch.setattr(formats, "LONGEST_BYTES", 1 << 20)
+    path.write_bytes(gzip.compress(b"0" * (16 << 20)))
+    for name in ("bomb.jsonl.gz", "bomb.txt.gz"):
+        with pytest.raises(BadInput, match="of more than 1 MiB"):
+            read(path.rename(path.with_name(name)) and path.with_name(name))
+        path = path.with_name(name)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.arrow", "pyarrow")])
+def test_a_format_whose_package_is_missing_names_the_command(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(b"anything")
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    with pytest.raises(BadInput, match=f"no package {package}.*fix: pip install {package}$"):
+        read(tmp_path / name)
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def write_table(path: Path, kind: str) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import ipc, parquet
+
+    table = arrow.table({"id": list(range(42)), "body": [*TEXTS[:9], None, "", *TEXTS[9:]]})
+    if kind == "parquet":
+        parquet.write_table(table, str(path), row_group_size=11)
+        return
+    with (ipc.new_file if kind == "file" else ipc.new_stream)(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=13)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+def test_a_tables_rows_are_the_documents_that_lines_are(kind: str, tmp_path: Path) -> None:
+    path, plain = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow"), tmp_path / "a.jsonl"
+    write_table(path, kind)
+    plain.write_text(LINES)
+    found = read(path)
+    assert tokens(found) == tokens(read(plain)) and found.index["skipped"] == 2
+    with pytest.raises(BadInput, match="columns id, body, needed the column text"):
+        read(path, text_key="text")
+    with pytest.raises(BadInput, match="needed strings"):
+        read(path, text_key="id")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(BadInput, match="no whole table"):
+        read(path)
+
+
+def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Path) -> None:
+    """What lies beside them (a cache of `datasets`, notes) is no part of it; a folder of several datasets is refused by name."""
+    saved = tmp_path / "saved" / "train"
+    saved.mkdir(parents=True)
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "cache-1.arrow").write_bytes(b"of an earlier step")
+    with pytest.raises(BadInput, match="which holds saved datasets, needed one; fix: --data.path .*train"):
+        (saved / "state.json").write_text("{}")
+        read(tmp_path / "saved")
+    with pytest.raises(BadInput, match="without a list of files in it"):
+        read(saved)
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    with pytest.raises(BadInput, match="without data-00000-of-00001.arrow"):
+        read(saved)
+    write_table(saved / "data-00000-of-00001.arrow", "stream")
+    (tmp_path / "a.jsonl").write_text(LINES)
+    assert tokens(read(saved)) == tokens(read(tmp_path / "a.jsonl"))
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = [[300 + n, 7, *range(n % 4 + 1)] for n in range(30)]
+FLAT = [i for document in DOCUMENTS for i in document]
+
+
+def megatron(folder: Path, dtype: str = "<u2", code: int = 8) -> Path:
+    """Written field by field, as Megatron-LM describes the format."""
+    width = np.dtype(dtype).itemsize
+    (folder / "a.bin").write_bytes(np.array(FLAT, dtype=dtype).tobytes())
+    lengths = [len(d) for d in DOCUMENTS]
+    places = [sum(lengths[:n]) * width for n in range(len(lengths))]
+    header = b"MMIDIDX\0\0" + struct.pack("<Q", 1) + struct.pack("<B", code) + struct.pack("<QQ", len(lengths), len(lengths) + 1)
+    index = header + struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(places)}q", *places)
+    (folder / "a.idx").write_bytes(index + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1)))
+    return folder / "a.bin"
+
+
+def ids(path: Path, **more: object) -> Dataset:
+    return read(path, tokenizer="ids", **{"vocab_size": 400, **more})
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("<u2", 8), ("<i4", 4)])
+def test_megatrons_ids_are_read_where_they_lie_and_cut_between_documents(dtype: str, code: int, tmp_path: Path) -> None:
+    data = ids(megatron(tmp_path, dtype, code))
+    train, validation = tokens(data)
+    assert train + validation == FLAT and data.index["dtype"] == dtype
+    assert train == FLAT[: len(train)] and validation[0] >= 300, "validation begins with a document"
+    assert abs(len(validation) - 0.3 * len(FLAT)) <= max(map(len, DOCUMENTS))
+    assert data.validation.bytes_per_id[data.validation.windows.tokens].sum() == len(validation)
+    assert ids(tmp_path / "a.idx").key == data.key != ids(tmp_path / "a.bin", vocab_size=500).key
+
+
+def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
+    whole = np.array(FLAT, dtype="<u2")
+    whole.tofile(tmp_path / "one.bin")
+    train, validation = tokens(ids(tmp_path / "one.bin"))
+    assert train + validation == FLAT and len(validation) == len(FLAT) - round(0.7 * len(FLAT))
+    (tmp_path / "both").mkdir()
+    whole[:77].tofile(tmp_path / "both" / "train.bin")
+    whole[60:].tofile(tmp_path / "both" / "val.bin")
+    assert tokens(ids(tmp_path / "both")) == [FLAT[:77], FLAT[60:]]
+
+
+def _cut_index(path: Path) -> str:
+    path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:-8])
+    return "bytes for 30 sequences and 31 document ends, which take"
+
+
+def _other_magic(path: Path) -> str:
+    path.with_suffix(".idx").write_bytes(b"X" + path.with_suffix(".idx").read_bytes()[1:])
+    return "no index of Megatron's"
+
+
+def _longer_ids(path: Path) -> str:
+    path.write_bytes(path.read_bytes() + b"\0\0")
+    return rf"{2 * len(FLAT) + 2:,} bytes where a.idx says {len(FLAT):,} ids of 2 bytes"
+
+
+def _float_ids(path: Path) -> str:
+    megatron(path.parent, "<f4", 7)
+    return "version 1 and dtype 7"
+
+
+def _other_place(path: Path) -> str:
+    content = bytearray(path.with_suffix(".idx").read_bytes())
+    content[34 + 4 * 30 + 8] ^= 2  # the second sequence's place
+    path.with_suffix(".idx").write_bytes(content)
+    return "sequences that do not follow one another"
+
+
+def _no_ids(path: Path) -> str:
+    path.unlink()
+    return "no a.bin beside it"
+
+
+def _odd(path: Path) -> str:
+    path.with_suffix(".idx").unlink()
+    path.write_bytes(path.read_bytes()[:-1])
+    return "no whole number of uint16"
+
+
+@pytest.mark.parametrize("harm", [_cut_index, _other_magic, _longer_ids, _float_ids, _other_place, _no_ids, _odd])
+def test_ids_that_are_damaged_are_refused(harm: Callable[[Path], str], tmp_path: Path) -> None:
+    said = harm(path := megatron(tmp_path))
+    with pytest.raises(BadInput, match=said) as refused:
+        ids(path if path.exists() else path.with_suffix(".idx"))
+    assert "fix: " in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_ids_need_their_vocabulary_and_are_no_text(tmp_path: Path) -> None:
+    path = megatron(tmp_path)
+    with pytest.raises(BadInput, match="data.vocab_size: got 329, needed above 329, the largest id"):
+        ids(path, vocab_size=329)
+    assert ids(path, vocab_size=330).tokenizer.vocab_size == 330
+    with pytest.raises(BadInput, match="data.path: got .*a.bin, token ids.*fix: add --data.tokenizer ids --data.vocab_size N"):
+        read(path)
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(BadInput, match="needed a file of token ids"):
+        ids(tmp_path / "a.txt")
+
+
+def test_ids_are_shown_and_given_as_numbers() -> None:
+    tokenizer = Ids(400)
+    assert tokenizer.beginning("17 0  399") == [17, 0, 399] and tokenizer.decode([17, 0, 399]) == "17 0 399 "
+    for wrong in ("def f():", "400", "-1", ""):
+        with pytest.raises(BadInput, match='needed ids from 0 to 399, .*fix: --prompt "17 92 3"'):
+            tokenizer.beginning(wrong)
+
+
+def test_plain_files_are_opened_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"words")
+    with opened(tmp_path / "a.txt") as file:
+        assert file.read() == b"words"
