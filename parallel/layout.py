@@ -26,7 +26,7 @@ over depth. Sources: Megatron-LM (arXiv 1909.08053), its sequence parallelism (a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from parallel.errors import BadInput
@@ -79,6 +79,17 @@ class Layout:
     holders: tuple[int, ...] = ()
     alike: tuple[str, ...] = ("tp",)
     uneven: tuple[int, ...] = ()
+
+    def without(self, dim: int) -> Layout:
+        """Of a mean over a dim that every rank holds whole: the same, with one dim less. A dim below 0 is counted from the end."""
+        dim %= len(self.shape)
+        assert self.tile is None and (dim or self.unstack is None), "a mean over what a rank holds whole"
+        return replace(
+            self,
+            shape=(*self.shape[:dim], *self.shape[dim + 1 :]),
+            split={d - (d > dim): axes for d, axes in self.split.items() if d != dim},
+            uneven=tuple(d - (d > dim) for d in self.uneven if d != dim),
+        )
 
     def cut_by(self, dim: int | None = None) -> tuple[str, ...]:
         """The axes that cut a dim, the coarsest first; of all dims where none is named."""

@@ -1,24 +1,32 @@
-"""Refuses recipes that K-FAC cannot train, in one line each, before torch is imported."""
+"""Which optimizers go with which ways to hold weights; anything else is refused in one line, before torch is imported.
+
+              ddp, dp, zero 0     fsdp          zero 1 to 3 (DeepSpeed)     tp, etp        tiling.ffn
+adamw         yes                 yes           yes                         yes            yes
+sgd           yes                 yes           no: it is given AdamW       yes            yes
+muon          yes                 gathered      no: flat runs, no matrix    gathered       no: a tile is no matrix
+adafactor     yes                 no            no                          no             no: means are of whole matrices
+kfac          ddp, zero 0         no            no                          no             no
+"""
 
 from __future__ import annotations
 
-from moe.recipe.sections import Kfac, Run
+from moe.recipe.sections import Optimizer, Run, Section
 from parallel.errors import BadInput
+
+OWN = ("kfac", "muon", "adafactor", "sgd")  # kinds with a section of settings of their own
 
 
 def check_optimizer(run: Run) -> None:
     """Refuse what the recipe's optimizer cannot do with the rest of the recipe. Raises BadInput for the first reason found."""
     o, s = run.optimizer, run.sharding
+    for kind in OWN:
+        if kind != o.kind:
+            _check_unset(o, kind)
+    if o.kind in ("muon", "adafactor", "sgd"):
+        _check_deepspeed(run)
+    if o.kind in ("muon", "adafactor"):
+        _check_matrices(run)
     if o.kind != "kfac":
-        for key in Kfac.model_fields:
-            value = getattr(o.kfac, key)
-            if value != Kfac.model_fields[key].default:
-                raise BadInput(
-                    f"optimizer.kfac.{key}",
-                    got=f"{str(value).lower()} with optimizer.kind={o.kind}",
-                    needed="optimizer.kind kfac",
-                    fix=f"set optimizer.kind to kfac, or leave optimizer.kfac.{key} out",
-                )
         return
     if s.kind != "ddp" and not (s.kind == "zero" and s.stage == 0):
         got = f"kfac with sharding.kind={s.kind}" + (f" and stage {s.stage}" if s.kind == "zero" else "")
@@ -46,6 +54,49 @@ def check_optimizer(run: Run) -> None:
             fix="set tiling.ffn to 1, or optimizer.kind to adamw",
         )
     _check_experts(run)
+
+
+def _check_unset(o: Optimizer, kind: str) -> None:
+    """Refuse settings of an optimizer that the recipe does not choose, where they would have no effect."""
+    settings: Section = getattr(o, kind)
+    for key, field in type(settings).model_fields.items():
+        value = getattr(settings, key)
+        if value != field.default:
+            raise BadInput(
+                f"optimizer.{kind}.{key}",
+                got=f"{str(value).lower()} with optimizer.kind={o.kind}",
+                needed=f"optimizer.kind {kind}",
+                fix=f"set optimizer.kind to {kind}, or leave optimizer.{kind}.{key} out",
+            )
+
+
+def _check_deepspeed(run: Run) -> None:
+    """Refuse DeepSpeed's engine: it steps flat runs of elements, by AdamW here."""
+    o, s = run.optimizer, run.sharding
+    if s.kind == "zero" and s.stage > 0 and s.engine != "fsdp":
+        other = "ddp" if o.kind == "adafactor" else "fsdp"
+        raise BadInput(
+            "optimizer.kind",
+            got=f"{o.kind} with sharding.kind=zero and stage {s.stage}",
+            needed="adamw: DeepSpeed steps flat runs of elements, without their matrices",
+            fix=f"set sharding.kind to {other}, or optimizer.kind to adamw",
+        )
+
+
+def _check_matrices(run: Run) -> None:
+    """Refuse weights that a rank does not hold as matrices, or as whole ones."""
+    kind, refused = run.optimizer.kind, [("tiling.ffn", run.tiling.ffn, "a tile is a part of a matrix")]
+    if kind == "adafactor":
+        tp = 1 if run.tensor.kind == "copied" else run.degrees.tp
+        whole = "its means are of whole matrices, and ranks hold parts"
+        refused += [("degrees.tp", tp, whole), ("degrees.etp", run.degrees.etp, whole), ("tiling.head", run.tiling.head, whole)]
+        if run.sharding.kind in ("fsdp", "zero") and run.sharding.stage > 0:
+            got = f"adafactor with sharding.kind={run.sharding.kind}"
+            raise BadInput("optimizer.kind", got=got, needed=f"ddp: {whole}", fix="set sharding.kind to ddp, or optimizer.kind to muon")
+    for key, value, why in refused:
+        if value > 1:
+            fix = f"set {key} to 1, or optimizer.kind to adamw"
+            raise BadInput(key, got=f"{value} with optimizer.kind={kind}", needed=f"1: {why}", fix=fix)
 
 
 def _check_experts(run: Run) -> None:

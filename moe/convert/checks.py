@@ -128,6 +128,11 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
         raise BadInput(
             "--method", got=settings.method, needed=f"one of {', '.join(fitting)} for these recipes", fix=f"--method {fitting[0]}"
         )
+    if settings.moments == "copy" and not {before.optimizer.kind, run.optimizer.kind} <= {"adamw", "kfac"}:
+        got = f"copy with optimizer.kind {before.optimizer.kind} and {run.optimizer.kind}"
+        raise BadInput(
+            "--moments", got=got, needed="adamw or kfac on both sides: others keep no first and second moment", fix="--moments fresh"
+        )
     if settings.moments == "copy" and settings.method != "copy":
         raise BadInput("--moments", got=f"copy with --method {settings.method}", needed="--method copy", fix="--moments fresh")
     if grown:

@@ -18,13 +18,16 @@ from moe.recipe import sections
 from moe.recipe.sections import Run
 from parallel.data.ddp import DDP
 from parallel.data.dp import Replicas
-from parallel.data.engine import AdamW, Engine
+from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.offload import Offload
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
 from parallel.layout import Layout
 from parallel.malloc import give_freed_memory_back
 from parallel.mesh import Mesh
+from parallel.optim.adafactor import Adafactor
+from parallel.optim.muon import Muon, Orientation
+from parallel.optim.sgd import Sgd
 from parallel.precision import DTYPES
 
 
@@ -68,10 +71,11 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
 
 def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
     optimizer, k = optimizer_of(run.optimizer), run.optimizer.kfac
-    if run.optimizer.kind == "adamw":
+    if run.optimizer.kind != "kfac":
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
     settings = Settings(k.damping, k.ema, k.refresh_every, k.delay)
     kfac = watched(model, layouts, mesh, settings=settings, experts=k.experts)
+    assert isinstance(optimizer, AdamW)
     optimizer = replace(optimizer, make=partial(Grafted, kfac=kfac))
     return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
 
@@ -82,6 +86,7 @@ def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Me
     wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
     if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1):
         return _start_ddp(run, model, layouts, mesh)
+    assert isinstance(optimizer, AdamW)
     kept = read_in_fp32(model)
     working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
 
@@ -98,8 +103,30 @@ def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Me
     return Zero(model, layouts=layouts, mesh=mesh, optimizer=optimizer, stage=stage, offload=offload, working=working)
 
 
-def optimizer_of(settings: sections.Optimizer) -> AdamW:
-    return AdamW((settings.beta1, settings.beta2), settings.eps, settings.weight_decay, decays)
+def optimizer_of(settings: sections.Optimizer) -> Rule:
+    """The optimizer that a recipe names, as data; of K-FAC the part that is AdamW's."""
+    s, betas = settings, (settings.beta1, settings.beta2)
+    if s.kind == "muon":
+        m = s.muon
+        own = m.momentum, m.nesterov, m.iterations, m.scale, m.lr_factor
+        return Muon(*own, betas, s.eps, s.weight_decay, decays, matrix)
+    if s.kind == "adafactor":
+        a = s.adafactor
+        return Adafactor(a.decay_rate, a.clip, a.step, a.eps, a.floor, s.weight_decay, decays)
+    if s.kind == "sgd":
+        return Sgd(s.sgd.momentum, s.sgd.nesterov, s.weight_decay, decays)
+    return AdamW(betas, s.eps, s.weight_decay, decays)
+
+
+_TABLES = ("embedding", "head")
+_GATES = (".router.", ".bias.", ".shared_gate.", ".coefficient.")  # a few numbers a token
+
+
+def matrix(name: str, num_dims: int) -> Orientation | None:
+    """How a parameter's matrices lie, for Muon; None for what is no matrix inside the model: tables of the vocabulary, gates, norms."""
+    if num_dims < 2 or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
+        return None
+    return "in_out" if ".experts." in name else "out_in"
 
 
 def decays(name: str, parameter: Tensor) -> bool:

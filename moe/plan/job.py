@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moe.plan.activations import compute_bytes
+from moe.plan.optimizer import optimizer_bytes
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from parallel.plan.job import Experts, Network, Plan
@@ -89,6 +91,15 @@ def _engine(run: Run) -> Any:
 
 
 def _storage(run: Run) -> Storage:
+    """With what the recipe's optimizer keeps in the place of AdamW's moments."""
+    storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
+    if run.optimizer.kind in ("adamw", "kfac"):
+        return storage
+    other = storage.optimizer - 8  # a master copy, where there is one
+    return replace(storage, optimizer=other + dense, of_experts=other + expert)
+
+
+def _with_adam(run: Run) -> Storage:
     """Parameters are stored in `master`; DeepSpeed's engine keeps another copy, and its own in 16 bits where it computes in them."""
     copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
     if run.precision.master == "bf16":

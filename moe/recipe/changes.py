@@ -48,6 +48,9 @@ KINDS: dict[Kind, dict[str, str]] = {
         "data": "source path sources text_key validation_share",
         "optimizer": "kind lr beta1 beta2 eps weight_decay warmup_steps schedule decay_share min_lr_share clip_norm",
         "optimizer.kfac": "damping ema refresh_every delay experts",
+        "optimizer.muon": "momentum nesterov iterations scale lr_factor",
+        "optimizer.adafactor": "decay_rate clip step floor eps",
+        "optimizer.sgd": "momentum nesterov",
         "train": "steps global_batch seed on_nan max_skips",
     },
     "cost": {
@@ -158,6 +161,17 @@ def check_function(
         needed=f"{', '.join(shown(change.before) for change in refused)}, with which {where} was trained",
         fix=f"{back}, {otherwise}, or {flags} if it is meant",
     )
+
+
+_MOMENTS = {"kfac": "adamw"}  # kinds that keep of a parameter what another one keeps
+
+
+def check_moments(before: Run, after: Run, *, where: str) -> None:
+    """Refuse to go on with an optimizer that keeps other tensors than the checkpoint has. Raises BadInput."""
+    old, new = before.optimizer.kind, after.optimizer.kind
+    if _MOMENTS.get(old, old) != _MOMENTS.get(new, new):
+        fix = f"--optimizer.kind {old}, or begin anew with its weights alone: --init_from RUN --out ANOTHER"
+        raise BadInput("optimizer.kind", got=new, needed=f"{old}, whose state {where} has", fix=fix)
 
 
 def told(before: Run, after: Run, *, begun: bool) -> list[str]:

@@ -336,21 +336,53 @@ class Kfac(Section):
     experts: bool = Field(True, description="false: experts' matrices take AdamW's steps")
 
 
-class Optimizer(Section):
-    """AdamW, or K-FAC's direction with AdamW's length. No weight decay on norms, biases and the router."""
+class Muon(Section):
+    """Settings of Muon: of matrices; embedding, head, router, gates and norms take AdamW's steps."""
 
-    kind: Literal["adamw", "kfac"] = "adamw"
+    momentum: float = Field(0.95, ge=0, lt=1)
+    nesterov: bool = True
+    iterations: int = Field(5, gt=0, le=100, description="of Newton-Schulz")
+    scale: Literal["rms", "spectral"] = Field("rms", description="rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
+    lr_factor: float = Field(1.0, gt=0, description="times optimizer.lr: the rate of matrices")
+
+
+class Adafactor(Section):
+    """Settings of Adafactor."""
+
+    decay_rate: float = Field(0.8, gt=0, le=1, description="squares are averaged with the weight t^-decay_rate of the newest")
+    clip: float | None = Field(1.0, gt=0, description="largest root mean square of a matrix's step; null: none")
+    step: Literal["relative", "absolute"] = Field("relative", description="relative: times the root mean square of the weights")
+    floor: float = Field(1e-3, gt=0, description="of that root mean square")
+    eps: float = Field(1e-30, ge=0, description="added to squares")
+
+
+class Sgd(Section):
+    """Settings of SGD."""
+
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+
+
+class Optimizer(Section):
+    """Which optimizer, its rate and its decay. No weight decay on norms, biases and the router."""
+
+    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd"] = Field(
+        "adamw", description="kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices"
+    )
     lr: float = Field(1e-3, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(50, ge=0)
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] = "cosine"
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
     min_lr_share: float = Field(0.1, ge=0, le=1)
     clip_norm: float | None = Field(1.0, ge=1e-8)
     kfac: Kfac = Kfac()
+    muon: Muon = Muon()
+    adafactor: Adafactor = Adafactor()
+    sgd: Sgd = Sgd()
 
 
 class Train(Section):

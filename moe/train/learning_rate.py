@@ -2,7 +2,9 @@
 
 warm-up    linear from 0 over warmup_steps
 cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
+linear     straight down to min_lr_share
 wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
+inverse_sqrt   sqrt(warmup_steps / update): the same however long the run is  (arXiv 1706.03762, section 5.3; T5, Switch)
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
     if settings.schedule == "cosine":
         share = min(1.0, (update - warm) / max(1, total - warm))
         return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * share)))
+    if settings.schedule == "linear":
+        share = min(1.0, (update - warm) / max(1, total - warm))
+        return settings.lr * (1 - (1 - low) * share)
+    if settings.schedule == "inverse_sqrt":
+        return settings.lr * math.sqrt(max(1, warm) / (update + 1))
     if settings.schedule == "wsd":
         start = max(warm, total * (1 - settings.decay_share))
         share = min(1.0, max(0.0, (update - start) / max(1.0, total - start)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe.recipe.changes import Change, changes, check_function, function_changes
+from moe.recipe.changes import Change, changes, check_function, check_moments, function_changes
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.stored import Reader
@@ -31,6 +31,8 @@ class Resumed:
             return Resumed()
         before = build_run(found.state["recipe"])
         check_function(before, run, allowed=allowed, where=found.path.name)
+        if found.state["counters"]["step"] > 0:  # a converted model has not been trained yet
+            check_moments(before, run, where=found.path.name)
         function = tuple(function_changes(before, run))
         retrained = any(change.key.startswith("data.") for change in function)
         return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function)

@@ -17,7 +17,7 @@ from moe.recipe.load import build_run
 from parallel import checkpoint
 from parallel.checkpoint import Piece
 from parallel.collectives import largest
-from parallel.data.engine import MOMENTS, Engine
+from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
@@ -27,7 +27,7 @@ from parallel.precision import LossScale
 from parallel.stored import Reader, check_same_parameters
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
-SQUARES = "exp_avg_sq"  # the kind of Adam's second moment
+SQUARES = "exp_avg_sq"  # how the kinds of means of squares begin
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
 
 
@@ -60,7 +60,7 @@ def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
         parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
         if layout.is_owner(mesh):
             for kind, tensor in parts.items():
-                for piece in checkpoint.pieces(global_name(name), layout, mesh, tensor):
+                for piece in checkpoint.pieces(global_name(name), _of_kind(engine, name, kind, layout), mesh, tensor):
                     yield kind, piece
     for kind, name, layout, tensor in engine.kfac.state() if isinstance(engine, Curved) else ():
         if layout.is_owner(mesh):
@@ -75,6 +75,21 @@ def extra_owned(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Ite
     for layer in moe_layers(model):
         if dense((), holders=layouts[f"layers.{layer.layer}.ffn_norm.weight"].holders).is_owner(mesh):
             yield from extra_state(layer).items()
+
+
+def _of_kind(engine: Engine, name: str, kind: str, layout: Layout) -> Layout:
+    """How a parameter's weight, or what the optimizer keeps beside it, lies: that may be a mean over a dim."""
+    dim = None if kind == "weight" else engine.rule.kept(name, len(layout.shape))[kind]
+    return layout if dim is None else layout.without(dim)
+
+
+def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Layout]]:
+    """What the optimizer keeps, by kind, and of which parameters; a kind that it keeps of none is not there."""
+    found: dict[str, dict[str, Layout]] = {}
+    for name, layout in layouts.items():
+        for kind in engine.rule.kept(name, len(layout.shape)):
+            found.setdefault(kind, {})[name] = _of_kind(engine, name, kind, layout)
+    return found
 
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader | None:
@@ -105,8 +120,11 @@ def resume(
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
-    fresh = not begun and not any(found.names(kind) for kind in MOMENTS)  # and one that came from elsewhere has no moments
-    check_same_parameters(found, global_layouts(whole or engine.layouts), ("weight",) if fresh else ("weight", *MOMENTS))
+    kept = _kept(engine, whole or engine.layouts)
+    fresh = not begun and not all(found.names(kind) for kind in kept)  # nor need it have what this optimizer keeps
+    check_same_parameters(found, global_layouts(whole or engine.layouts))
+    for kind, layouts in kept.items() if not fresh else ():
+        check_same_parameters(found, global_layouts(layouts), (kind,))
     if begun and found.state["data"] != data:
         log("the training text is not the one this run was started with: samples may come twice or not at all")
     for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
@@ -118,8 +136,8 @@ def resume(
     def stored(name: str, kind: str, box: Box) -> Tensor:
         if fresh and kind != "weight":
             return torch.zeros([part.stop - part.start for part in box])
-        tensor = found.load(global_name(name), kind, engine.layouts[name], mesh, box)
-        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind == SQUARES)
+        tensor = found.load(global_name(name), kind, _of_kind(engine, name, kind, engine.layouts[name]), mesh, box)
+        check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind.startswith(SQUARES))
         return tensor
 
     engine.load_state(engine.layouts, stored, steps=found.state["counters"]["updates"])

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel.data.engine import MOMENTS, AdamW, Load
-from parallel.data.load import fill_stepped
+from parallel.data.engine import Load, Rule
+from parallel.data.load import fill_stepped, kept_of
+from parallel.data.whole import Whole
 from parallel.gradients import data_axis, start_flat, sum_gradients
 from parallel.layout import Layout, dense
 from parallel.mesh import Axis, Mesh
@@ -35,11 +36,12 @@ class DDP:
     """
 
     def __init__(
-        self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW, forward: nn.Module | None = None
+        self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule, forward: nn.Module | None = None
     ) -> None:
         self.layouts, self.mesh = layouts, mesh
         self.parameters = dict(model.named_parameters())
-        self.optimizer = optimizer.build(optimizer.groups(self.parameters.items()))
+        wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
+        self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.module, self.model = model, forward or model
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
@@ -96,12 +98,17 @@ class DDP:
 
     def state(self, name: str) -> dict[str, Tensor]:
         parameter = self.parameters[name]
-        moments = self.optimizer.state.get(parameter, {})
-        return {"weight": parameter.detach()} | {m: moments.get(m, torch.zeros_like(parameter)) for m in MOMENTS}
+        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, self.rule.kept(name, parameter.ndim))
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         for name in names:
-            fill_stepped(self.parameters[name], self.optimizer, partial(load, name), steps=steps)
+            fill_stepped(
+                self.parameters[name],
+                self.optimizer,
+                partial(load, name),
+                kept=self.rule.kept(name, self.parameters[name].ndim),
+                steps=steps,
+            )
 
 
 def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:

@@ -9,7 +9,8 @@ seen the tokens of its whole ep group needs no correction, and ep never changes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,22 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from parallel.data.whole import Whole
 from parallel.layout import Box, Layout
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or a moment, box of what its layout gives this rank) -> that box
+Kept = Mapping[str, int | None]  # what an optimizer keeps of a parameter, by name: None, a tensor of its shape; a dim: a mean over that dim
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Decoupled weight decay (arXiv 1711.05101); `decays(name, parameter)` says which parameters have it. `make`: torch's class, or one
-    of its kind."""
+class Rule(ABC):
+    """An optimizer as data: what it does with each parameter, and what it keeps of it. `decays(name, parameter)`: who has weight decay."""
 
-    betas: tuple[float, float]
-    eps: float
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
-    make: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
+
+    def kept(self, name: str, num_dims: int) -> Kept:
+        """The tensors beside a parameter with so many dims, as checkpoints have them."""
+        return dict.fromkeys(MOMENTS)
+
+    @abstractmethod
+    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+        """torch's optimizer. `wholes`: by a parameter's id, how its matrices are put together where this rank holds a part of them."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """torch's parameter groups, with and without decay; an empty one is left out."""
@@ -41,7 +47,18 @@ class AdamW:
             parts[self.decays(name, parameter)].append(parameter)
         return [{"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held]
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+
+@dataclass(frozen=True)
+class AdamW(Rule):
+    """Decoupled weight decay (arXiv 1711.05101). `make`: torch's class, or one of its kind."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+    make: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
+
+    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.AdamW:
         return self.make(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
 
 
@@ -50,6 +67,7 @@ class Engine(Protocol):
 
     module: nn.Module
     layouts: dict[str, Layout]
+    rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:
         """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""
@@ -82,7 +100,7 @@ class Engine(Protocol):
         ...
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """This rank's part of one parameter's master weight and moments: {"weight", "exp_avg", "exp_avg_sq"}; every rank must call it."""
+        """This rank's part of a parameter's master weight ("weight") and of what the optimizer keeps; every rank must call it."""
         ...
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:

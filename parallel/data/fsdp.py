@@ -31,8 +31,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel.collectives import all_gather, gather_into, scatter_sum_into
-from parallel.data.engine import MOMENTS, AdamW, Load
-from parallel.data.load import fill_stepped
+from parallel.data.engine import Load, Rule
+from parallel.data.load import fill_stepped, kept_of
+from parallel.data.whole import Cut, Whole
 from parallel.first_values import Fill
 from parallel.gradients import data_axis, sum_gradients
 from parallel.layout import Box, Layout
@@ -187,14 +188,27 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 class FSDP:
     """The engine of a model that `shard` has cut, or of any that has nothing to cut. `layouts` by module parameter name."""
 
-    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: AdamW) -> None:
+    def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> None:
         self.module, self.layouts, self.mesh = model, layouts, mesh
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
         # what this rank steps: the whole ones, and its part of each cut one as a plain tensor of the same memory
         self.held = {name: nn.Parameter(p.to_local().detach()) if isinstance(p, DTensor) else p for name, p in named.items()}
-        self.optimizer = optimizer.build(optimizer.groups((name, p) for name, p in self.held.items() if p.numel()))
+        wholes = {id(p): whole for name, p in self.held.items() if (whole := self._whole(name)) is not None}
+        stepped = ((name, p) for name, p in self.held.items() if p.numel() or id(p) in wholes)
+        self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
+
+    def _whole(self, name: str) -> Whole | None:
+        """How a parameter's matrices are put together: what this engine cut, then what the layout did. The same answer on every rank."""
+        whole = Whole.of(self.layouts[name], self.mesh)
+        if name not in self.cut:
+            return whole
+        dim, each, axis = self._cut_of(name)
+        size, shape = self.cut[name].shape[dim], self.layouts[name].shape
+        own = (Cut(dim - len(shape), each, size, axis),) if dim >= len(shape) - 2 and axis.size > 1 else ()
+        cuts = (*own, *(whole.cuts if whole else ()))
+        return Whole(cuts) if cuts else None
 
     def forward(self, *args: Any, last: bool) -> Any:
         return self.module(*args)
@@ -242,8 +256,7 @@ class FSDP:
 
     def state(self, name: str) -> dict[str, Tensor]:
         held = self.held[name]
-        moments = self.optimizer.state.get(held, {})
-        parts = {"weight": held.detach()} | {m: moments.get(m, torch.zeros_like(held)) for m in MOMENTS}
+        parts = {"weight": held.detach()} | kept_of(held, self.optimizer, self.rule.kept(name, held.ndim))
         return {kind: self._gathered(name, part) for kind, part in parts.items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
@@ -253,7 +266,8 @@ class FSDP:
         for name in names:
             held = self.held[name]
             if held.numel():
-                fill_stepped(held, self.optimizer, partial(load, name), steps=steps, start=self._start(name))
+                kept = self.rule.kept(name, held.ndim)
+                fill_stepped(held, self.optimizer, partial(load, name), kept=kept, steps=steps, start=self._start(name))
 
     def _start(self, name: str) -> list[int]:
         """Where this rank's part begins in what `_gathered` gives."""

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel.data.engine import MOMENTS, Load
+from parallel.data.engine import Kept, Load
 from parallel.layout import Box
 
 ELEMENTS_AT_ONCE = 2**22  # 16 MiB in fp32: a disk is as fast with it as with more
@@ -43,16 +43,33 @@ def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, .
 
 
 def fill_stepped(
-    parameter: nn.Parameter, optimizer: torch.optim.Optimizer, load: Callable[[str, Box], Tensor], *, steps: int, start: Sequence[int] = ()
+    parameter: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[str, Box], Tensor],
+    *,
+    kept: Kept,
+    steps: int,
+    start: Sequence[int] = (),
 ) -> None:
-    """New values for a parameter and its moments, which stand at `start` in what `load` reads from."""
+    """New values for a parameter and what its optimizer keeps of it, which stand at `start` in what `load` reads from."""
     fill(parameter.data, partial(load, "weight"), start=start)
     state = optimizer.state[parameter]
-    for moment in MOMENTS:
-        if moment not in state:
-            state[moment] = torch.empty_like(parameter, requires_grad=False)
-        fill(state[moment], partial(load, moment), start=start)
+    for kind, dim in kept.items():
+        if kind not in state:
+            state[kind] = parameter.new_empty(_shape(parameter, dim), requires_grad=False)
+        fill(state[kind], partial(load, kind), start=start)
     state["step"] = torch.tensor(float(steps), device=parameter.device)
+
+
+def kept_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer, kept: Kept) -> dict[str, Tensor]:
+    """What the optimizer keeps of a parameter; zeros before its first step."""
+    state = optimizer.state.get(parameter, {})
+    return {kind: state[kind] if kind in state else parameter.new_zeros(_shape(parameter, dim)) for kind, dim in kept.items()}
+
+
+def _shape(parameter: nn.Parameter, dim: int | None) -> list[int]:
+    """The parameter's, or of a mean over a dim."""
+    return [size for d, size in enumerate(parameter.shape) if dim is None or d != dim % parameter.ndim]
 
 
 def boxes(shape: tuple[int, ...], first: int, end: int, *, at_once: int | None = None) -> Iterator[tuple[int, Box]]:

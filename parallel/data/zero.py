@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
-from parallel.data.engine import MOMENTS, AdamW, Load
+from parallel.data.engine import MOMENTS, AdamW, Load, Rule
 from parallel.data.load import fill_run
 from parallel.data.offload import Offload
 from parallel.gradients import data_axis
@@ -43,6 +43,7 @@ class DeepSpeed(ABC):
     module: nn.Module
     engine: Any
     zero: Any  # DeepSpeed's sharded optimizer
+    rule: Rule
     mesh: Mesh
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -92,6 +93,7 @@ class Zero(DeepSpeed):
         working: Working | None = None,
     ) -> None:
         deepspeed = start_deepspeed()
+        self.rule = optimizer
         self.module, self.layouts, self.mesh, offload = model, layouts, mesh, offload or Offload()
         self.parameters = dict(model.named_parameters())
         made = group_parameters(self.parameters, layouts, optimizer, working=working, mesh=mesh, told=True)

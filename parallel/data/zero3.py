@@ -107,6 +107,7 @@ class Zero3(DeepSpeed):
         offload: Offload | None = None,
         working: Working | None = None,
     ) -> None:
+        self.rule = optimizer
         self.module, self.layouts, self.mesh = model, layouts, mesh
         self.birth: Birth = next(model.parameters()).birth  # type: ignore[attr-defined]
         self.offload = offload or Offload()

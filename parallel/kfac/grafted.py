@@ -86,6 +86,7 @@ class Curved:
         self.engine, self.kfac = engine, kfac
         self.module: nn.Module = engine.module
         self.layouts: dict[str, Layout] = engine.layouts
+        self.rule = engine.rule
 
     def forward(self, *args: Any, last: bool) -> Any:
         with self.kfac.recording():

@@ -155,7 +155,7 @@ class _Job:
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     """On the device, and on the host. The host updates what it has, so the gradients of an offloaded optimizer are there as well."""
     dense = model_states(held.dense, stage=plan.stage, copies=plan.dp * plan.sp, storage=plan.storage)
-    whole = dense + model_states(held.expert, stage=plan.stage, copies=max(1, plan.edp), storage=plan.storage)
+    whole = dense + model_states(held.expert, stage=plan.stage, copies=max(1, plan.edp), storage=plan.storage.expert)
     moved = States(
         whole.parameters if plan.offload_parameters != "none" else 0.0,
         whole.gradients if plan.offload_optimizer != "none" else 0.0,

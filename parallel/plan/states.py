@@ -12,7 +12,7 @@ layer at work, and buckets are extra. Source: ZeRO (arXiv 1910.02054), sections 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 STAGES = (0, 1, 2, 3)
@@ -20,15 +20,21 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes of one parameter's states before any sharding."""
+    """Bytes of one parameter's states before any sharding; `of_experts`: the optimizer's of an expert's parameter, where it is another."""
 
     parameters: int
     gradients: int
-    optimizer: int
+    optimizer: float
+    of_experts: float | None = None
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def expert(self) -> Storage:
+        """The same for a parameter of an expert."""
+        return self if self.of_experts is None else replace(self, optimizer=self.of_experts)
 
 
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
@@ -68,7 +74,7 @@ def sparse_model_states(*, dense: float, expert: float, stage: int, dp: int, ep:
     """The same for a model with experts: a rank holds 1 / (ep etp) of the `expert` parameters, shared with the ranks of its edp axis."""
     apart = ep * etp
     assert dp % apart == 0, "ep and etp lie within dp"
-    held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage)
+    held = model_states(expert / apart, stage=stage, copies=dp // apart, storage=storage.expert)
     return model_states(dense, stage=stage, copies=dp, storage=storage) + held
 
 

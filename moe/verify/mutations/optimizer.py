@@ -28,8 +28,8 @@ def _also(*words: str) -> Any:
 def _into_the_gradient(real: Any) -> Any:
     """Decay is added to the gradient, so that Adam scales it, instead of taken off the weight."""
 
-    def wrong(self: Any, groups: Any) -> Any:
-        optimizer = real(self, groups)
+    def wrong(self: Any, groups: Any, wholes: Any = None) -> Any:
+        optimizer = real(self, groups, wholes)
 
         def before(*_: Any) -> None:
             for group in optimizer.param_groups:
@@ -134,7 +134,7 @@ def _each_microbatch(real: Any) -> Any:
     return wrong
 
 
-_GROUPS = "parallel.data.engine:AdamW.groups"
+_GROUPS = "parallel.data.engine:Rule.groups"
 _DENSE = Case("dense", "ddp", 1, 1, 1, "fp32")
 _SWITCH = Case("switch", "ddp", 1, 1, 1, "fp32")
 _DEEPSEEK_2 = Case("deepseek", "ddp", 2, 1, 1, "fp32")

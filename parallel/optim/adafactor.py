@@ -1,0 +1,93 @@
+"""Adafactor: of a matrix's squared gradients it keeps the means of rows and of columns, n + m numbers in the place of 2 n m.
+
+    R  <-  b R + (1 - b) mean of (G^2 + eps) over columns        C: over rows        b = 1 - t^-decay
+    V = R C^T / mean(R)        U = G / sqrt(V)        U  <-  U / max(1, rms(U) / d)
+    W  <-  W - a U - lr decay W        a = lr max(floor, rms(W)) relative, or lr
+
+A vector keeps its squares whole. Each expert is a matrix of its own, with its own rms, so nothing depends on who holds it (Mesh
+TensorFlow takes them together). No first moment, as Switch and GLaM trained. Source: Shazeer and Stern, arXiv 1804.04235, algorithms 4
+and 5; `optimizer.schedule: inverse_sqrt` is its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from parallel.data.engine import Kept, Rule
+from parallel.data.whole import Whole
+
+ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Adafactor(Rule):
+    """`clip`: d of the largest root mean square of a step, None for none; `floor`: of the weights' rms, where steps are relative to it."""
+
+    decay_rate: float
+    clip: float | None
+    step: Literal["relative", "absolute"]
+    eps: float
+    floor: float
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+
+    def kept(self, name: str, num_dims: int) -> Kept:
+        return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
+
+    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+        assert not wholes, "means are of whole matrices"
+        return Factored(groups, rule=self)
+
+
+class Factored(torch.optim.Optimizer):
+    """torch's form of it."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, rule: Adafactor) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._move(weight, group)
+
+    def _move(self, weight: Tensor, group: dict[str, Any]) -> None:
+        rule, state, grad = self.rule, self.state[weight], weight.grad
+        assert grad is not None
+        grad = grad.float()
+        square, dims = grad.square().add_(rule.eps), tuple(range(max(-2, -weight.ndim), 0))
+        means = {ROW: square.mean(-1), COLUMN: square.mean(-2)} if weight.ndim > 1 else {SQUARE: square}
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
+            state |= {kind: torch.zeros_like(mean, dtype=weight.dtype) for kind, mean in means.items()}
+        state["step"] += 1
+        new = state["step"] ** -rule.decay_rate  # 1 in the first step
+        for kind, mean in means.items():
+            state[kind].copy_(torch.lerp(state[kind].float(), mean, new))
+        update = grad * _inverse_root({kind: state[kind].float() for kind in means})
+        if rule.clip is not None:
+            update /= (_rms(update, dims) / rule.clip).clamp_min(1.0)
+        if rule.step == "relative":
+            update *= _rms(weight.float(), dims).clamp_min(rule.floor)
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]).to(weight.dtype))
+
+
+def _inverse_root(held: dict[str, Tensor]) -> Tensor:
+    """1 / sqrt(V)."""
+    if SQUARE in held:
+        return held[SQUARE].rsqrt()
+    rows, columns = held[ROW], held[COLUMN]
+    return (rows / rows.mean(-1, keepdim=True)).rsqrt()[..., :, None] * columns.rsqrt()[..., None, :]
+
+
+def _rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Root mean square of a vector or of each matrix, with its dims kept at 1."""
+    return x.square().mean(dims, keepdim=True).sqrt()

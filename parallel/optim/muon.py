@@ -1,0 +1,113 @@
+"""Muon: a matrix's momentum, made orthogonal, is its step; everything else takes AdamW's.
+
+    M  <-  mu M + G                                   U = G + mu M (Nesterov), or M
+    X0 = U / |U|        X  <-  a X + b (X X^T) X + c (X X^T)^2 X, some times        about the orthogonal matrix nearest to U
+    W  <-  W - lr s X - lr decay W                    s: see `scale`
+
+The Newton-Schulz iteration needs products of matrices alone. a, b and c are Jordan's: they drive singular values towards 1 fast, and
+only to about 0.7 to 1.2, which is enough. Experts are stacked, each a matrix of its own. A matrix of which ranks hold parts (tensor
+parallelism, FSDP) is gathered for its step, and each rank keeps its part of the result; the momentum stays cut. Where the tensors are
+whole, all ranks have the same gradients and make the same step.
+Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from parallel.data.engine import MOMENTS, Kept, Rule
+from parallel.data.whole import Whole
+from parallel.optim.sgd import MOMENTUM, moved
+
+A, B, C = 3.4445, -4.7750, 2.0315
+Scale = Literal["rms", "spectral"]
+Orientation = Literal["out_in", "in_out"]  # which of a matrix's two dims are its outputs: [out, in] or [in, out]
+
+
+@dataclass(frozen=True)
+class Muon(Rule):
+    """`matrix(name, dims)`: how a parameter's matrices lie, None for what is AdamW's. `lr_factor`: of their rate."""
+
+    momentum: float
+    nesterov: bool
+    iterations: int
+    scale: Scale
+    lr_factor: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+    matrix: Callable[[str, int], Orientation | None]
+
+    def kept(self, name: str, num_dims: int) -> Kept:
+        return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
+
+    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+        parts: dict[Orientation | None, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in parameters:
+            parts.setdefault(self.matrix(name, parameter.ndim), []).append((name, parameter))
+        return [group | {"matrix": kind} for kind, held in parts.items() for group in super(Muon, self).groups(held)]
+
+    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+        return Orthogonal(groups, rule=self, wholes=wholes or {})
+
+
+class Orthogonal(torch.optim.AdamW):
+    """torch's AdamW, except that groups whose `matrix` is set take Muon's step."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
+        super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
+        self.rule, self.wholes = rule, wholes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        stepped: list[tuple[nn.Parameter, Tensor]] = []
+        for group in self.param_groups:
+            for weight in group["params"] if group["matrix"] else ():
+                if weight.grad is not None:
+                    self._move(weight, group)
+                    stepped.append((weight, weight.grad))
+                    weight.grad = None  # so that AdamW skips it
+        super().step()
+        for weight, grad in stepped:
+            weight.grad = grad
+
+    def _move(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
+        rule, whole = self.rule, self.wholes.get(id(weight))
+        assert weight.grad is not None
+        held = moved(self.state[weight], weight, momentum=rule.momentum)
+        held = weight.grad.float().add(held, alpha=rule.momentum) if rule.nesterov else held
+        matrices = held if whole is None else whole.gathered(held)
+        factor = scale(rule.scale, tuple(matrices.shape), group["matrix"])
+        found = orthogonal(matrices, iterations=rule.iterations)
+        found = found if whole is None else whole.part_of(found)
+        lr = group["lr"] * rule.lr_factor
+        weight.mul_(1 - lr * group["weight_decay"]).sub_(found.mul(lr * factor).to(weight.dtype))
+
+
+def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:
+    """Of each matrix [..., rows, columns] about U V^T of its singular value decomposition, in fp32; zero stays zero."""
+    x: Tensor = matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the smaller square
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)
+    for _ in range(iterations):
+        square = x @ x.mT
+        x = A * x + (B * square + C * square @ square) @ x
+    return x.mT if tall else x
+
+
+def scale(kind: Scale, shape: tuple[int, ...], orientation: Orientation) -> float:
+    """What an orthogonal step is multiplied by. rms: 0.2 sqrt(max(rows, columns)), the size of AdamW's steps (Liu et al., eq. 4), so both
+    share a rate; spectral: sqrt(max(1, out / in)), Jordan's, with a rate of its own."""
+    if kind == "rms":
+        return 0.2 * math.sqrt(max(shape[-2:]))
+    out_size, in_size = (shape[-2], shape[-1]) if orientation == "out_in" else (shape[-1], shape[-2])
+    return math.sqrt(max(1.0, out_size / in_size))

@@ -1,0 +1,68 @@
+"""SGD with momentum: one tensor beside each weight, half of what AdamW keeps.
+
+    M  <-  mu M + G        W  <-  W - lr (M, or G + mu M with Nesterov) - lr decay W
+
+As in torch's SGD without dampening, but with decoupled decay, so that a recipe's decay means the same for every kind.
+Sources: Polyak 1964; Nesterov 1983 in the form of Sutskever et al. 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.data.engine import Kept, Rule
+from parallel.data.whole import Whole
+
+MOMENTUM = "momentum"
+
+
+@dataclass(frozen=True)
+class Sgd(Rule):
+    """`nesterov`: the step looks ahead by the new momentum."""
+
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+
+    def kept(self, name: str, num_dims: int) -> Kept:
+        return {MOMENTUM: None}
+
+    def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+        return Momentum(groups, momentum=self.momentum, nesterov=self.nesterov)
+
+
+class Momentum(torch.optim.Optimizer):
+    """torch's form of it; sums in fp32, whatever the weights' dtype."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, nesterov: bool) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.momentum, self.nesterov = momentum, nesterov
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                grad, held = weight.grad.float(), moved(self.state[weight], weight, momentum=self.momentum)
+                step = grad.add(held, alpha=self.momentum) if self.nesterov else held
+                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step.mul(group["lr"]).to(weight.dtype))
+
+
+def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
+    """The momentum after this step's gradient, in fp32; the state has it in the weight's dtype."""
+    assert weight.grad is not None
+    if MOMENTUM not in state:
+        state["step"] = torch.zeros((), device=weight.device)
+        state[MOMENTUM] = torch.zeros_like(weight)
+    state["step"] += 1
+    held = state[MOMENTUM].float().mul(momentum).add_(weight.grad.float())
+    state[MOMENTUM].copy_(held)
+    return held

@@ -1,0 +1,145 @@
+"""Each optimizer's steps equal those of a plain twin that loops over matrices, rows and elements. It alone would notice a factor, an
+orientation or a mean that is wrong in every layout alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel.data.engine import Rule
+from parallel.optim.adafactor import Adafactor
+from parallel.optim.muon import Muon, Orientation, orthogonal, scale
+from parallel.optim.sgd import Sgd
+
+LRS = (0.1, 0.07, 0.02)
+SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # in_out: two experts
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and name != "table"
+
+
+def matrix(name: str, num_dims: int) -> Orientation | None:
+    return name if name in ("out_in", "in_out") else None  # type: ignore[return-value]
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def stepped(rule: Rule) -> dict[str, Tensor]:
+    """Parameters after three steps."""
+    weights = {name: nn.Parameter(draw(shape, 50 + i).float()) for i, (name, shape) in enumerate(SHAPES.items())}
+    optimizer = rule.build(rule.groups(weights.items()))
+    for step, lr in enumerate(LRS):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for i, weight in enumerate(weights.values()):
+            weight.grad = draw(tuple(weight.shape), 10 * step + i).float()
+        optimizer.step()
+    kept = {kind for name, w in weights.items() for kind in rule.kept(name, w.ndim)}
+    held = {kind for state in optimizer.state.values() for kind in state}
+    assert held == kept | {"step"}, "what is kept is what checkpoints are told of"
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+Step = Callable[[str, Tensor, Tensor, dict[str, Tensor], int, float], Tensor]  # weight, gradient, state, step, rate -> what is subtracted
+
+
+def twin(step_of: Step, weight_decay: float, decay_factor: Callable[[str], float] = lambda name: 1.0) -> dict[str, Tensor]:
+    """The same by a plain rule of one matrix or vector at a time, in float64."""
+    found = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        weight = draw(shape, 50 + i).float().double()
+        parts = list(weight) if weight.ndim == 3 else [weight]
+        states: list[dict[str, Tensor]] = [{} for _ in parts]
+        for step, lr in enumerate(LRS):
+            grad = draw(shape, 10 * step + i).float().double()
+            grads = list(grad) if weight.ndim == 3 else [grad]
+            for j, part in enumerate(parts):
+                moved = step_of(name, part, grads[j], states[j], step + 1, lr)
+                shrunk = part * (1 - lr * decay_factor(name) * weight_decay) if decays(name, weight) else part
+                parts[j] = shrunk - moved
+        found[name] = torch.stack(parts) if weight.ndim == 3 else parts[0]
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.double(), expected[name], rtol=3e-5, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd(nesterov: bool) -> None:
+    def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
+        state["m"] = 0.9 * state.get("m", torch.zeros_like(weight)) + grad
+        return lr * (grad + 0.9 * state["m"] if nesterov else state["m"])
+
+    same(stepped(Sgd(0.9, nesterov, 0.3, decays)), twin(step_of, 0.3))
+
+
+def adamw(weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
+    state["m"] = 0.8 * state.get("m", torch.zeros_like(weight)) + 0.2 * grad
+    state["v"] = 0.9 * state.get("v", torch.zeros_like(weight)) + 0.1 * grad**2
+    return lr * (state["m"] / (1 - 0.8**step)) / ((state["v"] / (1 - 0.9**step)).sqrt() + 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "nesterov"), [("rms", True), ("spectral", False)])
+def test_muon(kind: str, nesterov: bool) -> None:
+    """By its effect on singular values: Newton-Schulz leaves the singular vectors as they are, and sends each value s through
+    3.4445 s - 4.775 s^3 + 2.0315 s^5, five times."""
+
+    def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
+        if name not in ("out_in", "in_out"):
+            return adamw(weight, grad, state, step, lr)
+        state["m"] = 0.95 * state.get("m", torch.zeros_like(weight)) + grad
+        u, s, vt = torch.linalg.svd(grad + 0.95 * state["m"] if nesterov else state["m"], full_matrices=False)
+        values = [float(value) / math.sqrt(sum(float(other) ** 2 for other in s)) for value in s]
+        for _ in range(5):
+            values = [3.4445 * value - 4.775 * value**3 + 2.0315 * value**5 for value in values]
+        rows, columns = weight.shape
+        outputs, inputs = (rows, columns) if name == "out_in" else (columns, rows)
+        factor = 0.2 * math.sqrt(max(rows, columns)) if kind == "rms" else math.sqrt(max(1.0, outputs / inputs))
+        return 3 * lr * factor * sum(value * torch.outer(u[:, k], vt[k]) for k, value in enumerate(values))
+
+    rule = Muon(0.95, nesterov, 5, kind, 3.0, (0.8, 0.9), 1e-6, 0.1, decays, matrix)  # type: ignore[arg-type]
+    same(stepped(rule), twin(step_of, 0.1, lambda name: 3.0 if name in ("out_in", "in_out") else 1.0))
+
+
+def test_an_orthogonal_step_has_singular_values_about_one_and_zero_stays_zero() -> None:
+    for shape in ((40, 9), (9, 40), (3, 16, 16)):
+        values = torch.linalg.svdvals(orthogonal(draw(shape, 3)))
+        assert values.min() > 0.6 and values.max() < 1.3
+    assert not orthogonal(torch.zeros(2, 4, 5)).any()
+    assert scale("spectral", (8, 2), "out_in") == 2.0 and scale("spectral", (8, 2), "in_out") == 1.0
+
+
+@pytest.mark.parametrize(("clip", "step_kind"), [(1.0, "relative"), (None, "absolute"), (0.5, "absolute")])
+def test_adafactor(clip: float | None, step_kind: str) -> None:
+    """Algorithm 4 of Shazeer and Stern, with sums over rows and columns, element by element."""
+
+    def step_of(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, lr: float) -> Tensor:
+        b = 1 - step**-0.8
+        square = grad**2 + 1e-30
+        update = torch.zeros_like(grad)
+        if grad.ndim == 1:
+            state["v"] = b * state.get("v", torch.zeros_like(grad)) + (1 - b) * square
+            update = grad / state["v"].sqrt()
+        else:
+            rows, columns = grad.shape
+            r = state["r"] = b * state.get("r", torch.zeros(rows, dtype=torch.float64)) + (1 - b) * square.sum(1)
+            c = state["c"] = b * state.get("c", torch.zeros(columns, dtype=torch.float64)) + (1 - b) * square.sum(0)
+            for i in range(rows):
+                for j in range(columns):
+                    update[i, j] = grad[i, j] / math.sqrt(r[i] * c[j] / sum(r))
+        rms = math.sqrt(sum(float(u) ** 2 for u in update.flatten()) / update.numel())
+        update = update if clip is None else update / max(1.0, rms / clip)
+        size = math.sqrt(float((weight**2).sum()) / weight.numel())
+        return lr * (max(1e-3, size) if step_kind == "relative" else 1.0) * update
+
+    rule = Adafactor(0.8, clip, step_kind, 1e-30, 1e-3, 0.1, decays)  # type: ignore[arg-type]
+    same(stepped(rule), twin(step_of, 0.1))
