@@ -297,18 +297,29 @@ def _refuse_key(path: tuple[Any, ...]) -> None:
     raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(section.model_fields)}", fix=fix)
 
 
+def _of_each(field: Any) -> type[Section] | None:
+    """The section of each element of a field that is a list of them; None for any other field."""
+    held = [] if field is None or get_origin(field.annotation) is not tuple else get_args(field.annotation)
+    return next((kind for kind in held if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
 _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def _explain(error: dict[str, Any], more: int) -> BadInput:
     """pydantic's first error as one line in the project's form."""
     loc = tuple(p for p in error["loc"])
+    place = _place(loc)
+    if (each := _of_each(_field(place))) is not None:
+        keys, inside = ", ".join(each.model_fields), "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[len(place) :])
+        example = ", ".join(f"{{path: {name}, weight: {weight}}}" for name, weight in (("a.txt", 2), ("b.txt", 1)))
+        dotted, needed = ".".join(map(str, place)), f"a list of {{{keys}}}, each with a weight above 0"
+        return BadInput(f"{dotted}{inside}", got=_shown(error["input"]), needed=needed, fix=f"write {dotted}: [{example}]")
     if error["type"] == "extra_forbidden":
         try:
             _refuse_key(loc)
         except BadInput as refused:
             return refused
-    place = _place(loc)
     dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
     if field is not None and _section(field) is not None:
         inner = ", ".join(_section(field).model_fields)  # type: ignore[union-attr]

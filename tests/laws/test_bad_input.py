@@ -490,6 +490,9 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--data.source text --data.path texd.txt", "data.path: got texd.txt", "did you mean text.txt?"),
     (T + "--data.source text --data.path empty.txt", "data.path: got empty.txt, which is empty", "holds text"),
     (T + "--data.source text --data.path empty_folder", "data.path: got empty_folder, which is empty", "holds text"),
+    (T + "--data.sources a.txt", "data.sources: got 'a.txt', needed a list of {path, weight}", "write data.sources: [{path: a.txt,"),
+    (T + "--data.sources [1]", "data.sources[0]: got 1", "write data.sources: [{path: a.txt,"),
+    (T + "--optimizer.kind muon --sharding.kind zero", "optimizer.kind: got muon with sharding.kind=zero", "set sharding.kind to fsdp"),
     (T + "--data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
     (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
 ]
