@@ -140,7 +140,7 @@ CASES: list[tuple[str, str, str]] = [
     ("show null_steps.yaml", "train.steps: got null", "like 300"),
     ("show nested.yaml", "train.steps: got {'a': {'b': {...}}}", "like 300"),
     # K-FAC
-    (T + "--optimizer.kind sgd", "optimizer.kind: got 'sgd', needed adamw, kfac", "optimizer.kind"),
+    (T + "--optimizer.kind lion", "optimizer.kind: got 'lion', needed adamw, kfac, muon, adafactor, sgd", "optimizer.kind"),
     (T + "--optimizer.kfac.damping 0.1", "optimizer.kfac.damping: got 0.1 with optimizer.kind=adamw", "set optimizer.kind to kfac"),
     (K + "--optimizer.kfac.damping 0", "optimizer.kfac.damping: got 0", "optimizer.kfac.damping"),
     (K + "--optimizer.kfac.delay 5", "optimizer.kfac.delay: got 5, needed below optimizer.kfac.refresh_every=5", "set it to 4"),
