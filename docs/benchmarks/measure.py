@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from moe.bench.timing import in_turn  # noqa: E402
 from moe.model.transformer import Transformer  # noqa: E402
-from moe.nn.attention import rotate  # noqa: E402
 from moe.nn.linear import Norm  # noqa: E402
+from moe.nn.rotary import rotate  # noqa: E402
 from moe.nn.vocabulary import rows_of, summed_loss  # noqa: E402
 from moe.recipe.sections import Experts, Model, Recompute, Router  # noqa: E402
 from parallel.random import uniform  # noqa: E402

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from moe.nn.context import Context
 from moe.nn.linear import Linear, Norm
-from moe.nn.rotary import rotate
+from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
@@ -121,7 +121,8 @@ class Attention(nn.Module):
         bias = None if self.bias is None else self.bias()
         if bias is None:
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-            q_BHLC, k_BKLC = rotate(q_BHLC, place_L, self.rope), rotate(k_BKLC, place_L, self.rope)
+            turns = context.for_all_layers(turns_of, place_L, self.head_size, self.rope, dtype=q_BHLC.dtype)
+            q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
         return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class Context:
     sequence_B: Tensor | None = None
     place_L: Tensor | None = None
     document_BS: Tensor | None = None
+    _kept: list[tuple[Tensor, tuple[object, ...], Any]] = field(default_factory=list, compare=False, repr=False)
 
     @staticmethod
     def of(
@@ -129,6 +130,16 @@ class Context:
     def places(self, length: int, *, device: torch.device) -> Tensor:
         """`place_L` of sequences of which so many tokens are held here."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
+
+    def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:
+        """compute(place_L, *given, dtype=dtype), once for the whole pass: layers with the same settings share it."""
+        asked = (compute, *given, dtype)
+        for places, before, found in self._kept:
+            if places is place_L and before == asked:
+                return found  # type: ignore[no-any-return]
+        found = compute(place_L, *given, dtype=dtype)
+        self._kept.append((place_L, asked, found))
+        return found
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
         """Float32 [T, width] in [0, 1] for one use in one layer; columns from the `first` on."""

@@ -11,7 +11,7 @@ yarn      the same two ends, a mixture linear in the number of the pair; cos and
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,15 +43,31 @@ class _Rotate(torch.autograd.Function):
         return out, None, None
 
 
+class Turns(NamedTuple):
+    """By how much the heads' pairs turn at each place: [L, C/2] in the dtype of what turns."""
+
+    cos_LC: Tensor
+    sin_LC: Tensor
+
+
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
     """Every head's channel pairs, turned by their places; x's shape and dtype back."""
-    rate_C = rates(rope, x_BHLC.shape[-1], device=x_BHLC.device)
-    angle_LC = position_L.float().unsqueeze(1) * rate_C
+    return turned(x_BHLC, turns_of(position_L, x_BHLC.shape[-1], rope, dtype=x_BHLC.dtype))
+
+
+def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
+    """The same, of places whose turns are known."""
+    out: Tensor = _Rotate.apply(x_BHLC, *turns)
+    return out
+
+
+def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:
+    """For heads of so many channels at these places: the same in every layer, so a pass keeps them (`Context.for_all_layers`)."""
+    angle_LC = position_L.float().unsqueeze(1) * rates(rope, channels, device=position_L.device)
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:
         cos_LC, sin_LC = cos_LC * size, sin_LC * size
-    out: Tensor = _Rotate.apply(x_BHLC, cos_LC.to(x_BHLC.dtype), sin_LC.to(x_BHLC.dtype))
-    return out
+    return Turns(cos_LC.to(dtype), sin_LC.to(dtype))
 
 
 def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -59,31 +59,30 @@ class Cached:
         self.model, self.max_length = model, model.config.max_length
         self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
         self.cache, self.start = KeyValueCache(0, 0), -1
+        self.layers = [module for module in model.modules() if isinstance(module, Attention)]
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor:
         if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
-        with _reading(self.model, self.cache):
+        with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
                 logits_BV: Tensor = self.model(new_BN, self.cache.context(new_BN)).logits_BLV[:, -1]
                 self.cache.seen += new_BN.shape[1]
         return logits_BV
 
-
-@contextmanager
-def _reading(model: Transformer, cache: KeyValueCache) -> Iterator[None]:
-    """Meanwhile tokens meet in the cache."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    before = [layer.core for layer in layers], model.whole_sequences
-    for layer in layers:
-        layer.core = partial(cache.attend, layer)
-    model.whole_sequences = cache.all_places
-    try:
-        yield
-    finally:
-        for layer, core in zip(layers, before[0], strict=True):
-            layer.core = core
-        model.whole_sequences = before[1]
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Meanwhile tokens meet in the cache."""
+        cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
+        for layer in self.layers:
+            layer.core = partial(self.cache.attend, layer)
+        self.model.whole_sequences = self.cache.all_places
+        try:
+            yield
+        finally:
+            for layer, core in zip(self.layers, cores, strict=True):
+                layer.core = core
+            self.model.whole_sequences = whole
 
 
 def can_cache(model: Transformer) -> bool:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.model.names import global_name
 from moe.model.transformer import Block, Output, Transformer, moe_layers
-from moe.nn.attention import Attention, RelativeBias, _Rotate, rotate
+from moe.nn.attention import Attention, RelativeBias
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
+from moe.nn.rotary import _Rotate, rotate
 from moe.parallelize.build import build
 from moe.recipe import sections
 from moe.recipe.load import build_run

@@ -17,6 +17,7 @@ from moe.bench.alive import Alive
 from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
+from moe.nn.rotary import Turns
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
@@ -160,12 +161,12 @@ def test_balanced_logits_choose_every_expert_equally_often(tokens: int, experts:
 
 
 def test_a_tensor_on_the_wrong_device_is_named_by_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotate = attention.rotate
+    turned = attention.turned
 
-    def wrong(x_BHLC: torch.Tensor, position_L: torch.Tensor) -> torch.Tensor:
-        return rotate(x_BHLC, position_L) + torch.zeros(x_BHLC.shape)  # the host's, where there is a GPU
+    def wrong(x_BHLC: torch.Tensor, turns: Turns) -> torch.Tensor:
+        return turned(x_BHLC, turns) + torch.zeros(x_BHLC.shape)  # the host's, where there is a GPU
 
-    monkeypatch.setattr(attention, "rotate", wrong)
+    monkeypatch.setattr(attention, "turned", wrong)
     case = Case("dense", "ddp", 2, 1, 1, "fp32")
     rehearsed(case, rank=1)
     with pytest.raises(Found, match=rf"{Path(__file__).name}:\d+ in wrong: add: Expected all tensors to be on the same device"):

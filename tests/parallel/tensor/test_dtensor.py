@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import (
 
 from moe.checks.together import check_run
 from moe.model.names import tiled_dim
-from moe.nn.attention import Attention, rotate, softmax_core
+from moe.nn.attention import Attention, softmax_core
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
+from moe.nn.rotary import rotate
 from moe.parallelize.shown import plan_rows
 from moe.recipe import sections
 from moe.verify.cases import Case

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from moe.model.names import tiled_dim
-from moe.nn.attention import Attention, rotate, softmax_core
+from moe.nn.attention import Attention, softmax_core
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward
+from moe.nn.rotary import rotate
 from moe.recipe import sections
 from parallel import process
 from parallel.data.tiling import without_tiles
