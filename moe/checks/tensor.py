@@ -41,6 +41,13 @@ def check_tensor(run: Run) -> None:
             needed="1: the mean is over all heads, of which each rank of tp would have some",
             fix="set degrees.tp to 1, or tensor.kind to copied",
         )
+    if run.model.qkv_bias and run.tensor.kind != "copied":
+        raise BadInput(
+            "degrees.tp",
+            got=f"{tp} with model.qkv_bias",
+            needed="1: no kind of tensor parallelism cuts biases with their columns",
+            fix="set degrees.tp to 1, or tensor.kind to copied",
+        )
     if run.sharding.kind == "dp":
         raise BadInput(
             "sharding.kind", got=f"dp with degrees.tp={tp}", needed="ddp, fsdp or zero: dp is one process", fix="set sharding.kind to ddp"

@@ -29,6 +29,7 @@ SAME: tuple[str, ...] = (
     "norm",
     "norm_eps",
     "qk_norm",
+    "qkv_bias",
     "tied_embeddings",
     "positions",
 )

@@ -31,17 +31,19 @@ class FirstValues:
         for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
             here = out if tensor.place is None else out[tensor.place]
             sigma = sigma_of(tensor.name, tensor.shape, self.model)
-            if sigma is None:
-                here.fill_(1.0)
+            if not sigma:
+                here.fill_(1.0 if sigma is None else 0.0)
                 continue
             key = key_of_tensor(self.seed, tensor.name)
             truncated_normal(here, key=key, shape=tensor.shape, region=tensor.region, sigma=sigma)
 
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
-    """Of a tensor by its global name; None: a gain, which starts at 1."""
+    """Of a tensor by its global name; None: a gain, which starts at 1; 0: a bias, which starts at 0."""
     if name.endswith("norm.weight"):
         return None
+    if name.endswith("_bias.weight"):
+        return 0.0
     if name == "embedding":  # tied, its rows are also the head's; alone, an embedding has unit size
         return shape[1] ** -0.5 if model.tied_embeddings else 1.0
     if name.endswith(".attention.bias.weight"):  # T5's: as wide as the model whatever the number of buckets and heads

@@ -25,7 +25,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.nn.context import Context
-from moe.nn.linear import Linear, Norm
+from moe.nn.linear import Added, Linear, Norm
 from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
@@ -92,7 +92,7 @@ class RelativeBias(nn.Module):
 
 class Attention(nn.Module):
     """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]; norms of q and k [C],
-    or with qk_norm `whole` [H C] and [K C]."""
+    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k and v."""
 
     def __init__(self, model: sections.Model) -> None:
         super().__init__()
@@ -104,6 +104,8 @@ class Attention(nn.Module):
         self.out = Linear(heads * self.head_size, model.d_model)
         self.normed = model.qk_norm
         self.q_norm, self.k_norm = self._norm_of(model, heads), self._norm_of(model, kv_heads)
+        sizes = (heads, kv_heads, kv_heads)
+        self.q_bias, self.k_bias, self.v_bias = (Added(n * self.head_size) if model.qkv_bias else None for n in sizes)
         self.bias = RelativeBias(heads) if model.positions == "t5" else None
         self.rope = model.rope
         self.core: Core = softmax_core
@@ -117,6 +119,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
+        biases = (self.q_bias, self.k_bias, self.v_bias)
+        products = [y if bias is None else bias(y) for y, bias in zip(products, biases, strict=True)]
         q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
         bias = None if self.bias is None else self.bias()
         if bias is None:

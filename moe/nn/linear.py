@@ -81,6 +81,17 @@ class Norm(nn.Module):
         return normed(x.float(), gain.shape, gain, eps=eps).to(x.dtype)
 
 
+class Added(nn.Module):
+    """A bias behind a product, in the product's dtype; `weight` [out]. A module of its own: the product's slots see a matrix alone."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y + self.weight.to(y.dtype)
+
+
 class FeedForward(nn.Module):
     """The dense network between attentions: activation(x W1) [* x W3] W2.
 

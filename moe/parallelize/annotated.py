@@ -35,6 +35,7 @@ def compute_of(run: Run) -> Compute:
         "model.moe_every": ("MoE layers", bool(m.layers_with_experts()), "set it to 0, or use a layout that is a kind of the project"),
         "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
         "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
+        "model.qkv_bias": ("true", m.qkv_bias, "set it to false"),
         "model.document_mask": ("true", m.document_mask, "set it to false"),
         "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
     }

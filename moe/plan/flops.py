@@ -49,7 +49,7 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" else 0
-    active = products + 2 * model.d_model + bias + attention_gains(model)
+    active = products + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model)
     return Size(active + idle, active, forward, 3.0 * forward)
 
@@ -60,9 +60,11 @@ def attention_products(model: sections.Model) -> int:
     return 2 * model.d_model * head * (model.num_heads + (model.num_kv_heads or model.num_heads))
 
 
-def attention_gains(model: sections.Model) -> int:
-    """Number of gains of the norms of queries and keys."""
-    heads = {"none": 0, "heads": 2, "whole": model.num_heads + (model.num_kv_heads or model.num_heads)}[model.qk_norm]
+def attention_vectors(model: sections.Model) -> int:
+    """Number of gains of the norms of queries and keys, and of biases of queries, keys and values."""
+    groups = model.num_kv_heads or model.num_heads
+    heads = {"none": 0, "heads": 2, "whole": model.num_heads + groups}[model.qk_norm]
+    heads += model.num_heads + 2 * groups if model.qkv_bias else 0
     return heads * (model.head_size or model.d_model // model.num_heads)
 
 

@@ -122,6 +122,9 @@ class _Trace:
         s = self.letter("places", length)
         q = self.product(f"{name}.q", f"bld,d{k}{g}{c}->bl{k}{g}{c}", self.x)
         keys, values = (self.product(f"{name}.{part}", f"bld,d{k}{c}->bl{k}{c}", self.x) for part in ("k", "v"))
+        if module.q_bias is not None:
+            q = self._add_bias(f"{name}.q_bias", k + g + c, q)
+            keys, values = (self._add_bias(f"{name}.{part}_bias", k + c, x) for part, x in (("k", keys), ("v", values)))
         if module.q_norm is not None:
             q, keys = self._head_norm(f"{name}.q_norm", k + g + c, q), self._head_norm(f"{name}.k_norm", k + c, keys)
         rule, inputs = f"bl{k}{g}{c},b{s}{k}{c},b{s}{k}{c}", [q, keys, values]
@@ -133,6 +136,10 @@ class _Trace:
         core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
         self._join(f"{name}.add", out)
+
+    def _add_bias(self, name: str, dims: str, x: str) -> str:
+        self.parameters[f"{name}.weight"] = dims
+        return self.add(name, "pointwise", f"bl{dims},{dims}->bl{dims}", x, f"{name}.weight")
 
     def _head_norm(self, name: str, dims: str, x: str) -> str:
         over = dims if self.run.model.qk_norm == "whole" else dims[-1]

@@ -30,6 +30,7 @@ def network_of(run: Run) -> Network:
         tied=m.tied_embeddings,
         norm=m.norm,
         qk_norm=m.qk_norm,
+        qkv_biases=m.qkv_bias,
         dropout=m.dropout > 0,
         experts=_experts(run),
         sparse_layers=m.layers_with_experts(),

@@ -27,7 +27,7 @@ Kind = Literal["shape", "function", "training", "cost", "name"]
 # every key of a recipe, once: kind -> section -> keys
 KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
-        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings qk_norm",
+        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings qk_norm qkv_bias",
         "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
     },
     "function": {

@@ -81,6 +81,7 @@ class Model(Section):
     qk_norm: Literal["none", "heads", "whole"] = Field(
         "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
+    qkv_bias: bool = Field(False, description="a bias behind the products that make queries, keys and values (Qwen2)")
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")

@@ -132,6 +132,8 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
 
     def projected(matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
         flat = cast(x @ cast(weights[f"{name}.attention.{matrix}.weight"]).t())
+        if model.qkv_bias:
+            flat = cast(flat + cast(weights[f"{name}.attention.{matrix}_bias.weight"]))
         gain = weights.get(f"{name}.attention.{matrix}_norm.weight")
         if gain is not None:
             rows = flat if model.qk_norm == "whole" else flat.reshape(-1, size)

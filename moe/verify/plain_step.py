@@ -16,7 +16,17 @@ from torch import Tensor
 from moe.recipe import sections
 from moe.verify.plain_layer import Weights
 
-_NO_DECAY = ("attention_norm", "q_norm", "k_norm", "ffn_norm", "norm", "router")  # the part of a name that holds the parameter
+_NO_DECAY = (
+    "attention_norm",
+    "q_norm",
+    "k_norm",
+    "q_bias",
+    "k_bias",
+    "v_bias",
+    "ffn_norm",
+    "norm",
+    "router",
+)  # the part of a name that holds the parameter
 FAMILIES = ("dense", "router", "expert")
 
 

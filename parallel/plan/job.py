@@ -60,6 +60,7 @@ class Network:
     tied: bool = True
     biases: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    qkv_biases: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"
     learned_positions: bool = False
     dropout: bool = False

@@ -77,6 +77,9 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         if plan.tensor == "sliced":
             yield "tensor.sequence_parallel needs degrees.tp above 1"
         return
+    if plan.tensor != "copied" and (network.qk_norm == "whole" or network.qkv_biases):
+        key = "model.qk_norm=whole" if network.qk_norm == "whole" else "model.qkv_bias"
+        yield f"degrees.tp={tp} does not go with {key}"
     if plan.tensor in (*LINES, "sliced"):
         yield from _line(network, plan)
     if plan.tensor in GRIDS:

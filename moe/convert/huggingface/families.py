@@ -44,6 +44,7 @@ ROWS = (
         Row(f"{_LAYER}self_attn.{a}_proj.weight", f"{_OURS}attention.{b}.weight")
         for a, b in zip("qkvo", ("q", "k", "v", "out"), strict=True)
     ),
+    *(Row(f"{_LAYER}self_attn.{a}_proj.bias", f"{_OURS}attention.{a}_bias.weight") for a in "qkv"),
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
@@ -56,6 +57,10 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
     "mlp": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         *(Row(f"{_LAYER}mlp.experts.{{e}}.{a}.weight", f"{_OURS}experts.{{e}}.{b}", turned=True) for a, b in _NETWORK),
+    ),
+    "shared": (
+        *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
+        Row(f"{_LAYER}mlp.shared_expert_gate.weight", f"{_OURS}shared_gate.weight"),
     ),
     "stacked": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
@@ -156,6 +161,22 @@ FAMILIES: dict[str, Family] = {
             _key("moe_intermediate_size", "experts.d_ff"),
         ),
         _ALWAYS | {"model.qk_norm": "heads", "router.preset": "qwen3_moe"},
+        experts="mlp",
+        picks_layers=True,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qkv_bias": True}),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            *_DENSE,
+            *_CHOICES,
+            _RENORMALISED,
+            _key("num_experts|num_local_experts", "experts.num_experts"),
+            _key("moe_intermediate_size", "experts.d_ff"),
+            _key("shared_expert_intermediate_size", "experts.shared_d_ff"),
+            _key("qkv_bias", "model.qkv_bias", True),
+        ),
+        _ALWAYS | {"experts.shared": 1, "experts.shared_gate": True, "router.preset": "qwen3_moe"},
         experts="mlp",
         picks_layers=True,
     ),

@@ -56,7 +56,7 @@ class Place:
 
 def places(name: str, family: Family, *, stacked: bool = True) -> Iterator[Place]:
     """Where a parameter by its name here can be, the place where the family is written first."""
-    kinds = [] if family.experts is None else [family.experts, "stacked"] if stacked else [family.experts]
+    kinds = [] if family.experts is None else [family.experts, "shared", "stacked"] if stacked else [family.experts, "shared"]
     for row in (*ROWS, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
         if found is not None:

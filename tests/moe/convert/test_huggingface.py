@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 10, "tie_word_embeddings": True, "rope_parameters": YARN},
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "Qwen3Moe": EXPERTS | {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 10, "norm_topk_prob": True},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Qwen2Moe": EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
     "Olmoe": EXPERTS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
 }
 TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
@@ -79,7 +81,7 @@ def test_logits_are_transformers_and_the_way_back_is_exact(family: str, tmp_path
     assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads((tmp_path / "a/config.json").read_text())
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Mixtral", "Qwen3Moe", "Olmoe"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2", "Qwen2Moe", "Qwen3Moe", "Olmoe"])
 def test_a_run_without_its_config_is_written_as_its_family(family: str, tmp_path: Path) -> None:
     made(tmp_path / "a", family)
     to_run(tmp_path / "a", tmp_path / "run", overrides={})

@@ -24,7 +24,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "experts": {"shared": 3, "shared_d_ff": 9, "shared_gate": True},
     },
     "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 8), "residual": True, "d_ff": 20}},
-    "untied, grouped queries": {"model": {"moe_every": 3, "tied_embeddings": False, "num_kv_heads": 2, "qk_norm": "whole"}},
+    "untied, grouped queries": {
+        "model": {"moe_every": 3, "tied_embeddings": False, "num_kv_heads": 2, "qk_norm": "whole", "qkv_bias": True}
+    },
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
     },

@@ -20,7 +20,7 @@ B, L, V = 3, 12, 53
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
     "gated, grouped, untied": {"model": {"ffn": "swiglu", "num_kv_heads": 2, "tied_embeddings": False}},
-    "norms of all heads": {"model": {"num_kv_heads": 2, "qk_norm": "whole"}},
+    "norms and biases of heads": {"model": {"num_kv_heads": 2, "qk_norm": "whole", "qkv_bias": True}},
     "t5, wide heads": {"model": {"positions": "t5", "head_size": 10, "qk_norm": "heads", "norm": "layernorm", "document_mask": True}},
     "experts": {"model": {"moe_every": 2}, "experts": {"num_experts": 6, "d_ff": 28}, "router": {"preset": "glam"}},
     "shared and gated": {"model": {"moe_every": 1}, "experts": {"num_experts": 4, "shared": 2, "shared_gate": True, "ffn": "geglu"}},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,14 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool) -> Non
             assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
             accepted, refused = accepted + (runs is None), refused + (runs is not None)
     assert accepted > 30 and refused > 30
+
+
+@pytest.mark.parametrize(("options", "works"), [({"qk_norm": "whole"}, False), ({"qkv_bias": True}, False), ({"qk_norm": "heads"}, True)])
+def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], works: bool) -> None:
+    run = build_run({"model": {**MODEL, **options}, "degrees": {"tp": 2, "dp": 1}}).resolve(2)
+    assert (refusal(network_of(run), plan_of(run)) is None) == works
+    with nullcontext() if works else pytest.raises(BadInput, match="degrees.tp"):
+        check_run(run, 2)
 
 
 def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
