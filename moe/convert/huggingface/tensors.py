@@ -25,7 +25,7 @@ from parallel.errors import BadInput
 from parallel.layout import Box
 from parallel.stored import TensorFile
 
-FILE_BYTES = 2**30  # of tensors, after which another file begins
+FILE_BYTES = 2**29  # of tensors, after which another file begins; while one is written, its tensors are in memory twice
 Shape = tuple[int, ...]
 _OTHERS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 
