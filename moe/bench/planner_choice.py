@@ -19,8 +19,8 @@ from typing import Any
 
 from moe.bench.planner_time import Errors, Predicted, errors, predictions
 from moe.bench.tables import Row, Table
-from parallel.plan.cost import pipeline_time
 from parallel.plan.job import Plan
+from parallel.plan.pipeline_time import pipeline_time
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from parallel.plan.cost import Time, step_time
 from parallel.plan.guide import FAMILIES, Said, walk
 from parallel.plan.job import Engine, Network, Plan
 from parallel.plan.memory import Memory, peak
+from parallel.plan.pipeline_time import CLOSED
 
 WAYS = 24
 _GIB = 2**30
@@ -73,15 +74,19 @@ def planned(
 
     def made(space: Space, only: Collection[Way] | None) -> Iterator[Plan]:
         for plan in candidates(network, world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
-            yield replace(plan, storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+            yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
 
-    def chosen(plans: Iterable[Plan], top: int) -> Found:
+    def least(plan: Plan) -> float:
+        return step_time(network, plan, cluster, pipeline="least").step
+
+    def chosen(plans: Iterable[Plan], top: int, space: Space) -> Found:
         return choose(
             network,
             plans,
             held_bytes=lambda plan: peak(network, plan).used,
             limit_bytes=cluster.memory_bytes(),
             seconds=lambda plan: step_time(network, plan, cluster).step,
+            least=least if any(name not in CLOSED for name, _ in space.schedules) else None,
             devices_per_node=cluster.devices_per_node,
             top=top,
         )
@@ -89,9 +94,9 @@ def planned(
     only, first = None, None
     if ways is not None:
         small = replace(FIRST, largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
-        first = chosen(made(small, None), 100 * ways)
+        first = chosen(made(small, None), 100 * ways, small)
         only = list(dict.fromkeys(way_of(ranked.plan) for ranked in first.ranked))[:ways]
-    found = chosen(made(space, only), 4 * top) if only is None or only else None
+    found = chosen(made(space, only), 4 * top, space) if only is None or only else None
     if found is None or not found.ranked:
         raise _nothing_fits((found or first), cluster)
     if first is not None:

@@ -9,7 +9,7 @@ larger than another it stands for both: slices between layers for plain 1D (the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -79,14 +79,14 @@ def candidates(
         for size, (ep, etp), (tensor, depth), sequence, (schedule, chunks) in product(
             sizes, experts, _tensors(tp, space), space.sequences if sp > 1 else ("ring",), schedules
         ):
-            made = replace(
-                base, dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, etp=etp, tensor=tensor, depth=depth, sequence=sequence,  # type: ignore[arg-type]
+            made = base.but(
+                dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, etp=etp, tensor=tensor, depth=depth, sequence=sequence,
                 order="zigzag" if sequence == "ring" else "contiguous",
                 schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
             for engine in space.engines if dp * sp > 1 else ("ddp",):
-                yield replace(made, engine=engine, reshard=base.reshard or engine != "fsdp")  # the others have no such choice
+                yield made.but(engine=engine, reshard=base.reshard or engine != "fsdp")  # the others have no such choice
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:

@@ -1,13 +1,16 @@
 """Chooses among plans: refuses what cannot run or does not fit, each with its first reason, and ranks the rest by predicted seconds.
 
-    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> seconds -> ranked
+    candidates -> legal? -> fits? (recompute: none, then selective, then full) -> least seconds -> seconds of those in question -> ranked
 
 Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
-slower. Among plans that are equally fast the one that holds less comes first, then the one with fewer kinds of parallelism.
+slower. With a bound (`least`), plans are asked for their seconds in its order, until the next bound is above the last that is ranked:
+branch and bound, which ranks what asking all would rank. Among plans that are equally fast the one that holds less comes first, then
+the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -64,12 +67,18 @@ def choose(
     held_bytes: Callable[[Plan], float],
     limit_bytes: float,
     seconds: Callable[[Plan], float],
+    least: Callable[[Plan], float] | None = None,
     recompute: Sequence[Recomputed] = ("none", "selective", "full"),
     devices_per_node: int | None = None,
     top: int = 10,
 ) -> Found:
-    """The best `top` of the plans under `limit_bytes` a rank; not recommended plans come after all others."""
-    reasons, kept, tried = _Reasons(), [], 0
+    """The best `top` of the plans under `limit_bytes` a rank; not recommended plans come after all others.
+
+    `least`: never more than `seconds` and cheaper to ask, so that most plans are ruled out by it. None: all are asked.
+    """
+    bound = least or seconds
+    kept: list[Ranked] = []
+    reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
     for plan in plans:
         tried += 1
@@ -78,19 +87,35 @@ def choose(
             reasons.add(reason, plan)
             continue
         for kind in recompute:
-            made = replace(plan, recompute=kind)
+            made = plan.but(recompute=kind)
             held = held_bytes(made)
             if held <= limit_bytes:
-                kept.append(Ranked(made, seconds(made), held, advice(network, made, devices_per_node=devices_per_node)))
+                kept.append(Ranked(made, bound(made), held, advice(network, made, devices_per_node=devices_per_node)))
                 break
         else:
             over = held - limit_bytes
             reasons.add(f"it does not fit, with recompute {recompute[-1]} too", made, over)
             if nearest is None or over < nearest[1]:
                 nearest = made, over
-    kept.sort(key=lambda r: (r.advice is not None, r.seconds, r.held_bytes, _kinds(r.plan)))
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)
-    return Found(tried, len(kept), tuple(kept[:top]), tuple(refused), nearest)
+    ranked = sorted(kept, key=_place)[:top] if least is None else _best(kept, seconds, top)
+    return Found(tried, len(kept), tuple(ranked), tuple(refused), nearest)
+
+
+def _best(bounded: list[Ranked], seconds: Callable[[Plan], float], top: int) -> list[Ranked]:
+    """The best `top` by their seconds, of plans whose `seconds` are bounds."""
+    found: list[tuple[tuple[bool, float, float, int], int, Ranked]] = []
+    for number, one in sorted(enumerate(bounded), key=lambda pair: _place(pair[1])):
+        if len(found) == top and _place(one)[:2] > _place(found[-1][2])[:2]:
+            break
+        made = replace(one, seconds=seconds(one.plan))
+        insort(found, (_place(made), number, made))
+        del found[top:]
+    return [made for _, _, made in found]
+
+
+def _place(one: Ranked) -> tuple[bool, float, float, int]:
+    return one.advice is not None, one.seconds, one.held_bytes, _kinds(one.plan)
 
 
 def _kinds(plan: Plan) -> int:

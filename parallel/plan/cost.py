@@ -2,9 +2,7 @@
 
     step_time(network, plan, cluster)
         stage i, one micro-batch    t_i = forward + backward + recompute, each the slower of device and host (layer_time.py)
-        pipeline                    1F1B          T = sum t_i + (m - 1) max t_i;   GPipe: the same of its forward and of its backward wave
-                                    interleaved   T = m max t_i + (sum t_i - max t_i) / chunks
-                                    others        the project's simulator, on these times
+        pipeline                    closed forms of t_i, else the project's simulator (pipeline_time.py)
         + gradients and parameters  what the backward pass does not hide
         + optimizer                 bytes of states over the memory's (or the host's) bandwidth
 
@@ -18,18 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from parallel.pipeline.schedules.catalog import make_schedule
-from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.job import Network, Plan
-from parallel.plan.layer_time import Pass, head_time, layer_time, of_layer, tokens_of
+from parallel.plan.layer_time import Layer, Pass, head_time, layer_time, of_layer, tokens_of
+from parallel.plan.pipeline_time import How, crossings, head_rank, pipeline_time
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
 ACCUMULATE_BYTES = 2  # per element and micro-batch beside the sum's own: the new gradient in 16 bits
 ADAM_BYTES = 26  # per element: two moments and the master copy read and written, parameters written; the gradient is read twice more
-STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
 
 
 @dataclass(frozen=True)
@@ -101,29 +97,44 @@ class Stage:
         return sum(one.compute for one in parts) + self.launch_forward + self.launch_backward
 
 
-def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0) -> Time:
+def step_time(
+    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, imbalance: float = 1.0, pipeline: How = "simulated"
+) -> Time:
     """Time of one step of `program`, this project's own if not given. `imbalance`: rows of the busiest rank's experts over the mean.
 
-    The cluster's number of nodes is not checked.
+    `pipeline`: `least` takes a bound where a schedule would be simulated; the step is then never longer than the simulated one. The
+    cluster's number of nodes is not checked.
     """
     program = program or own_program(cluster)
-    counts = stage_layers(network, plan)
-    held = [_held(network, plan, n, i) for i, n in enumerate(counts)]
-    stages = [
-        _stage(network, plan, cluster, program, imbalance, *key, _accumulated(plan, cluster, program, *own))
-        for key, own in zip(_kinds(network, plan, counts), held, strict=True)
-    ]
+    counts, last = stage_layers(network, plan), head_rank(plan)
+    held = [_held(network, plan, n, first=i == 0, last=i == last) for i, n in enumerate(counts)]
+    adds = [_accumulated(plan, cluster, program, *own) for own in held]
+    if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
+        both = _held(replace(network, tied=False), plan, counts[last], first=True, last=True)
+        adds[last] = _accumulated(plan, cluster, program, *both)
+    kinds = _kinds(network, counts, last)
+    alike = {
+        key: _stage(network, plan, cluster, program, imbalance, *key)
+        for key in dict.fromkeys((*kind, more) for kind, more in zip(kinds, adds, strict=True))
+    }
+    stages = [alike[*kind, more] for kind, more in zip(kinds, adds, strict=True)]
+    head = 0.0, 0.0
+    if last != plan.pp - 1:
+        dense, sparse, _ = kinds[last]
+        body = _stage(network, plan, cluster, program, imbalance, dense, sparse, False, adds[last])
+        head = stages[last].ahead - body.ahead, stages[last].back - body.back
     slowest = max(stages, key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
     m = plan.microbatches
-    pipeline = pipeline_time(plan, [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages], sent)
+    times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
+    passes = pipeline_time(plan, *times, sent, head=head, how=pipeline)
     sums = max(
         (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(counts) - 1, stages.index(slowest)}), key=sum
     )
     optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
     crowd = cluster.crowd(plan.world)
-    waits = _for_cores(crowd, m, stages, pipeline)
-    busy = m * (slowest.total + 2 * sent * _crossings(plan))
+    waits = _for_cores(crowd, m, stages, passes)
+    busy = m * (slowest.total + 2 * sent * crossings(plan))
     whole = slowest.forward + slowest.backward + slowest.again
     return Time(
         forward=m * slowest.forward.compute,
@@ -134,23 +145,25 @@ def step_time(network: Network, plan: Plan, cluster: Cluster, program: Program |
         experts=m * whole.experts,
         launch=m * (slowest.launch_forward + slowest.launch_backward),
         transfer=busy - m * slowest.total,
-        bubble=pipeline - busy,
+        bubble=passes - busy,
         cores=waits,
         gradients=sums[0],
         parameters=sums[1],
         optimizer=crowd * optimizer,
         offload=offload,
         hidden=sums[2],
-        joules=_energy(plan, cluster, m * whole.compute, pipeline + waits + sums[0] + sums[1] + optimizer + offload),
+        joules=_energy(plan, cluster, m * whole.compute, passes + waits + sums[0] + sums[1] + optimizer + offload),
     )
 
 
 def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program | None = None) -> list[Stage]:
     """One micro-batch on each of the stages that have so many layers; the last has the head."""
     program = program or own_program(cluster)
+    last = len(counts) - 1
+    held = [_held(network, plan, n, first=i == 0, last=i == last) for i, n in enumerate(counts)]
     return [
-        _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *_held(network, plan, n, i)))
-        for i, (key, n) in enumerate(zip(_kinds(network, plan, counts), counts, strict=True))
+        _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *own))
+        for key, own in zip(_kinds(network, counts, last), held, strict=True)
     ]
 
 
@@ -178,12 +191,12 @@ def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:
     return tuple(share + (1 if first <= i < first + more else 0) for i in range(plan.pp))
 
 
-def _kinds(network: Network, plan: Plan, counts: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+def _kinds(network: Network, counts: tuple[int, ...], last: int) -> list[tuple[int, int, bool]]:
     """(dense layers, sparse layers, whether it has the head) of each stage."""
     sparse, out, at = set(network.sparse_layers), [], 0
     for i, count in enumerate(counts):
         with_experts = sum(1 for layer in range(at, at + count) if layer in sparse) if sparse else 0
-        out.append((count - with_experts, with_experts, i == len(counts) - 1))
+        out.append((count - with_experts, with_experts, i == last))
         at += count
     return out
 
@@ -205,15 +218,14 @@ def _cached(
         share = 1 / plan.recompute_every
         if recompute == "full":
             again += layer.forward.times(count * share)
-        elif recompute == "selective" and program.again is not None:
-            again += layer.forward.times(count * share * program.again)
-        elif recompute == "selective" and program.attention == "scores":
-            again += layer.core.times(count * share)
+        elif recompute == "selective":
+            again += _selective(layer, program).times(count * share)
     if head:
         last = head_time(network, plan, cluster, program)
         forward, backward, weights = forward + last[0], backward + last[1], weights + last[2]
     launch = program.launch_us * 1e-6
-    nested = (dense + sparse) * program.checkpoint_us * 1e-6 if recompute == "full" else 0.0
+    parts = recompute == "full" or (recompute == "selective" and program.selective == "second")
+    nested = (dense + sparse) * program.checkpoint_us * 1e-6 if parts else 0.0
     host_forward = launch * forward.kernels + nested
     host_backward = launch * (program.backward_launch * backward.kernels + again.kernels) + nested
     return Stage(
@@ -224,6 +236,15 @@ def _cached(
         (1 + program.engine) * _together(host_forward, forward.device, program) - forward.device,
         (1 + program.engine) * _together(host_backward, backward.device + again.device, program) - backward.device - again.device,
     )
+
+
+def _selective(layer: Layer, program: Program) -> Pass:
+    """What is computed again of one layer. Fused attention does so by itself, within its backward pass."""
+    if program.selective == "second":
+        return layer.second
+    if program.selective == "half":
+        return layer.forward.times(0.5)
+    return layer.core if program.attention == "scores" else Pass()
 
 
 def _together(host: float, device: float, program: Program) -> float:
@@ -244,14 +265,9 @@ def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, e
 def _stage(
     network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, dense: int, sparse: int, head: bool, adds: float
 ) -> Stage:
-    key = replace(of_layer(plan), recompute_every=plan.recompute_every)
+    key = of_layer(plan).but(recompute_every=plan.recompute_every)
     made = _cached(network, key, cluster, program, imbalance, plan.recompute, dense, sparse, head)
     return replace(made, backward=replace(made.backward, compute=made.backward.compute + adds)) if adds else made
-
-
-def _crossings(plan: Plan) -> int:
-    """Messages that a rank waits for in one direction for each micro-batch."""
-    return 0 if plan.pp == 1 else plan.chunks
 
 
 def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
@@ -267,66 +283,8 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
     return one
 
 
-def pipeline_time(plan: Plan, forward: list[float], backward: list[float], weights: list[float], sent: float = 0.0) -> float:
-    """Seconds from the first forward to the last backward pass, by the times of each stage for one micro-batch.
-
-    `weights`: the part of `backward` that is the weights' gradients; `sent`: of a message, waited for once in each direction.
-    """
-    m, waits = plan.microbatches, 2 * sent * _crossings(plan)
-    total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
-    if plan.pp == 1:
-        return m * total[0]
-    if plan.schedule == "naive":
-        return m * sum(total)
-    if plan.schedule == "gpipe":  # a wave of forward passes, then one of backward passes, each as fast as its slowest stage
-        ways = ([x + waits / 2 for x in forward], [x + waits / 2 for x in backward])
-        return sum(sum(way) + (m - 1) * max(way) for way in ways)
-    if plan.schedule in ("1f1b", "pipedream", "two_bw"):
-        return sum(total) + (m - 1) * max(total)
-    if plan.schedule == "interleaved" and m < plan.pp:  # one group, which is through a chunk before the ranks are
-        return sum(total) + (m - 1) * max(total) / plan.chunks
-    if plan.schedule == "interleaved":
-        return m * max(total) + (sum(total) - max(total)) / plan.chunks
-    return _simulated(plan, tuple(forward), tuple(backward), tuple(weights), sent)
-
-
-def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], weights: tuple[float, ...], sent: float) -> float:
-    """By the simulator. Times are rounded to a thousandth of the longest, so that similar plans share a simulation."""
-    unit = max(max(forward), max(backward)) / 1000
-    rounded = [tuple(round(x / unit) for x in times) for times in (forward, backward, weights)]
-    p, m = plan.pp, plan.microbatches
-
-    def makespan(microbatches: int) -> float:
-        return _makespan(plan.schedule, p, microbatches, plan.chunks, *rounded, round(sent / unit)) * unit
-
-    few = STEADY * p + m % p
-    if m <= few + p:
-        return makespan(m)
-    first = makespan(few)
-    return first + (makespan(few + p) - first) * (m - few) / p
-
-
-@lru_cache(maxsize=5_000)
-def _makespan(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    forward: tuple[int, ...],
-    backward: tuple[int, ...],
-    weights: tuple[int, ...],
-    sent: int,
-) -> float:
-    made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks if chunks > 1 else None)
-    per = made.num_stages // ranks
-    of = [made.homes[stage][0] for stage in range(made.num_stages)]
-    times = [[values[rank] / per for rank in of] for values in (forward, backward)]
-    share = sum(weights) / max(1, sum(backward))
-    return simulate(made, costs(*times, weight_share=min(0.99, share)), transfer_time=sent).makespan
-
-
-def _held(network: Network, plan: Plan, layers: int, stage: int) -> tuple[float, float]:
-    """(dense, expert) parameters of a rank of a stage, after tensor parallelism and the cut of experts."""
+def _held(network: Network, plan: Plan, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank with so many layers and these ends, after tensor parallelism and the cut of experts."""
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     attention = d * (2 * a + 2 * k)
     if network.latent:
@@ -340,7 +298,7 @@ def _held(network: Network, plan: Plan, layers: int, stage: int) -> tuple[float,
     dense_ffn = d * network.hidden * (3 if network.gated else 2)
     beside = d * e.shared_hidden * (3 if e.gated else 2) + d * e.count if e else 0
     dense = layers * (attention + (1 - share) * dense_ffn + share * beside)
-    ends = (1 if stage == 0 else 0) + (1 if stage == plan.pp - 1 and (plan.pp > 1 or not network.tied) else 0)
+    ends = first + last - (first and last and network.tied)
     expert = layers * share * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
     parts = plan.tp // plan.depth if plan.tensor == "2.5d" else 1 if plan.tensor == "copied" else plan.tp
     return (dense + ends * network.vocab * d) / parts, expert

@@ -33,6 +33,9 @@ class Elements:
     def __add__(self, other: Elements) -> Elements:
         return Elements(self.dense + other.dense, self.expert + other.expert)
 
+    def times(self, count: int) -> Elements:
+        return Elements(count * self.dense, count * self.expert)
+
 
 def split_of(plan: Plan) -> int:
     """Into how many parts tp cuts a matrix."""

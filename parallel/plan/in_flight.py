@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from operator import ge
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
@@ -77,7 +78,8 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
             if step < 0:
                 peaks.add(tuple(now))
             now[places[action.stage]] += step
-    largest = sorted(peaks, reverse=True)
-    return tuple(a for a in largest if not any(b != a and all(x >= y for x, y in zip(b, a, strict=True)) for b in largest)) or (
-        (0,) * len(now),
-    )
+    kept: list[tuple[int, ...]] = []
+    for peak in sorted(peaks, reverse=True):  # one with more of all comes before
+        if not any(all(map(ge, more, peak)) for more in kept):
+            kept.append(peak)
+    return tuple(kept) or ((0,) * len(now),)

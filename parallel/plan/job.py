@@ -11,7 +11,7 @@ dp sp tp ranks of a stage as edp x ep x etp (parallel/mesh.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from parallel.plan.states import MIXED_FP32_GRADIENTS, Storage
 
@@ -115,6 +115,12 @@ class Plan:
     offload_activations: float = 0.0
     tiles: int = 1
     reshard: bool = True
+
+    def but(self, **changes: Any) -> Plan:
+        """`dataclasses.replace` in a tenth of its time: a planner makes hundreds of thousands of plans."""
+        made = object.__new__(Plan)
+        made.__dict__.update(self.__dict__, **changes)
+        return made
 
     @property
     def world(self) -> int:

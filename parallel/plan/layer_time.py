@@ -61,11 +61,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Layer:
-    """`core`: attention between q, k and v alone; `weights`: of `backward`, the weights' gradients."""
+    """Of `forward`, `core`: attention between q, k and v alone; `second`: norm, network or experts, and sum of the residual, with what they
+    send. `weights`: of `backward`, the weights' gradients."""
 
     forward: Pass
     backward: Pass
     core: Pass
+    second: Pass
     weights: float
 
 
@@ -110,6 +112,9 @@ def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, spa
         forward + core_forward + ffn[0] + tensor_forward,
         backward + core_backward + ffn[1] + tensor_backward,
         core_forward,
+        ffn[0]
+        + tensor_forward.times(_of_second(plan, sparse=sparse))
+        + Pass(compute=cluster.device.stream(program.pointwise * _between(network, plan) / 2, kernels=3), kernels=6),
         weights + ffn[2],
     )
 
@@ -154,9 +159,9 @@ def _three(cluster: Cluster, kind: str, m: float, n: float, k: float, count: flo
 
 def _projections(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
     """Into queries, keys and values and out of them; norms and sums of residuals of the whole layer."""
-    n, kind = tokens_of(network, plan), _kind(plan, program)
+    kind = _kind(plan, program)
     rows, parts = _sides(plan)
-    n /= rows
+    n = tokens_of(network, plan) / rows
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     t = plan.tp if plan.tensor == "copied" else 1
     parts = 1 if t > 1 else parts
@@ -173,11 +178,8 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
             (n, d, h * late.value_size / parts),
         ]
     times = [_three(cluster, kind, *product) for product in products]
-    whole = n / plan.tp if plan.tensor == "sliced" else n
-    item = max(2, plan.compute_bytes)
-    norms = (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * item * d * whole
-    inside = 2 * item * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
-    stream = (norms + inside) * program.pointwise
+    inside = 2 * max(2, plan.compute_bytes) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
+    stream = (_between(network, plan) + inside) * program.pointwise
     device = cluster.device
     casts = [device.stream(of) for of in _casts(program, products)]
     return (
@@ -188,6 +190,21 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
         ),
         sum(w for _, _, w in times),
     )
+
+
+def _between(network: Network, plan: Plan) -> float:
+    """Bytes of a layer's two norms and two sums of residuals."""
+    n = tokens_of(network, plan) / _sides(plan)[0]
+    whole = n / plan.tp if plan.tensor == "sliced" else n
+    return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * max(2, plan.compute_bytes) * network.width * whole
+
+
+def _of_second(plan: Plan, *, sparse: bool) -> float:
+    """The part of a layer's sums over tp that is behind its network. Experts have their own exchange: of copied tokens a gather is left,
+    half as much as a sum."""
+    if not sparse or plan.tensor in GRIDS:
+        return 0.5
+    return 0.0 if plan.tensor == "sliced" else 1 / 3
 
 
 def _ffn(

@@ -19,8 +19,13 @@ Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-In
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from operator import ge
+from typing import Any
 
 from parallel.plan import counts
 from parallel.plan.counts import Elements
@@ -70,7 +75,37 @@ def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, .
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Of the rank that needs most."""
-    return max(memory(network, plan, stack), key=lambda m: m.allocated)
+    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
+    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
+    job = _Job(network, plan, stack, stages)
+    sparse = network.sparse_layers if network.experts else ()
+    fullest = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, tuple(map(len, stages)), sparse, plan.recompute_every)
+    return max((job.of_rank(number, ranks[number]) for number in fullest), key=lambda m: m.allocated)
+
+
+@lru_cache(maxsize=5_000)
+def _fullest(
+    schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
+) -> tuple[int, ...]:
+    """The ranks that may need most: one with the same kinds of layers, the same ends and as much in flight stands for those after it."""
+    ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
+    kept: list[int] = []
+    ends, last = [0, *accumulate(sizes)], len(sizes) - 1
+
+    def kinds(rank: Rank) -> list[Any]:
+        return [
+            (stage == 0, stage == last, sorted((i in sparse, i % every == 0) for i in range(ends[stage], ends[stage + 1])))
+            for stage in rank.stages
+        ]
+
+    def stands_for(one: Rank, other: Rank) -> bool:
+        return one.versions >= other.versions and all(any(all(map(ge, a, b)) for a in one.most) for b in other.most)
+
+    made = [kinds(rank) for rank in ranks]
+    for number, rank in enumerate(ranks):
+        if not any(made[before] == made[number] and stands_for(ranks[before], rank) for before in kept):
+            kept.append(number)
+    return tuple(kept)
 
 
 def fits(needed: Memory, capacity: float) -> bool:
@@ -78,7 +113,7 @@ def fits(needed: Memory, capacity: float) -> bool:
     return needed.used <= capacity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Layer:
     """One kind of layer: elements held, and of them gathered at once in stage 3; bytes a micro-batch keeps, and more in its backward."""
 
@@ -108,32 +143,39 @@ class _Job:
             self.kinds[kind] = _Layer(elements, at_once, kept, _work(*of))
         return self.kinds[kind]
 
+    def kinds_of(self, stage: range) -> list[tuple[_Layer, int]]:
+        """The kinds of layers of a stage, and how many of each."""
+        if not self.sparse and self.plan.recompute_every == 1:
+            return [(self.layer(stage.start), len(stage))] if stage else []
+        return list(Counter(map(self.layer, stage)).items())
+
     def of_rank(self, number: int, rank: Rank) -> Memory:
         plan, stack = self.plan, self.stack
-        layers = {stage: [self.layer(index) for index in self.stages[stage]] for stage in rank.stages}
+        layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        held = sum((of.elements for mine in layers.values() for of in mine), counts.ends(self.network, plan, first=first, last=last))
+        ends = counts.ends(self.network, plan, first=first, last=last)
+        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), ends)
         states, host = _states(plan, held)
         parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
         parts["older weights"] = (rank.versions - 1) * held.total * plan.storage.parameters
         parts["gradient buckets"] = _buckets(plan, stack)
         table = counts.embedding(self.network, plan) if first or last else 0.0
-        parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of in mine])
+        parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of, _ in mine])
         if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):  # rows sent, rows arrived
             parts["dispatch buffers"] = 2 * rows_of(self.network, plan) * self.network.width * plan.compute_bytes
         moment = self._moment(rank, layers)
         return Memory(number, {name: (parts | moment).get(name, 0.0) for name in PARTS}, host)
 
-    def _moment(self, rank: Rank, layers: dict[int, list[_Layer]]) -> dict[str, float]:
+    def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> dict[str, float]:
         """What a step holds for a while: the parts of the moment that needs most."""
         network, plan, stack, last = self.network, self.plan, self.stack, len(self.stages) - 1
-        bodies = [sum(of.kept for of in mine) for mine in layers.values()]
+        bodies = [sum(n * of.kept for of, n in mine) for mine in layers.values()]
         ends = [ends_kept(network, plan, stack, first=stage == 0, last=stage == last) for stage in layers]
         crossing = plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
         read_wide = stack.norm > plan.compute_bytes and plan.recompute != "full"  # the first norm keeps a wider copy, not what arrived
         crossings = (stack.outputs == "kept" and plan.pp > 1) + read_wide
         ends = [end + crossings * crossing for end in ends]
-        work = max((of.work for mine in layers.values() for of in mine), default=0.0)
+        work = max((of.work for mine in layers.values() for of, _ in mine), default=0.0)
         found = []
         for count in rank.most:
             kept = sum(n * size for n, size in zip(count, bodies, strict=True))

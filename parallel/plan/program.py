@@ -38,7 +38,8 @@ class Program:
     sent_gradients as the plan `stores` them, or as activations are `computed`
     accumulates    gradients of a micro-batch join the sum in a kernel `apart`, or in the product that makes them (`within`)
     parameters     gathers of new parameters after the optimizer: `after` it, or `beside` the next forward pass
-    again          the part of a layer's forward pass that its selective recomputation repeats (None: attention that writes scores)
+    selective      what its selective recomputation repeats: `core`, attention that writes scores; `second`, a layer's norm and network or
+                   experts; `half` of the forward pass
     products       what linear layers multiply: `compute`, the plan's kind, or `fp8`
     """
 
@@ -63,17 +64,26 @@ class Program:
     sent_gradients: Literal["stored", "computed"] = "stored"
     accumulates: Literal["apart", "within"] = "apart"
     parameters: Literal["after", "beside"] = "after"
-    again: float | None = None
+    selective: Literal["core", "second", "half"] = "core"
     products: Literal["compute", "fp8"] = "compute"
 
 
 PROGRAMS = {
     program.name: program
     for program in (
-        # this project: torch's eager mode and fused attention; MLPs' hidden part is computed again
-        Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole"),
+        # this project: torch's eager mode and fused attention; selective recomputation repeats the second half of a layer
+        Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second"),
         # ... on processes of a host without accelerators: a core computes and sends, one after the other
-        Program("moe-parallel-cpu", launch_us=20, pointwise=2.0, transfers="whole", gradients="after", gathers="waited", alone=1.0),
+        Program(
+            "moe-parallel-cpu",
+            launch_us=20,
+            pointwise=2.0,
+            transfers="whole",
+            gradients="after",
+            gathers="waited",
+            alone=1.0,
+            selective="second",
+        ),
         # Megatron-LM of 2021: fused softmax and bias kernels, sums of gradients after the backward pass, parts of messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),
         # ... and of 2022, when products began to add to the sums of gradients themselves
@@ -110,8 +120,8 @@ PROGRAMS = {
         # nanotron: eager, with fused attention, norms and rotations
         Program("nanotron", launch_us=15, pointwise=1.5, checkpoint_us=0),
         # torch's FSDP, eager and compiled; torchtitan's selective recomputation repeats every second product
-        Program("fsdp", launch_us=20, pointwise=2.0, again=0.5),
-        Program("fsdp-compiled", launch_us=10, again=0.5),
+        Program("fsdp", launch_us=20, pointwise=2.0, selective="half"),
+        Program("fsdp-compiled", launch_us=10, selective="half"),
         # XLA's programs: fused pointwise work, scores written, one launch a program
         Program("xla", attention="scores", launch_us=2, gradients="after", transfers="whole"),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from parallel.errors import BadInput, did_you_mean
 from parallel.pipeline.schedule import Schedule, at_least
@@ -23,6 +24,8 @@ from parallel.pipeline.schedules.two_bw import two_bw
 from parallel.pipeline.schedules.v_memory import v_half, v_min
 from parallel.pipeline.schedules.zb_v import zb_v
 from parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+
+Placed = Literal["line", "v", "both_ways"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class ScheduleKind:
     """One row of the catalog. `chunks`: the only possible number per rank, None if it is a choice. `option`: the Size field only it uses.
 
     continuous: updates do not wait for the pipeline to drain, so gradients are computed from older weights than those they update.
+    placed: where stages are: on a `line`, stage s on rank s modulo ranks; on a `v`, down the ranks and up again; `both_ways`, in replicas.
     """
 
     make: Callable[[Size], Schedule]
@@ -54,6 +58,7 @@ class ScheduleKind:
     batches: int = 1
     continuous: bool = False
     option: str | None = None
+    placed: Placed = "line"
 
 
 SCHEDULES: dict[str, ScheduleKind] = {
@@ -79,14 +84,17 @@ SCHEDULES: dict[str, ScheduleKind] = {
         lambda s: chimera(s.ranks, s.microbatches, pipelines=s.pipelines).repeated(s.batches),
         "two directions, replicas of each stage",
         option="pipelines",
+        placed="both_ways",
     ),
     "zb_h1": ScheduleKind(lambda s: s.one_after_the_other(zb_h1), "weight gradients fill bubbles, memory as 1F1B"),
     "zb_h2": ScheduleKind(lambda s: s.one_after_the_other(zb_h2), "weight gradients fill bubbles, twice the memory"),
-    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2),
-    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2),
-    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2),
-    "dualpipe_v": ScheduleKind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2),
-    "dualpipe": ScheduleKind(lambda s: s.one_after_the_other(dualpipe), "the same in two directions, replicas of each stage"),
+    "zb_v": ScheduleKind(lambda s: s.one_after_the_other(zb_v), "zero bubble on stages laid out as a V", chunks=2, placed="v"),
+    "v_half": ScheduleKind(lambda s: s.one_after_the_other(v_half), "half of 1F1B's memory, on a V", chunks=2, placed="v"),
+    "v_min": ScheduleKind(lambda s: s.one_after_the_other(v_min), "a third of 1F1B's memory, on a V", chunks=2, placed="v"),
+    "dualpipe_v": ScheduleKind(lambda s: s.one_after_the_other(dualpipe_v), "forward beside backward on a V", chunks=2, placed="v"),
+    "dualpipe": ScheduleKind(
+        lambda s: s.one_after_the_other(dualpipe), "the same in two directions, replicas of each stage", placed="both_ways"
+    ),
     "looped_bfs": ScheduleKind(
         lambda s: looped_bfs(s.ranks, s.microbatches, s.chunks).repeated(s.batches), "all micro-batches through each chunk", chunks=None
     ),
@@ -131,6 +139,12 @@ def make_schedule(
         at_least("batches", batches, 1)
     given = {option: value for option, value in own.items() if value is not None}
     return kind.make(Size(ranks, microbatches, kind.chunks or chunks or DEFAULT_CHUNKS, batches or kind.batches, **given))  # type: ignore[arg-type]
+
+
+def placed(name: str) -> Placed:
+    """Where a schedule has its stages; orders from a file, which are not in the catalog, count as lines."""
+    kind = SCHEDULES.get(name)
+    return "line" if kind is None else kind.placed
 
 
 def kind_of(name: str) -> ScheduleKind:

@@ -125,6 +125,13 @@ def simulate(
     return run.timeline(message_bytes)
 
 
+def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: float | OfMessage = 0, overlap: bool = True) -> float:
+    """`simulate(...).makespan` without making the timeline, which takes longer than giving the times."""
+    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
+    end = run.all(cost or costs())
+    return end - min(run.first_starts())
+
+
 def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline] = simulate, *, batches: int = 2) -> float:
     """Time of one more batch once the pipeline is full. `build(n)` is the schedule of n batches; `batches` of them fill it.
 
@@ -187,6 +194,10 @@ class _Run:
             if target[n] >= 0:
                 free[rank] = max(free[rank], self._send(n, ends[n]))
         return max(ends)
+
+    def first_starts(self) -> list[float]:
+        """Of each rank."""
+        return [self._starts[n] for n in self.steps.first[:-1]]
 
     def _send(self, maker: int, end: float) -> float:
         """Send what an action made, at the end of it or of its pair; returns the time at which the rank is free."""

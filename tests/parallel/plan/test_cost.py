@@ -11,8 +11,9 @@ from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cluster import load_cluster
 from parallel.plan.collective_times import all_reduce, gather, group_of
-from parallel.plan.cost import PARTS, pipeline_time, stage_layers, step_time
+from parallel.plan.cost import PARTS, stage_layers, step_time
 from parallel.plan.job import Experts, Network, Plan
+from parallel.plan.pipeline_time import pipeline_time
 from parallel.plan.program import OWN, PROGRAMS
 
 A100 = load_cluster("a100-80-8")
@@ -77,7 +78,7 @@ def test_long_steps_are_short_ones_and_rounds_that_repeat(schedule: str, chunks:
         backward = [2.0 * f for f in forward]
         plan = Plan(pp=p, microbatches=m, schedule=schedule, chunks=chunks)
         made = make_schedule(schedule, ranks=p, microbatches=m)
-        of = [made.homes[stage][0] for stage in range(made.num_stages)]
+        of = [stage if len(homes) > 1 else homes[0] for stage, homes in enumerate(made.homes)]  # replicas: times are the stage's own
         times = [[values[r] / chunks for r in of] for values in (forward, backward)]
         whole = simulate(made, costs(*times, weight_share=0.5)).makespan
         assert pipeline_time(plan, forward, backward, forward) == pytest.approx(whole, rel=off + 2e-3)  # times are rounded to 1/1000
@@ -138,6 +139,19 @@ def test_recomputation_offload_and_real_routing_cost_time() -> None:
     plan = Plan(dp=8, ep=8, microbatch=4)
     even, uneven = (step_time(SPARSE, plan, A100, FUSED, imbalance=x).step for x in (1.0, 1.5))
     assert even < uneven < 1.5 * even
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_selective_recomputation_repeats_the_second_half_of_a_layer(gated: bool) -> None:
+    """Where products decide: the network's share of the layer's operations, counted by hand. Experts' rows travel once more."""
+    wide = replace(DENSE, width=6144, heads=48, hidden=16384, gated=gated)
+    none, some, full = (step_time(wide, Plan(microbatch=4, recompute=kind), A100, OWN) for kind in ("none", "selective", "full"))  # type: ignore[arg-type]
+    network, attention = (3 if gated else 2) * 6144 * 16384, 4 * 6144**2 + 2 * 6144 * 1024 / 2
+    assert none.recompute == 0 and none.step < some.step < full.step
+    assert some.recompute / full.recompute == pytest.approx(network / (network + attention), rel=0.07)
+    sparse = replace(SPARSE, experts=Experts(count=16, choices=2, hidden=4096, gated=gated))
+    sent = [step_time(sparse, Plan(dp=8, ep=8, recompute=kind), A100, OWN).experts for kind in ("none", "selective", "full")]  # type: ignore[arg-type]
+    assert sent == pytest.approx([sent[0], 1.5 * sent[0], 1.5 * sent[0]])
 
 
 def test_small_work_is_bound_by_the_host_that_launches_it() -> None:

@@ -27,10 +27,17 @@ def pipeline_seconds(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    "plan", [LINE, replace(LINE, schedule="gpipe"), Plan(dp=8, microbatch=2, microbatches=3)], ids=lambda p: f"{p.pp} {p.schedule}"
+    "plan",
+    [
+        *(LINE, replace(LINE, schedule="gpipe"), Plan(dp=8, microbatch=2, microbatches=3), replace(LINE, schedule="zb_h1")),
+        *(replace(LINE, schedule=name, chunks=2) for name in ("zb_v", "dualpipe_v")),
+        *(replace(LINE, schedule=name) for name in ("chimera", "dualpipe")),
+    ],
+    ids=lambda p: f"{p.pp} {p.schedule}",
 )
-def test_the_length_is_the_closed_forms(plan: Plan) -> None:
-    """1F1B: sum t + (m - 1) max t, exact where the last stage, which has the head, is the slowest; GPipe: a wave each way."""
+def test_the_length_is_the_steps(plan: Plan) -> None:
+    """1F1B: sum t + (m - 1) max t, exact where the last stage, which has the head, is the slowest; GPipe: a wave each way. Others: the
+    step is told what ranks take, the timeline what stages do; in a V the head is on the first rank, of replicas on the last stage."""
     assert timeline(NETWORK, plan, CLUSTER).makespan == pytest.approx(pipeline_seconds(plan), rel=0.01)
 
 

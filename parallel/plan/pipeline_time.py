@@ -1,0 +1,140 @@
+"""Seconds of a pipeline by the times of its ranks for one micro-batch: closed forms, else the simulator; and a bound below it.
+
+    1F1B          T = sum t + (m - 1) max t        GPipe: the same of its forward and of its backward wave
+    interleaved   T = m max t + (sum t - max t) / chunks
+    others        the project's simulator; of long steps three rounds and the next, which repeats
+
+    least         for every rank what comes before its first forward pass, all of its work, and what must follow its last input gradient;
+                  and one micro-batch's way down and up. No order of actions undercuts it, and it costs microseconds: a planner need not
+                  simulate what it rules out
+
+Sources: Narayanan et al. (arXiv 2104.04473) for the closed forms; the bound follows from `Schedule.needs` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from parallel.pipeline.schedule import Schedule, folded
+from parallel.pipeline.schedules.catalog import make_schedule, placed
+from parallel.pipeline.simulator.simulate import costs, makespan
+from parallel.plan.job import Plan
+
+STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
+MOST_WEIGHTS = 0.99  # of a backward pass
+CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
+How = Literal["simulated", "least"]  # where no closed form is known
+
+
+def crossings(plan: Plan) -> int:
+    """Messages that a rank waits for in one direction for each micro-batch."""
+    return 0 if plan.pp == 1 else plan.chunks
+
+
+def head_rank(plan: Plan) -> int:
+    """The rank of the last stage: on a V the first."""
+    return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
+
+
+def pipeline_time(
+    plan: Plan,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weights: Sequence[float],
+    sent: float = 0.0,
+    *,
+    head: tuple[float, float] = (0.0, 0.0),
+    how: How = "simulated",
+) -> float:
+    """Seconds from the first forward to the last backward pass, by the times of each rank for one micro-batch.
+
+    `weights`: the part of `backward` that is the weights' gradients; `sent`: of a message, waited for once in each direction; `head`: what
+    of head_rank's forward and backward times is the last stage's alone. `how`: `least` never exceeds `simulated`.
+    """
+    m, waits = plan.microbatches, 2 * sent * crossings(plan)
+    total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
+    if plan.pp == 1:
+        return m * total[0]
+    if plan.schedule == "naive":
+        return m * sum(total)
+    if plan.schedule == "gpipe":  # a wave of forward passes, then one of backward passes, each as fast as its slowest stage
+        ways = ([x + waits / 2 for x in forward], [x + waits / 2 for x in backward])
+        return sum(sum(way) + (m - 1) * max(way) for way in ways)
+    if plan.schedule in ("1f1b", "pipedream", "two_bw"):
+        return sum(total) + (m - 1) * max(total)
+    if plan.schedule == "interleaved" and m < plan.pp:  # one group, which is through a chunk before the ranks are
+        return sum(total) + (m - 1) * max(total) / plan.chunks
+    if plan.schedule == "interleaved":
+        return m * max(total) + (sum(total) - max(total)) / plan.chunks
+    unit = max(*forward, *backward) / 1000  # rounded so, similar plans share a simulation
+    ahead, back, late = ([round(x / unit) for x in times] for times in (forward, backward, weights))
+    f, b = (_of_stages(plan, times, round(of / unit)) for times, of in ((ahead, head[0]), (back, head[1])))
+    share, message = min(MOST_WEIGHTS, sum(late) / max(1, sum(back))), round(sent / unit)
+    least = _least(plan, f, b, share, message)
+    return unit * (least if how == "least" else max(least, _simulated(plan, f, b, share, message)))
+
+
+def _of_stages(plan: Plan, times: Sequence[int], head: int) -> tuple[float, ...]:
+    """By stage what is known by rank: a rank's stages are alike but for the head."""
+    if placed(plan.schedule) == "both_ways":
+        return tuple(times)
+    if placed(plan.schedule) == "line":
+        return tuple(x / plan.chunks for x in times) * plan.chunks
+    bodies = [x - (head if rank == 0 else 0) for rank, x in enumerate(times)]
+    stages = [bodies[rank] / 2 for (rank,) in folded(plan.pp)]
+    return (*stages[:-1], stages[-1] + head)
+
+
+def _least(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+    m, p = plan.microbatches, plan.pp
+    whole = [f + b for f, b in zip(forward, backward, strict=True)]
+    if placed(plan.schedule) == "both_ways":  # replicas share a stage's micro-batches as they like
+        return max(m * sum(whole) / p, sum(whole) - share * sum(backward) + 2 * (p - 1) * sent)
+    homes = [rank for (rank,) in folded(p)] if placed(plan.schedule) == "v" else [stage % p for stage in range(len(forward))]
+    inputs = [(1 - share) * b for b in backward]
+    links = [sent if a != b else 0.0 for a, b in zip(homes, homes[1:], strict=False)]
+    before, after = ([0.0, *accumulate(x + y for x, y in zip(way, links, strict=False))] for way in (forward, inputs))
+    found = [sum(forward) + sum(inputs) + 2 * sum(links)]
+    for rank in range(p):  # its first stage is `rank`
+        mine = [stage for stage, home in enumerate(homes) if home == rank]
+        work = m * sum(whole[stage] for stage in mine)
+        put_off = m * share * sum(backward[stage] for stage in mine)
+        found.append(before[rank] + max(work, work - put_off + after[rank]))
+    return max(found)
+
+
+def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+    p, m = plan.pp, plan.microbatches
+
+    def seconds(microbatches: int) -> float:
+        return _makespan(plan.schedule, p, microbatches, plan.chunks, forward, backward, share, sent)
+
+    few = STEADY * p + m % p
+    if m <= few + p:
+        return seconds(m)
+    first = seconds(few)
+    return first + (seconds(few + p) - first) * (m - few) / p
+
+
+@lru_cache(maxsize=5_000)
+def _makespan(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    share: float,
+    sent: float,
+) -> float:
+    made = _made(schedule, ranks, microbatches, chunks)
+    return makespan(made, costs(forward, backward, weight_share=share), transfer_time=sent)
+
+
+@lru_cache(maxsize=4)
+def _made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """With its steps, which are found once."""
+    return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks if chunks > 1 else None)

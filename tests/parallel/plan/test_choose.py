@@ -1,0 +1,94 @@
+"""Branch and bound ranks what asking every plan ranks: the bound of a pipeline is below its simulation, and the choice is the plain one.
+
+What this file alone would notice: a bound that is too large for some schedule, and a plan lost by it. The plain twin simulates every
+schedule whole, without rounding or repeated rounds, and sorts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.simulator.simulate import costs, makespan, simulate
+from parallel.plan.candidates import Space, candidates
+from parallel.plan.choose import choose
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
+from parallel.plan.job import Network, Plan
+from parallel.plan.memory import memory, peak
+from parallel.plan.pipeline_time import CLOSED, head_rank, pipeline_time
+
+CLUSTER = load_cluster("a100-80-8")
+SIMULATED = [name for name in SCHEDULES if name not in CLOSED]
+
+
+def size_of(name: str, draw: random.Random) -> tuple[int, int, int]:
+    """(ranks, micro-batches, chunks) that the schedule can have."""
+    p = draw.choice([2, 4, 6]) if name in ("chimera", "dualpipe") else draw.choice([2, 3, 5])
+    m = p * draw.randint(1, 5) if name == "chimera" else 2 * p + 2 * draw.randint(0, 2 * p)
+    return p, m, SCHEDULES[name].chunks or draw.choice([2, 3])
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_no_simulation_is_below_the_bound(name: str) -> None:
+    """Stages, backward passes and links at random; the head, in a V, on the first rank."""
+    draw = random.Random(name)
+    for _ in range(12):
+        p, m, chunks = size_of(name, draw)
+        plan = Plan(pp=p, microbatches=m, schedule=name, chunks=chunks)
+        forward = [float(draw.randint(200, 1000)) for _ in range(p)]
+        backward = [x * draw.choice([1, 2, 3.5]) for x in forward]
+        weights = [x * draw.choice([0.1, 0.5]) for x in backward]
+        head = (0.3 * forward[0], 0.2 * backward[0]) if head_rank(plan) == 0 else (0.0, 0.0)
+        sent = draw.choice([0.0, 30.0, 400.0])
+        least, whole = (pipeline_time(plan, forward, backward, weights, sent, head=head, how=how) for how in ("least", "simulated"))  # type: ignore[arg-type]
+        made = make_schedule(name, ranks=p, microbatches=m, chunks=chunks)
+        times = []
+        for values, of_head in zip((forward, backward), head, strict=True):
+            per = made.num_stages // p if len(made.homes[0]) == 1 else 1
+            stages = [values[homes[0] if len(homes) == 1 else stage] / per for stage, homes in enumerate(made.homes)]
+            if of_head:
+                stages[0], stages[-1] = (values[0] - of_head) / 2, (values[0] + of_head) / 2
+            times.append(stages)
+        cost = costs(*times, weight_share=sum(weights) / sum(backward))
+        plain = simulate(made, cost, transfer_time=sent).makespan
+        assert least <= whole and least <= plain * (1 + 2e-3) and whole == pytest.approx(plain, rel=0.03)
+        assert makespan(made, cost, transfer_time=sent) == plain
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
+    draw = random.Random(seed)
+    layers, world = draw.choice([12, 16, 24]), draw.choice([8, 12, 16])
+    network = Network(layers=layers, width=1536, heads=12, hidden=draw.choice([4096, 6144]), vocab=draw.choice([1000, 90000]), length=512)
+    schedules = (("1f1b", 1), *((name, SCHEDULES[name].chunks or 2) for name in draw.sample(SIMULATED, 3)))
+    space = Space(engines=("ddp", "zero1"), tensors=("sliced",), sequences=("ring",), schedules=schedules, largest_tp=2, largest_sp=1)
+    plans = list(candidates(network, world=world, global_batch=48, base=Plan(), space=replace(space, largest_microbatch=2, largest_pp=6)))
+    cluster, asked = CLUSTER.holding(world), []
+
+    def seconds(plan: Plan) -> float:
+        asked.append(plan)
+        return step_time(network, plan, cluster).step
+
+    how = {"held_bytes": lambda plan: peak(network, plan).used, "limit_bytes": 9e9, "seconds": seconds, "devices_per_node": 8, "top": 5}
+    every = choose(network, plans, **how)  # type: ignore[arg-type]
+    count = len(asked)
+    bounded = choose(network, plans, least=lambda plan: step_time(network, plan, cluster, pipeline="least").step, **how)  # type: ignore[arg-type]
+    assert bounded == every and every.fitting > 40
+    assert len(asked) - count < count / 2
+
+
+def test_the_fullest_rank_is_that_of_all() -> None:
+    """`peak` leaves out ranks that an earlier one stands for."""
+    draw = random.Random(1)
+    for _ in range(60):
+        layers, pp = draw.randint(17, 40), draw.choice([2, 4, 6])
+        name = draw.choice([name for name in SCHEDULES if name != "looped_bfs"])
+        network = Network(layers=layers, width=96, heads=6, hidden=384, vocab=draw.choice([64, 6400]), length=32, tied=draw.random() < 0.5)
+        many = {"pipedream": 1, "dualpipe": 4 * pp, "dualpipe_v": 4 * pp}.get(name, pp * draw.choice([1, 2, 5]))
+        how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
+        plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
+        assert peak(network, plan) == max(memory(network, plan), key=lambda rank: rank.allocated)
