@@ -5,7 +5,8 @@
     moe train dense_wide FLAGS                   and so on, until a run trains
 
 The limit is on a process's data (RLIMIT_DATA, as `ulimit -d` sets it). Under it an allocation fails as on a machine without free
-memory. Passed if the last run trains, in fp32, with the losses of the first. Linux only.
+memory. Runs start with --force: `moe train` reads the limit, and would refuse before it starts. Passed if the last run trains, in fp32,
+with the losses of the first. Linux only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main(*, steps: int = 4, json: str | None = None) -> int:
 def run(flags: dict[str, str], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
     """One training run in a separate process: its losses and peak memory, or the line with which it ended."""
     words = [word for key, value in flags.items() for word in (key, value)]
-    command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), "--train.steps", str(steps), *words]
+    command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), "--train.steps", str(steps), "--force", *words]
 
     def limited() -> None:
         if limit_bytes is not None:

@@ -59,7 +59,7 @@ def main(*, steps: int = 2, json: str | None = None) -> int:
 
 def run(what: str, words: tuple[str, ...], out: Path, *, steps: int, limit_bytes: int | None) -> dict[str, Any]:
     """One training run in processes of its own: its losses and a process's peak memory, or the line with which it ended."""
-    command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), f"--train.steps={steps}", *FLAGS, *words]
+    command = [sys.executable, "-m", "moe", "train", RECIPE, "--out", str(out), f"--train.steps={steps}", "--force", *FLAGS, *words]
 
     def limited() -> None:
         if limit_bytes is not None:

@@ -79,7 +79,7 @@ def _lines(run: Run, world: int, found: Prediction) -> Iterator[str]:
 
 
 def _memory(found: Prediction) -> str:
-    limit = "" if found.place.limit_bytes is None else f", of {size(found.place.limit_bytes)}"
+    limit = "" if found.tightest is None else f", of {size(found.tightest.limit)}"
     which = f"rank {found.fullest.rank} of the pipeline's {len(found.ranks)}: " if len(found.ranks) > 1 else ""
     if found.place.kind == "cpu":
         return f"{which}{size(found.rank_bytes)} of tensors{limit}"

@@ -7,6 +7,7 @@ layers_of(run, ...)   the layers of each stage: cut by FLOPs, or as pipeline.lay
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from moe.plan.stages import layer_flops
@@ -57,16 +58,21 @@ def _named(run: Run, batches: int) -> Schedule:
     p = run.pipeline
     if p.schedule.endswith(".csv"):
         return _from_file(run)
-    size = {"ranks": run.degrees.pp, "microbatches": p.microbatches}
     try:
-        made = make_schedule(
-            p.schedule, **size, chunks=p.chunks, batches=batches, vertical_sync=p.vertical_sync or None, pipelines=p.pipelines
-        )
+        return _checked(p.schedule, run.degrees.pp, p.microbatches, p.chunks, batches, p.vertical_sync or None, p.pipelines)
     except BadInput as refused:
         what = _KEYS.get(refused.what, refused.what)
         fix = re.sub(rf"\b{refused.what}\b", what, refused.fix)
         raise BadInput(what, got=refused.got, needed=refused.needed, fix=fix) from None
-    return check(made)
+
+
+@lru_cache(maxsize=4)
+def _checked(
+    name: str, ranks: int, microbatches: int, chunks: int | None, batches: int, vertical_sync: bool | None, pipelines: int | None
+) -> Schedule:
+    """Built and checked once: a run asks for it several times, and a planner for that of each plan that it shows."""
+    size = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "batches": batches}
+    return check(make_schedule(name, **size, vertical_sync=vertical_sync, pipelines=pipelines))  # type: ignore[arg-type]
 
 
 def _from_file(run: Run) -> Schedule:

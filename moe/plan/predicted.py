@@ -3,8 +3,9 @@
     predict(run, Place)     Prediction: parallel/plan/memory.py of each rank, parallel/plan/cost.py on the place's cluster if it has one
 
 What "cannot fit" means is said in favour of the run: on a GPU the tensors alone exceed the device, without the allocator's share and the
-context; on a host without one the tensors of all its ranks exceed its memory. Between that and what a device really takes, a run may fit
-and is only warned of (the words are in moe/records/prediction.py). Needs no torch.
+context; on a host without one the tensors of all its ranks exceed its memory, or those of one rank what `ulimit` leaves its process.
+Between that and what a device really takes, a run may fit and is only warned of (the words are in moe/records/prediction.py). Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ from parallel.plan.stack import OURS, OURS_ON_CPU
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks train. `limit_bytes`: of one rank, on a cpu its share of the host's; None if unknown. `cluster`: predicts time."""
+    """Where ranks train. `limit_bytes`: of one rank, on a cpu its share of the host's; None if unknown. `cluster`: predicts time.
+
+    `own_bytes`: on a cpu what one process may still take (`ulimit`), None without such a limit.
+    """
 
     kind: Literal["cpu", "cuda"]
     limit_bytes: float | None = None
     cluster: Cluster | None = None
+    own_bytes: float | None = None
 
     @classmethod
     def of(cls, cluster: Cluster, world: int) -> Place:
@@ -66,9 +71,38 @@ class Prediction:
         return sum(map(_held(self.place), self.ranks)) / len(self.ranks) if self.place.kind == "cpu" else self.rank_bytes
 
     @property
+    def tightest(self) -> Bound | None:
+        """Of what is known the bound that is missed by most, or met by least."""
+        known = []
+        if self.place.limit_bytes is not None:
+            of = "on the fullest rank" if self.place.kind == "cuda" else "a rank, all of which share this host's memory"
+            known.append(Bound(self.least_bytes, self.place.limit_bytes, of))
+        if self.place.own_bytes is not None:
+            known.append(Bound(self.rank_bytes, self.place.own_bytes, "on the fullest rank, beside what ulimit lets its process have"))
+        return max(known, key=lambda bound: bound.over, default=None)
+
+    @property
     def over_bytes(self) -> float:
-        """How far beyond the limit; negative where it fits or nothing is known."""
-        return -1.0 if self.place.limit_bytes is None else self.least_bytes - self.place.limit_bytes
+        """How far beyond the tightest bound; negative where it fits or nothing is known."""
+        return -1.0 if self.tightest is None else self.tightest.over
+
+    @property
+    def fits(self) -> bool:
+        """With the allocator's share and the context, too."""
+        return self.over_bytes <= 0 and (self.place.limit_bytes is None or self.needed_bytes <= self.place.limit_bytes)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`least`: bytes that no allocator undercuts; `limit`: what there is of them; `of`: on which ranks."""
+
+    least: float
+    limit: float
+    of: str
+
+    @property
+    def over(self) -> float:
+        return self.least - self.limit
 
 
 def predict(run: Run, place: Place) -> Prediction:

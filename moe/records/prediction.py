@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe.plan.fitting import Change, change_that_fits
-from moe.plan.predicted import Prediction, predict
+from moe.plan.predicted import Bound, Prediction, predict
 from moe.recipe.sections import Run
 from moe.records.summary import size
 from parallel.errors import BadInput
@@ -23,8 +23,7 @@ CALIBRATE = "moe plan --calibrate"
 
 def line(found: Prediction) -> str:
     """For the start of a run."""
-    limit = found.place.limit_bytes
-    of = "" if limit is None else f" of {size(limit)}"
+    of = "" if found.tightest is None else f" of {size(found.tightest.limit)}"
     said = f"predicted: {size(found.rank_bytes)} of tensors on the fullest rank{of}, "
     if found.time is None or found.place.cluster is None:
         return f"{said}time not predicted ({CALIBRATE} measures this machine)"
@@ -41,27 +40,26 @@ def warning(found: Prediction) -> str | None:
 
 def refusal(found: Prediction, run: Run, world: int, *, checked: Callable[[Run, int], Run]) -> BadInput:
     """For a prediction with `over_bytes` above 0. `run`: as the user has it; `checked`: the recipe's own checks."""
-    limit = found.place.limit_bytes or 1.0
-
-    def fits(changed: Run) -> bool:
-        return predict(changed, found.place).needed_bytes <= limit
-
-    change = change_that_fits(run, world, fits=fits, checked=checked, has_gpus=found.place.kind == "cuda")
-    each = "on the fullest rank" if found.place.kind == "cuda" else "a rank, all of which share this host's memory"
+    bound = found.tightest
+    assert bound is not None
+    change = change_that_fits(
+        run, world, fits=lambda changed: predict(changed, found.place).fits, checked=checked, has_gpus=found.place.kind == "cuda"
+    )
     return BadInput(
         "memory",
-        got=f"a prediction of {size(found.least_bytes)} of tensors {each}, {size(found.over_bytes)} too much",
-        needed=f"at most {size(limit)}",
-        fix=f"{_fix(change, found, limit)}; --force tries all the same",
+        got=f"a prediction of {size(bound.least)} of tensors {bound.of}, {size(bound.over)} too much",
+        needed=f"at most {size(bound.limit)}",
+        fix=f"{_fix(change, found, bound)}; --force tries all the same",
     )
 
 
-def _fix(change: Change | None, found: Prediction, limit: float) -> str:
+def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
     if change is not None:
         then = predict(change.run, found.place)
         host = sum(then.fullest.host.values()) if then.place.kind == "cuda" else 0.0
-        return f"add {change.words}: then {size(then.least_bytes)}{f', and {size(host)} in the memory of its host' if host else ''}"
-    times = found.least_bytes / limit
+        assert then.tightest is not None
+        return f"add {change.words}: then {size(then.tightest.least)}{f', and {size(host)} in the memory of its host' if host else ''}"
+    times = bound.least / max(1.0, bound.limit)
     return f"take a smaller model.max_length, or ranks with about {times:.1f} times as much memory together (moe plan chooses a layout)"
 
 
@@ -72,13 +70,16 @@ def record(found: Prediction) -> dict[str, Any]:
     return {"memory_bytes": found.rank_bytes, "step_seconds": step, "cluster": None if cluster is None else cluster.name}
 
 
-def against(recorded: dict[str, Any] | None, *, memory_bytes: float, step_seconds: float | None) -> dict[str, Any] | None:
-    """The same with what was measured: ratios are measured / predicted."""
+def against(
+    recorded: dict[str, Any] | None, *, memory_bytes: float, beside_bytes: float, step_seconds: float | None
+) -> dict[str, Any] | None:
+    """The same with what was measured: ratios are measured / predicted. `beside_bytes`: what a process on a CPU has that is no tensor,
+    which the measured peak contains, and what is predicted not: it is added to that for the ratio."""
     if recorded is None:
         return None
-    measured = {"measured_memory_bytes": memory_bytes, "measured_step_seconds": step_seconds}
+    measured = {"beside_bytes": beside_bytes, "measured_memory_bytes": memory_bytes, "measured_step_seconds": step_seconds}
     ratios = {
-        "memory_ratio": _ratio(memory_bytes, recorded["memory_bytes"]),
+        "memory_ratio": _ratio(memory_bytes, recorded["memory_bytes"] + beside_bytes),
         "step_ratio": _ratio(step_seconds, recorded["step_seconds"]),
     }
     return recorded | measured | ratios

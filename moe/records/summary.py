@@ -67,7 +67,10 @@ def _against(summary: Mapping[str, Any], what: str, words: Callable[[Any], str])
     predicted, measured = found.get(what), found.get(f"measured_{what}")
     if not known(predicted) or not known(measured) or not predicted:
         return MISSING
-    return f"{words(measured)}, predicted {words(predicted)}: {measured / predicted:.2f} times"
+    beside = found.get("beside_bytes") if what == "memory_bytes" else None
+    whole = predicted + beside if known(beside) and beside else predicted
+    of = f" ({words(predicted)} of it tensors)" if whole > predicted else ""
+    return f"{words(measured)}, predicted {words(whole)}{of}: {measured / whole:.2f} times"
 
 
 def known(value: Any) -> TypeGuard[int | float]:

@@ -3,8 +3,8 @@
     foretell(run, ...)      on every rank, before anything is built     -> the same decision on all of them
     Measured                peak and seconds of the steps, and what else was in memory when they began
 
-On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak less what was no tensor when the
-model was built. What libraries load and keep from then on (50 to 80 MiB) is part of it. A prediction that cannot be made is a line, never
+On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak, and what it held beside tensors
+when the model was built is added to the prediction. A prediction that cannot be made is a line, never
 an error.
 """
 
@@ -28,7 +28,7 @@ from parallel import process
 from parallel.collectives import max_over
 from parallel.mesh import Mesh
 from parallel.plan.cluster import load_cluster
-from parallel.plan.this_machine import measured_cluster, memory_limit_bytes, processor, resident_bytes
+from parallel.plan.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
 from parallel.process import World
 
 STEPS_OF_MEMORY = 2  # moments are there from the second on
@@ -39,27 +39,26 @@ def here(world: World) -> Place:
     if world.device.type == "cuda":
         made = torch.cuda.get_device_properties(world.device)
         return Place("cuda", float(made.total_memory), measured_cluster(made.name))
-    return Place("cpu", memory_limit_bytes() / world.local_size, measured_cluster(processor()))
+    return Place("cpu", memory_limit_bytes() / world.local_size, measured_cluster(processor()), own_limit_bytes())
 
 
 def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: bool, say: Callable[[str], None]) -> Prediction | None:
     """Collective. `run`: checked; `asked`: as the user has it, from which the line's fix goes on. Raises BadInput for what cannot fit."""
     found: Prediction | None = None
-    limit = float("inf")
+    limits = [float("inf")] * 2
     try:
         place = here(world) if cluster is None else Place.of(load_cluster(cluster), world.size)
         if place.cluster is not None:
             place = replace(place, cluster=place.cluster.holding(world.size))
         found = predict(run, place)
-        limit = float("inf") if place.limit_bytes is None else place.limit_bytes
+        limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
     except Exception as error:  # a number that cannot be given must not stop a run that works
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
-    least = torch.tensor(-limit, dtype=torch.float64, device=world.device)
-    limit = -float(max_over(least, process.everyone(world)).item())  # the smallest rank's decides on all of them alike
+    least = torch.tensor([-limit for limit in limits], dtype=torch.float64, device=world.device)
+    whole, own = (None if limit == float("inf") else limit for limit in (-max_over(least, process.everyone(world))).tolist())
     if found is None:
         return None
-    if limit != float("inf"):
-        found = replace(found, place=replace(found.place, limit_bytes=limit))
+    found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the smallest rank's decide on all of them alike
     say(prediction.line(found))
     if found.over_bytes > 0:
         refused = prediction.refusal(found, asked.model_copy(update={"precision": run.precision}), world.size, checked=check_run)
@@ -72,17 +71,20 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
 
 
 class Measured:
-    """Made when the model and its engine are there, and given every step's peak: bytes of tensors of the fullest rank, and seconds."""
+    """Made when the model and its engine are there, and given every step's peak: bytes of the fullest rank, and seconds.
+
+    `beside`: what a process on a CPU holds then that is no tensor; of a GPU's memory torch counts tensors alone.
+    """
 
     def __init__(self, world: World) -> None:
-        self.other = 0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
+        self.beside = 0.0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
         self.seconds: list[float] = []
 
     def step(self, seconds: float) -> None:
         """After a step. The first two alone decide the memory: what is saved and evaluated later is not theirs."""
         if len(self.seconds) < STEPS_OF_MEMORY:
-            self.peak_bytes = own_peak_bytes() - self.other
+            self.peak_bytes = own_peak_bytes()
         self.seconds.append(seconds)
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:
@@ -91,11 +93,11 @@ class Measured:
         Collective.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        mine = torch.tensor([self.peak_bytes, median(self.seconds or [0.0])], dtype=torch.float64, device=device)
-        memory_bytes, step_seconds = max_over(mine, mesh.axis("world")).tolist()
+        mine = torch.tensor([self.peak_bytes, self.beside, median(self.seconds or [0.0])], dtype=torch.float64, device=device)
+        memory_bytes, beside_bytes, step_seconds = max_over(mine, mesh.axis("world")).tolist()
         if found is None or not self.seconds:
             return None
-        return prediction.against(prediction.record(found), memory_bytes=memory_bytes, step_seconds=step_seconds)
+        return prediction.against(prediction.record(found), memory_bytes=memory_bytes, beside_bytes=beside_bytes, step_seconds=step_seconds)
 
 
 def _tensor_bytes() -> int:

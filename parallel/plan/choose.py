@@ -10,6 +10,7 @@ the one with fewer kinds of parallelism.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,8 +77,7 @@ def choose(
 
     `least`: never more than `seconds` and cheaper to ask, so that most plans are ruled out by it. None: all are asked.
     """
-    bound = least or seconds
-    kept: list[Ranked] = []
+    kept: dict[bool, list[Ranked]] = {False: [], True: []}  # by whether something is said against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
     for plan in plans:
@@ -90,7 +90,8 @@ def choose(
             made = plan.but(recompute=kind)
             held = held_bytes(made)
             if held <= limit_bytes:
-                kept.append(Ranked(made, bound(made), held, advice(network, made, devices_per_node=devices_per_node)))
+                against = advice(network, made, devices_per_node=devices_per_node)
+                kept[against is not None].append(Ranked(made, math.nan, held, against))
                 break
         else:
             over = held - limit_bytes
@@ -98,15 +99,21 @@ def choose(
             if nearest is None or over < nearest[1]:
                 nearest = made, over
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)
-    ranked = sorted(kept, key=_place)[:top] if least is None else _best(kept, seconds, top)
-    return Found(tried, len(kept), tuple(ranked), tuple(refused), nearest)
+    ranked = _best(kept[False], seconds, least, top)
+    ranked += _best(kept[True], seconds, least, top - len(ranked))
+    return Found(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
 
 
-def _best(bounded: list[Ranked], seconds: Callable[[Plan], float], top: int) -> list[Ranked]:
-    """The best `top` by their seconds, of plans whose `seconds` are bounds."""
-    found: list[tuple[tuple[bool, float, float, int], int, Ranked]] = []
-    for number, one in sorted(enumerate(bounded), key=lambda pair: _place(pair[1])):
-        if len(found) == top and _place(one)[:2] > _place(found[-1][2])[:2]:
+def _best(kept: list[Ranked], seconds: Callable[[Plan], float], least: Callable[[Plan], float] | None, top: int) -> list[Ranked]:
+    """The best `top`, timed."""
+    if top <= 0:
+        return []
+    bounded = [replace(one, seconds=(least or seconds)(one.plan)) for one in kept]
+    if least is None:
+        return sorted(bounded, key=_place)[:top]
+    found: list[tuple[tuple[float, float, int], int, Ranked]] = []
+    for number, one in sorted(enumerate(bounded), key=lambda pair: pair[1].seconds):
+        if len(found) == top and one.seconds > found[-1][2].seconds:
             break
         made = replace(one, seconds=seconds(one.plan))
         insort(found, (_place(made), number, made))
@@ -114,8 +121,8 @@ def _best(bounded: list[Ranked], seconds: Callable[[Plan], float], top: int) -> 
     return [made for _, _, made in found]
 
 
-def _place(one: Ranked) -> tuple[bool, float, float, int]:
-    return one.advice is not None, one.seconds, one.held_bytes, _kinds(one.plan)
+def _place(one: Ranked) -> tuple[float, float, int]:
+    return one.seconds, one.held_bytes, _kinds(one.plan)
 
 
 def _kinds(plan: Plan) -> int:

@@ -20,7 +20,15 @@ from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.held import weight_versions
 
 ALL_AT_ONCE = ("gpipe", "looped_bfs")
-STEADY = {"naive": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "pipedream": 2, "two_bw": 2}  # micro-batches for each rank; others 3
+STEADY = {
+    "naive": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "zb_h1": 1,
+    "zb_v": 2,
+    "pipedream": 2,
+    "two_bw": 2,
+}  # micro-batches for each rank; others 3
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import ge
-from typing import Any
 
 from parallel.plan import counts
 from parallel.plan.counts import Elements
@@ -87,23 +86,20 @@ def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """The ranks that may need most: one with the same kinds of layers, the same ends and as much in flight stands for those after it."""
+    """The ranks that may need most: one with the same kinds of layers, no fewer ends and as much in flight stands for those after it."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
+    bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
+    kinds = [[sorted((i in sparse, i % every == 0) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
+
+    def stands_for(a: int, b: int) -> bool:
+        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+            return False
+        return ranks[a].versions >= ranks[b].versions and all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
+
     kept: list[int] = []
-    ends, last = [0, *accumulate(sizes)], len(sizes) - 1
-
-    def kinds(rank: Rank) -> list[Any]:
-        return [
-            (stage == 0, stage == last, sorted((i in sparse, i % every == 0) for i in range(ends[stage], ends[stage + 1])))
-            for stage in rank.stages
-        ]
-
-    def stands_for(one: Rank, other: Rank) -> bool:
-        return one.versions >= other.versions and all(any(all(map(ge, a, b)) for a in one.most) for b in other.most)
-
-    made = [kinds(rank) for rank in ranks]
-    for number, rank in enumerate(ranks):
-        if not any(made[before] == made[number] and stands_for(ranks[before], rank) for before in kept):
+    for number in range(len(ranks)):
+        if not any(stands_for(before, number) for before in kept):
             kept.append(number)
     return tuple(kept)
 
@@ -156,15 +152,15 @@ class _Job:
         ends = counts.ends(self.network, plan, first=first, last=last)
         held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), ends)
         states, host = _states(plan, held)
-        parts = {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
+        parts = dict.fromkeys(PARTS, 0.0)
+        parts |= {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
         parts["older weights"] = (rank.versions - 1) * held.total * plan.storage.parameters
         parts["gradient buckets"] = _buckets(plan, stack)
         table = counts.embedding(self.network, plan) if first or last else 0.0
         parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of, _ in mine])
         if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):  # rows sent, rows arrived
             parts["dispatch buffers"] = 2 * rows_of(self.network, plan) * self.network.width * plan.compute_bytes
-        moment = self._moment(rank, layers)
-        return Memory(number, {name: (parts | moment).get(name, 0.0) for name in PARTS}, host)
+        return Memory(number, parts | self._moment(rank, layers), host)
 
     def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> dict[str, float]:
         """What a step holds for a while: the parts of the moment that needs most."""

@@ -1,6 +1,7 @@
 """This machine as a planner sees it: the memory that its processes may take, and the cluster file that was measured here.
 
     memory      the least of what is installed and what the container's group may take (cgroup v2)
+    own         what one process may still take where the user's shell limits it (`ulimit -d`, `ulimit -v`)
     measured    the user's cache, machine.yaml: written by `moe plan --calibrate`, and of this processor or GPU, or it does not count
 
 Needs no torch.
@@ -9,6 +10,7 @@ Needs no torch.
 from __future__ import annotations
 
 import platform
+import resource
 from pathlib import Path
 
 import psutil
@@ -29,6 +31,15 @@ def memory_limit_bytes() -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return limit
+
+
+def own_limit_bytes() -> float | None:
+    """What this process may still take of data (RLIMIT_DATA) or of addresses (RLIMIT_AS), the less of both; None without limits."""
+    held = psutil.Process().memory_info()
+    taken = {resource.RLIMIT_DATA: getattr(held, "data", held.rss), resource.RLIMIT_AS: held.vms}
+    limits = {kind: resource.getrlimit(kind)[0] for kind in taken}
+    left = [max(0.0, float(limit - taken[kind])) for kind, limit in limits.items() if limit != resource.RLIM_INFINITY]
+    return min(left, default=None)
 
 
 def resident_bytes() -> int:

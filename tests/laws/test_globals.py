@@ -47,6 +47,7 @@ CACHED = {
     "moe/bench/planner_time.py: _nodes": "of a cluster file and a number of nodes",
     "parallel/plan/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "parallel/plan/cost.py: _cached": "seconds follow from the sizes that are its arguments",
+    "moe/plan/pipeline.py: _checked": "a schedule of these sizes; four at most",
     "parallel/plan/memory.py: _fullest": "the ranks that can be fullest follow from sizes alone",
     "parallel/plan/pipeline_time.py: _makespan": "seconds follow from the times that are its arguments",
     "parallel/plan/pipeline_time.py: _made": "a schedule of these sizes; four at most",

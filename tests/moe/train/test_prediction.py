@@ -5,6 +5,8 @@ It alone would notice a refusal that comes after files were written, ranks that 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(home: Path, tmp_p
     summary = go(run, out, cluster=small, force=True)
     assert "--force" in capsys.readouterr().out and summary["steps"] == 6
     found = summary["predicted"]
-    assert found["memory_ratio"] == pytest.approx(found["measured_memory_bytes"] / found["memory_bytes"])
+    assert found["beside_bytes"] > 2**26 and found["memory_bytes"] > 0  # Python and torch are more than this model
+    assert found["memory_ratio"] == pytest.approx(found["measured_memory_bytes"] / (found["memory_bytes"] + found["beside_bytes"]))
     assert found["step_ratio"] == pytest.approx(found["measured_step_seconds"] / found["step_seconds"])
     rows = dict(summary_rows(summary))
     assert rows["memory against its prediction"].endswith("times") and rows["step against its prediction"].endswith("times")
@@ -57,6 +60,26 @@ def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(prediction, "here", lambda world: replace(known(world), limit_bytes=limits[world.rank]))
     first, second = trained.train(trained.recipe(home, degrees={"dp": 2}), tmp_path / "out", ranks=2)
     assert first == second and "needed at most 1 KiB" in first
+
+
+def test_a_limit_of_the_shell_is_read(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process has already is taken off both limits, and the less of what is left decides."""
+    told = """
+import resource
+from parallel.plan.this_machine import own_limit_bytes
+print(own_limit_bytes())
+for kind, limit in ((resource.RLIMIT_AS, 2**34), (resource.RLIMIT_DATA, 2**33)):
+    resource.setrlimit(kind, (limit, limit))
+    print(limit - own_limit_bytes())
+"""
+    free, addresses, data = subprocess.run(
+        [sys.executable, "-c", told], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    assert free == "None" and 0 < float(data) < float(addresses) < 2**32
+    monkeypatch.setattr(prediction, "own_limit_bytes", lambda: 1024.0)
+    with pytest.raises(BadInput, match=r"on the fullest rank, beside what ulimit lets its process have, .* needed at most 1 KiB"):
+        go(trained.recipe(home), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_prediction_that_fails_is_a_line(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
