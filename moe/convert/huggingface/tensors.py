@@ -166,6 +166,7 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[i
         held = dict(next(coming) for _ in range(count))
         save_file(held, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(held, name)
+        held.clear()  # before the next file's are read
     if len(runs) > 1:
         about = {"metadata": {"total_size": sum(sizes)}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2) + "\n")
