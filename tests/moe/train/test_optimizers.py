@@ -114,8 +114,10 @@ def test_a_layout_gives_what_one_process_gives_and_takes_its_checkpoint(
         assert torch.equal(again[key], tensor), key
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", [{}, {"compute": "fp16", "loss_scale": 1024.0}, {"compute": "bf16", "master": "bf16"}])
+FP16, BF16 = {"compute": "fp16", "loss_scale": 1024.0}, {"compute": "bf16", "master": "bf16"}
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("muon", {}), ("muon", BF16), ("adafactor", FP16), ("adafactor", BF16), ("sgd", {})])
 def test_a_run_that_is_resumed_goes_on_to_the_bit(kind: str, precision: dict[str, Any], tmp_path: Path) -> None:
     values = {"optimizer": KINDS[kind], "precision": precision}
     whole = trained(values, tmp_path / "whole", 5)
