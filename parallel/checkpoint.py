@@ -30,12 +30,14 @@ from torch import Tensor
 
 from parallel.collectives import largest
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from parallel.stored import Reader, check_pieces, damaged
 
 FORMAT = 1
 _NONE, _UNREADABLE = -2, -1  # instead of a step
+MANIFEST_BYTES = 2**31  # more than a million tensors take
 FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
 
 
@@ -221,7 +223,7 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else ():
         number = path.name.removeprefix("step-")
-        if number.isdigit() and path.is_dir():
+        if number.isdecimal() and path.name == f"step-{int(number)}" and path.is_dir():  # not step-0080, nor other scripts' digits
             found.append((int(number), path))
     return found
 
@@ -232,8 +234,8 @@ def verify(path: Path) -> dict[str, Any]:
     Raises BadInput naming the file that has not.
     """
     try:
-        raw = (path / "manifest.json").read_bytes()
-        if (path / "manifest.sha256").read_bytes() != _digest_line(raw).encode():
+        raw = read_text(path / "manifest.json", most_bytes=MANIFEST_BYTES, newline="").encode()
+        if read_text(path / "manifest.sha256", newline="") != _digest_line(raw):
             raise damaged(path, "manifest.json")
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] != FORMAT:

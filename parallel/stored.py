@@ -13,7 +13,7 @@ import json
 import math
 import os
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +62,18 @@ class TensorFile:
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         self.places = {key: self._place(entry, data=8 + length, end=size) for key, entry in header.items()}
+        runs = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        if any(begin < end for (_, end), (begin, _) in pairwise(runs)):
+            raise ValueError("tensors that share bytes")
 
     @staticmethod
     def _place(entry: dict[str, Any], *, data: int, end: int) -> _Place:
-        place = _Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data + entry["data_offsets"][0])
-        if not data <= place.begin <= place.begin + math.prod(place.shape) * place.dtype.itemsize <= end:
+        first, last = entry["data_offsets"]
+        place = _Place(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data + first)
+        if not data <= place.begin <= data + last <= end:
             raise ValueError("a tensor beyond the end of the file")
+        if last - first != math.prod(place.shape) * place.dtype.itemsize:
+            raise ValueError("a tensor of other bytes than its shape has")
         return place
 
     def read(self, key: str, box: Box) -> Tensor:
@@ -152,17 +158,23 @@ class Reader:
         if layout.unstack is None:
             return self.region(name, kind, region)
         numbers = layout.stacked(mesh)[slice(None) if box is None else box[0]]
-        return torch.stack([self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers])
+        parts = [self.region(layout.unstack.format(number), kind, region[1:]) for number in numbers]
+        if len({part.dtype for part in parts}) > 1:  # stacking would make integers numbers like the others
+            raise damaged(self.path, "manifest.json")
+        return torch.stack(parts)
 
 
 def check_pieces(reader: Reader) -> None:
     """That each tensor's pieces are in their files, within its shape, and as many elements as it has. Raises BadInput naming the file."""
     for entries in reader.entries.values():
-        missing = math.prod(entries[0]["shape"])
+        missing, dtype = math.prod(entries[0]["shape"]), None
         for entry in entries:
             try:
-                shape = reader._file(entry["file"]).places[entry["key"]].shape
-                within = all(0 <= at <= at + n <= of for at, n, of in zip(entry["start"], shape, entries[0]["shape"], strict=True))
+                place = reader._file(entry["file"]).places[entry["key"]]
+                shape, dtype = place.shape, dtype or place.dtype
+                within = place.dtype == dtype and all(
+                    0 <= at <= at + n <= of for at, n, of in zip(entry["start"], shape, entries[0]["shape"], strict=True)
+                )
             except (OSError, ValueError, KeyError, TypeError):
                 within = False
             if not within:

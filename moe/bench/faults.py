@@ -20,7 +20,7 @@ from typing import Any
 from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
 
-KINDS = {"hangs": "moe.bench.hangs", "recipes": "moe.bench.recipes"}
+KINDS = {"hangs": "moe.bench.hangs", "recipes": "moe.bench.recipes", "damage": "moe.bench.damage"}
 
 
 @dataclass

@@ -30,7 +30,7 @@ from moe.records import metrics
 from moe.records.results import write_json
 from moe.train import state
 from moe.train.place import make_writable, settle_precision
-from moe.train.state import Counters
+from moe.train.state import Counters, opened
 from parallel import checkpoint
 from parallel.checkpoint import verify
 from parallel.data.engine import MOMENTS, Engine
@@ -40,7 +40,6 @@ from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
-from parallel.stored import Reader
 
 RECENT = 100  # a run's load is the mean over so many of its last training lines
 
@@ -83,7 +82,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """The new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
-    reader = Reader(source)
+    reader = opened(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
     alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding(), "tiling": Tiling()})

@@ -25,8 +25,8 @@ from moe.records.results import write_json
 from moe.train.numbers import LayerNumbers, Sums
 from moe.train.passes import count_tokens, passes_of
 from moe.train.restore import choose, restore
+from moe.train.state import opened
 from parallel.errors import BadInput
-from parallel.stored import Reader
 
 TOKENS_AT_ONCE = 8192
 
@@ -96,7 +96,7 @@ def main(
             raise BadInput(f"--{key}", got="a key that moe eval does not take", needed=needed, fix=f"remove --{key}")
     overrides = ({"data.sources": "[]"} if "data.path" in overrides else {}) | overrides
     path = choose(Path(run_dir), step=step)
-    state = Reader(path).state
+    state = opened(path).state
     run = build_run(state["recipe"])
     data_config = load(Path(run_dir) / "recipe.yaml", overrides)[0].data if overrides else run.data
     data = open_data(

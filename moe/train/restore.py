@@ -13,11 +13,11 @@ from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
-from moe.train.state import load_extra
+from moe.train.state import load_extra, opened
 from parallel import checkpoint
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
-from parallel.stored import Reader, check_same_parameters
+from parallel.stored import check_same_parameters
 
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
@@ -40,13 +40,13 @@ def choose(run_dir: Path, *, step: int | None = None) -> Path:
 def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, Tokenizer, int]:
     """Of that checkpoint, the model whole on this device: (model, tokenizer, step). Raises BadInput."""
     path = choose(run_dir, step=step)
-    state = Reader(path).state
+    state = opened(path).state
     return restore(path), load_tokenizer(state["tokenizer"]), int(state["counters"]["step"])
 
 
 def restore(path: Path) -> Transformer:
     """The model of one checkpoint, whole on this device, ready to evaluate."""
-    mesh, reader = Mesh.of(Degrees()), Reader(path)
+    mesh, reader = Mesh.of(Degrees()), opened(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, layouts = build(run, mesh, device=device)

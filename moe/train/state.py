@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader | None:
     """The newest checkpoint of a run that verifies, whatever layout wrote it; None if there is none. Collective."""
     path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
-    return None if path is None else Reader(path)
+    return None if path is None else opened(path)
 
 
 def resume(
@@ -130,7 +131,6 @@ def resume(
     for line in told(build_run(found.state["recipe"]), build_run(recipe), begun=begun):
         log(line)
 
-    check_counters(found)
     rank = mesh.axis("world").index
 
     def stored(name: str, kind: str, box: Box) -> Tensor:
@@ -168,7 +168,7 @@ def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader:
                 log(damage)
         if largest(float(bool(damage)), world):
             raise BadInput("--init_from", got=f"{path}, which is damaged", needed="a checkpoint that verifies", fix="take an earlier one")
-    return Reader(given)
+    return opened(given)
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
@@ -192,18 +192,28 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
     load_extra(found, engine.module, log=log, staged=whole is not None)
 
 
-def check_counters(found: Reader) -> None:
-    """Refuse counters that no run could have: what wrote them was no save of this project."""
-    held = found.state["counters"]
-    names = Counters.__dataclass_fields__
-    whole = all(isinstance(held.get(name), int) and held[name] >= 0 for name in names)
-    if not whole or held["updates"] + held["skipped"] > held["step"]:
-        raise BadInput(
-            f"checkpoint {found.path.name}",
-            got=f"counters {held}",
-            needed=f"{', '.join(names)} as whole numbers from 0, updates and skipped no more than steps",
-            fix="take another checkpoint, or write these as moe convert does",
-        )
+_SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}
+
+
+def opened(path: Path) -> Reader:
+    """A verified checkpoint of a run. Raises BadInput where its state is none that a run has: what wrote it was no save of this project."""
+    reader = Reader(path)
+    what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
+    held = reader.state if isinstance(reader.state, dict) else {}
+    for name, kind in _SECTIONS.items():
+        if not isinstance(held.get(name), kind):
+            got = f"a state whose {name} is {type(held[name]).__name__}" if name in held else f"a state without {name}"
+            raise BadInput(what, got=got, needed=", ".join(_SECTIONS), fix=fix)
+    scale = held["loss_scale"]
+    numbers = all(isinstance(scale.get(name), int | float) and math.isfinite(scale[name]) for name in ("value", "good_steps"))
+    if not numbers or scale["value"] <= 0 or scale["good_steps"] < 0:
+        raise BadInput(what, got=f"loss scale {scale}", needed="value above 0 and good_steps from 0, both finite", fix=fix)
+    counters, names = held["counters"], Counters.__dataclass_fields__
+    whole = all(isinstance(counters.get(name), int) and counters[name] >= 0 for name in names)
+    if not whole or counters["updates"] + counters["skipped"] > counters["step"]:
+        needed = f"{', '.join(names)} as whole numbers from 0, updates and skipped no more than steps"
+        raise BadInput(what, got=f"counters {counters}", needed=needed, fix=fix)
+    return reader
 
 
 def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:

@@ -1,0 +1,345 @@
+"""Damaged checkpoints, for `moe bench faults --only damage`: a tiny run's two saves, of which the newer one is changed on disk.
+
+    step-2, step-4 -> one damage to step-4 -> newest() and the checks of a resume -> step-2 is taken and it is said, or one line refuses
+
+Lost is what is loaded with other values than were saved, an error that is no line, and what takes longer than a few seconds. Signed:
+the hashes are made again after the change, as by a converter that is wrong. Values that are merely others are then nobody's to see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.bench.faults import Row
+from moe.data import load as load_tokenizer
+from moe.model.names import global_name
+from moe.parallelize.build import build
+from moe.recipe.load import build_run
+from moe.train.state import SQUARES, check_values, opened
+from parallel import checkpoint
+from parallel.data.engine import MOMENTS
+from parallel.errors import BadInput
+from parallel.layout import Layout
+from parallel.mesh import Degrees, Mesh
+from parallel.precision import LossScale
+from parallel.stored import check_same_parameters
+
+LONGEST_S = 5.0
+FEW, MANY = 2, 24  # of each kind of damage that has a choice
+KINDS = ("weight", *MOMENTS)
+RUN = {
+    "model": {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 12, "max_length": 12, "moe_every": 2},
+    "experts": {"num_experts": 3},
+}
+FILES = ("rank-00000.safetensors", "manifest.json", "manifest.sha256")
+Values = dict[tuple[str, str], torch.Tensor]
+Damage = Callable[[Path, random.Random], object]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A folder with two saves, and what is in them by step."""
+
+    folder: Path
+    layouts: dict[str, Layout]
+    mesh: Mesh
+    values: dict[int, Values]
+    states: dict[int, dict[str, Any]]
+
+
+def saved(folder: Path) -> Saved:
+    """Save a tiny model twice, as a run of one process does."""
+    run, mesh = build_run(RUN | {"degrees": {"dp": 1, "ep": 1}}), Mesh.of(Degrees())
+    model, layouts = build(run, mesh, device=torch.device("cpu"))
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    values: dict[int, Values] = {}
+    states = {}
+    for step in (2, 4):
+        held = {
+            (name, kind): (tensor + step if kind == "weight" else tensor.abs() * step)
+            for name, tensor in parameters.items()
+            for kind in KINDS
+        }
+        pieces = (
+            (kind, piece) for (name, kind), t in held.items() for piece in checkpoint.pieces(global_name(name), layouts[name], mesh, t)
+        )
+        counters = {"step": step, "updates": step, "skipped": 0, "in_a_row": 0}
+        states[step] = {
+            "counters": counters,
+            "loss_scale": LossScale().state(),
+            "recipe": run.model_dump(mode="json"),
+            "tokenizer": {"kind": "bytes"},
+            "data": "text",
+        }
+        checkpoint.save(folder, step, pieces, state=states[step], world=mesh.axis("world"), keep=9)
+        values[step] = held
+    return Saved(folder, layouts, mesh, values, states)
+
+
+# --- kinds of damage: each changes the folder of the newer save --------------------------------------------------------------
+
+
+def _edit(name: str, change: Callable[[bytes, random.Random], bytes]) -> Damage:
+    return lambda path, rng: (path / name).write_bytes(change((path / name).read_bytes(), rng))
+
+
+def _flip(raw: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(raw))
+    return raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :]
+
+
+def _zero(raw: bytes, rng: random.Random) -> bytes:
+    at, length = rng.randrange(len(raw)), rng.randrange(1, 4096)
+    return raw[:at] + b"\0" * len(raw[at : at + length]) + raw[at + length :]
+
+
+def _swap(raw: bytes, rng: random.Random) -> bytes:
+    a, b = sorted(rng.sample(range(len(raw)), 2))
+    return raw[:a] + raw[b : b + 1] + raw[a + 1 : b] + raw[a : a + 1] + raw[b + 1 :]
+
+
+def _instead(name: str, make: Callable[[Path], object]) -> Damage:
+    def change(path: Path, _: random.Random) -> None:
+        (path / name).unlink()
+        make(path / name)
+
+    return change
+
+
+def _other_save(name: str) -> Damage:
+    return lambda path, _: shutil.copy(path.parent / "step-2" / name, path / name)
+
+
+def _header(text: Callable[[dict[str, Any], random.Random], Any], *, signed: bool) -> Damage:
+    """The header of the tensors' file changed."""
+
+    def change(path: Path, rng: random.Random) -> None:
+        raw = (path / FILES[0]).read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        made = json.dumps(text(json.loads(raw[8 : 8 + length]), rng)).encode()
+        (path / FILES[0]).write_bytes(len(made).to_bytes(8, "little") + made + raw[8 + length :])
+        if signed:
+            sign(path)
+
+    return change
+
+
+def _length(length: int) -> Damage:
+    def change(path: Path, _: random.Random) -> None:
+        raw = (path / FILES[0]).read_bytes()
+        (path / FILES[0]).write_bytes(length.to_bytes(8, "little") + raw[8:])
+        sign(path)
+
+    return change
+
+
+def _manifest(change: Callable[[dict[str, Any], random.Random], object]) -> Damage:
+    """The manifest changed, and signed anew."""
+
+    def apply(path: Path, rng: random.Random) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        change(manifest, rng)
+        _write(path, json.dumps(manifest))
+
+    return apply
+
+
+def _write(path: Path, manifest: str) -> None:
+    (path / "manifest.json").write_text(manifest)
+    (path / "manifest.sha256").write_text(f"{hashlib.sha256(manifest.encode()).hexdigest()}  manifest.json\n")
+
+
+def sign(path: Path) -> None:
+    """Sizes and hashes of what the files have become."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in manifest["files"]:
+        raw = (path / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    _write(path, json.dumps(manifest))
+
+
+def _entry(key: str, value: Callable[[Any, random.Random], Any]) -> Damage:
+    def change(manifest: dict[str, Any], rng: random.Random) -> None:
+        entry = rng.choice(manifest["tensors"])
+        entry[key] = value(entry[key], rng)
+
+    return _manifest(change)
+
+
+def _state(section: str, value: Any) -> Damage:
+    return _manifest(lambda manifest, _: manifest["state"].__setitem__(section, value))
+
+
+def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Damage:
+    """One tensor's numbers, of the same shape and dtype, signed."""
+
+    def apply(path: Path, rng: random.Random) -> None:
+        from safetensors.torch import load_file, save_file
+
+        held = load_file(path / FILES[0])
+        key = rng.choice([key for key in held if key.rpartition("/")[2] in kinds])
+        held[key] = change(held[key].clone())
+        save_file(held, path / FILES[0])
+        sign(path)
+
+    return apply
+
+
+def _retyped(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Half as many bytes an element: the same bytes as twice as many elements would be."""
+    key = rng.choice([key for key in entry if key != "__metadata__"])
+    return entry | {key: entry[key] | {"dtype": rng.choice(["I8", "I32", "U8", "F16", "F8", "", 7])}}
+
+
+def _reshaped(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    key = rng.choice([key for key in entry if key != "__metadata__"])
+    shape = entry[key]["shape"]
+    return entry | {key: entry[key] | {"shape": rng.choice([[], [-1, -5], [2**62, 4], [shape[0] - 1, *shape[1:]], [*shape, 1], "x"])}}
+
+
+def _moved(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    key = rng.choice([key for key in entry if key != "__metadata__"])
+    return entry | {key: entry[key] | {"data_offsets": rng.choice([[2**60, 2**61], [-64, 0], [0], [8, 4], "x"])}}
+
+
+def _nan(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[0] = math.nan
+    return tensor
+
+
+def damages() -> dict[str, list[Damage]]:
+    """By row: the damages of this kind; those with a choice take another one each time."""
+    each = {name: [_edit(name, change) for change in (_flip, _zero, _swap)] for name in FILES}
+    return {
+        **{f"bits and bytes of {name}": found for name, found in each.items()},
+        "files cut, or longer": [
+            _edit(name, change)
+            for name in FILES
+            for change in (lambda raw, rng: raw[: rng.randrange(len(raw))], lambda raw, rng: raw + rng.randbytes(rng.randrange(1, 99)))
+        ],
+        "files missing": [lambda path, _, n=name: (path / n).unlink() for name in FILES],
+        "links, pipes, devices and folders instead of files": [
+            _instead(name, make)
+            for name in FILES
+            for make in (
+                lambda p: p.symlink_to("/dev/zero"),
+                lambda p: p.symlink_to("/etc/hostname"),
+                lambda p: p.symlink_to(p),
+                os.mkfifo,
+                Path.mkdir,
+            )
+        ],
+        "mixed from two saves": [_other_save(name) for name in FILES],
+        "manifests edited, not signed": [
+            _edit("manifest.json", lambda raw, _: raw.replace(b'"step": 4', b'"step": 3')),
+            _edit("manifest.json", lambda raw, _: raw.replace(b"rank-00000", b"../step-2/rank-00000")),
+            _edit("manifest.json", lambda raw, _: raw + b" "),
+        ],
+        "signed: names out of the folder, tensors gone or twice": [
+            _entry("file", lambda name, _: f"../step-2/{name}x"),
+            _entry("file", lambda _, __: "/etc/hostname"),
+            _entry("key", lambda _, __: "nothing"),
+            _entry("name", lambda name, _: name + "x"),
+            _entry("kind", lambda _, __: "other"),
+            _entry("start", lambda start, rng: [rng.choice([-1, 1, 2**40])] + start[1:]),
+            _entry("shape", lambda shape, rng: [shape[0] + rng.choice([-1, 1]), *shape[1:]]),
+            _entry("shape", lambda shape, _: [*shape, 1]),
+            _manifest(lambda m, rng: m["tensors"].pop(rng.randrange(len(m["tensors"])))),
+            _manifest(lambda m, rng: m["tensors"].append(rng.choice(m["tensors"]))),
+            _manifest(lambda m, rng: m["tensors"].clear()),
+        ],
+        "signed: headers of the tensors' file": [
+            _length(2**63),
+            _length(2**40),
+            _length(0),
+            _length(5),
+            *(_header(change, signed=True) for change in (_retyped, _reshaped, _moved)),
+            _header(lambda header, _: [header], signed=True),
+            _header(lambda header, _: {}, signed=True),
+        ],
+        "signed: a state that no run has": [
+            *(_state("counters", c) for c in ({}, 5, {"step": -4, "updates": 0, "skipped": 0, "in_a_row": 0})),
+            _state("counters", {"step": 4, "updates": 9, "skipped": 0, "in_a_row": 0}),
+            _state("counters", {"step": "4", "updates": 4, "skipped": 0, "in_a_row": 0}),
+            *(_state("loss_scale", s) for s in ({}, None, {"value": "nan", "good_steps": 0}, {"value": -1.0, "good_steps": 0})),
+            *(_state("recipe", r) for r in (None, [], {"model": {"num_layers": "x"}}, {"no": {}})),
+            *(_state("tokenizer", t) for t in (None, {}, {"kind": "pickle"}, {"kind": "bpe", "model": {"type": "x"}})),
+            *(_manifest(lambda m, _, n=name: m["state"].pop(n)) for name in ("counters", "loss_scale", "recipe", "tokenizer", "data")),
+        ],
+        "signed: numbers that no run has": [
+            _values(_nan, *KINDS),
+            _values(lambda t: t * math.inf, "weight"),
+            _values(lambda t: -t - 1, SQUARES),
+            _values(lambda t: t.to(torch.int32), *KINDS),
+            _values(lambda t: t[..., :-1].contiguous() if t.shape[-1] > 1 else t.repeat(2), *KINDS),
+        ],
+    }
+
+
+def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
+    """A row for each kind of damage."""
+    tries = rounds or (MANY if full else FEW)
+    with tempfile.TemporaryDirectory() as home:
+        given = saved(Path(home) / "saved")
+        for name, found in damages().items():
+            if only in name:
+                made = [(n, damage) for n in range(tries) for damage in found]
+                yield Row.of(name, len(made), lambda number, m=made, n=name: once(given, m[number][1], f"{n} {number}", Path(home)))
+
+
+def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, float]:
+    """(what went wrong, seconds) with one damage."""
+    folder = home / "tried"
+    shutil.copytree(given.folder, folder)
+    damage(folder / "step-4", random.Random(seed))
+    started = time.perf_counter()
+    try:
+        problem = _judge(given, folder)
+    finally:
+        shutil.rmtree(folder)
+    took = time.perf_counter() - started
+    return problem or (f"{seed}: took {took:.1f} s" if took > LONGEST_S else ""), took
+
+
+def _judge(given: Saved, folder: Path) -> str:
+    said: list[str] = []
+    try:
+        taken, values, state = take(given, folder, said.append)
+    except BadInput as bad:
+        return "" if len(str(bad).splitlines()) == 1 else f"not one line: {bad}"
+    except Exception as error:  # what a user would see as a traceback
+        return f"{type(error).__name__}: {error}"
+    if taken == 2 and not said:
+        return "the older one was taken without a word"
+    same = all(torch.equal(tensor, given.values[taken][key]) for key, tensor in values.items())
+    return "" if same and state == given.states[taken] else f"step {taken} was loaded with other contents"
+
+
+def take(given: Saved, folder: Path, log: Callable[[str], None]) -> tuple[int, Values, dict[str, Any]]:
+    """Choose and read as a resume does. Returns (step, tensors, state). Raises BadInput."""
+    path = checkpoint.newest(folder, world=given.mesh.axis("world"), log=log)
+    assert path is not None
+    reader = opened(path)
+    check_same_parameters(reader, {global_name(name): layout for name, layout in given.layouts.items()}, KINDS)
+    build_run(reader.state["recipe"])
+    load_tokenizer(reader.state["tokenizer"])
+    LossScale().load(reader.state["loss_scale"])
+    values = {}
+    for name, layout in given.layouts.items():
+        for kind in KINDS:
+            values[name, kind] = reader.load(global_name(name), kind, layout, given.mesh)
+            check_values(values[name, kind], f"{kind} of {name} in {path.name}", squares=kind == SQUARES)
+    return int(path.name.removeprefix("step-")), values, reader.state
