@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ RUN = {
     "experts": {"num_experts": 3},
 }
 FILES = ("rank-00000.safetensors", "manifest.json", "manifest.sha256")
+_RECIPES: tuple[Any, ...] = (None, [], {"model": {"num_layers": "x"}}, {"no": {}})
 Values = dict[tuple[str, str], torch.Tensor]
 Damage = Callable[[Path, random.Random], object]
 
@@ -183,6 +185,14 @@ def _state(section: str, value: Any) -> Damage:
     return _manifest(lambda manifest, _: manifest["state"].__setitem__(section, value))
 
 
+def _without(section: str) -> Damage:
+    return _manifest(lambda manifest, _: manifest["state"].pop(section))
+
+
+def _gone(name: str) -> Damage:
+    return lambda path, _: (path / name).unlink()
+
+
 def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Damage:
     """One tensor's numbers, of the same shape and dtype, signed."""
 
@@ -230,7 +240,7 @@ def damages() -> dict[str, list[Damage]]:
             for name in FILES
             for change in (lambda raw, rng: raw[: rng.randrange(len(raw))], lambda raw, rng: raw + rng.randbytes(rng.randrange(1, 99)))
         ],
-        "files missing": [lambda path, _, n=name: (path / n).unlink() for name in FILES],
+        "files missing": [_gone(name) for name in FILES],
         "links, pipes, devices and folders instead of files": [
             _instead(name, make)
             for name in FILES
@@ -275,9 +285,9 @@ def damages() -> dict[str, list[Damage]]:
             _state("counters", {"step": 4, "updates": 9, "skipped": 0, "in_a_row": 0}),
             _state("counters", {"step": "4", "updates": 4, "skipped": 0, "in_a_row": 0}),
             *(_state("loss_scale", s) for s in ({}, None, {"value": "nan", "good_steps": 0}, {"value": -1.0, "good_steps": 0})),
-            *(_state("recipe", r) for r in (None, [], {"model": {"num_layers": "x"}}, {"no": {}})),
+            *(_state("recipe", recipe) for recipe in _RECIPES),
             *(_state("tokenizer", t) for t in (None, {}, {"kind": "pickle"}, {"kind": "bpe", "model": {"type": "x"}})),
-            *(_manifest(lambda m, _, n=name: m["state"].pop(n)) for name in ("counters", "loss_scale", "recipe", "tokenizer", "data")),
+            *(_without(name) for name in ("counters", "loss_scale", "recipe", "tokenizer", "data")),
         ],
         "signed: numbers that no run has": [
             _values(_nan, *KINDS),
@@ -297,7 +307,11 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
         for name, found in damages().items():
             if only in name:
                 made = [(n, damage) for n in range(tries) for damage in found]
-                yield Row.of(name, len(made), lambda number, m=made, n=name: once(given, m[number][1], f"{n} {number}", Path(home)))
+                yield Row.of(name, len(made), partial(_numbered, given, made, name, Path(home)))
+
+
+def _numbered(given: Saved, made: list[tuple[int, Damage]], name: str, home: Path, number: int) -> tuple[str, float]:
+    return once(given, made[number][1], f"{name} {number}", home)
 
 
 def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, float]:
