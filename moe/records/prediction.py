@@ -60,7 +60,10 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
         assert then.tightest is not None
         return f"add {change.words}: then {size(then.tightest.least)}{f', and {size(host)} in the memory of its host' if host else ''}"
     times = bound.least / max(1.0, bound.limit)
-    return f"take a smaller model.max_length, or ranks with about {times:.1f} times as much memory together (moe plan chooses a layout)"
+    disk = "states on a disk (sharding.offload), " if found.place.kind == "cpu" else ""
+    return (
+        f"take a smaller model.max_length, {disk}or ranks with about {times:.1f} times as much memory together (moe plan chooses a layout)"
+    )
 
 
 def record(found: Prediction) -> dict[str, Any]:
