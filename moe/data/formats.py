@@ -138,7 +138,9 @@ def texts(path: Path, column: str) -> Iterator[str | None]:
     try:
         for batch in _batches(path, column):
             yield from _strings(batch, path, column, arrow)
-    except arrow.ArrowInvalid as error:
+    except (arrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's; the library's own have none
+            raise
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 
 
