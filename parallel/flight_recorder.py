@@ -90,9 +90,13 @@ def read_folder(folder: Path) -> list[Trace]:
     if not folder.is_dir():
         raise BadInput("--trace", got=f"{folder}, which is no folder", needed="a folder of flight recorder traces", fix=fix)
     traces: dict[int, Trace] = {}
-    for path in sorted(folder.iterdir()):
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise BadInput("--trace", got=f"{folder}: {error.strerror}", needed="a folder that can be read", fix=fix) from None
+    for path in paths:
         number = re.search(r"(\d+)(\.json|\.pkl|\.pickle)?$", path.name)
-        if number is None or path.suffix == ".log" or path.is_dir():
+        if number is None or path.is_dir():
             continue
         rank = int(number[1])
         if rank in traces:
@@ -105,12 +109,15 @@ def read_folder(folder: Path) -> list[Trace]:
 
 def _content(path: Path) -> Any:
     needed, fix = "a trace of torch's flight recorder", f"remove {path}"
-    about = path.stat()
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise BadInput("--trace", got=f"{path}: {error.strerror}", needed=needed, fix=fix) from None
     if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
         got = f"{path}, of {about.st_size} bytes" if stat.S_ISREG(about.st_mode) else f"{path}, which is no regular file"
         raise BadInput("--trace", got=got, needed=f"{needed}, at most {MOST_BYTES} bytes", fix=fix)
-    raw = path.read_bytes()
     try:
+        raw = path.read_bytes()
         return json.loads(raw) if raw.lstrip()[:1] == b"{" else _Plain(io.BytesIO(raw)).load()
     except KeyError as opcode:
         got = f"{path.name}, a pickle that holds more than containers, numbers and text (opcode {opcode})"
@@ -122,25 +129,33 @@ def _content(path: Path) -> Any:
 
 def _trace(rank: int, content: Any, path: Path) -> Trace:
     try:
-        members = {str(c["name"]): _ranks(c["ranks"]) for c in content["pg_config"].values()}
-        trace = Trace(rank, {(str(c["name"]), str(c["desc"]), _ranks(c["ranks"])): {} for c in content["pg_config"].values()})
+        members = {_text(c["name"]): _ranks(c["ranks"]) for c in content["pg_config"].values()}
+        trace = Trace(rank, {(_text(c["name"]), _text(c["desc"]), _ranks(c["ranks"])): {} for c in content["pg_config"].values()})
         for entry in content["entries"]:
-            name, about = (str(part) for part in entry["process_group"])
+            name, about = map(_text, entry["process_group"])
             group = (name, about, members.get(name, ()))
-            kind = str(entry["profiling_name"]).rpartition(":")[2]
+            kind = _text(entry["profiling_name"]).rpartition(":")[2]
             if entry.get("is_p2p"):
                 ends = re.search(r"(\d+)(->|<-)(\d+)", kind)
                 if ends and entry["state"] != "completed":
                     here, there = (group[2][int(n)] for n in (ends[1], ends[3]))
                     trace.messages.append((group, kind, *((here, there) if ends[2] == "->" else (there, here))))
                 continue
-            sent = " ".join(f"{dtype}{shape}" for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False))
+            sizes = ("[" + ", ".join(map(_text, shape)) + "]" for shape in entry["input_sizes"])
+            sent = " ".join(_text(dtype) + shape for dtype, shape in zip(entry["input_dtypes"], sizes, strict=False))
             number = int(entry["collective_seq_id"])
             trace.calls.setdefault(group, {})[number] = Call(number, kind, sent, entry["state"] == "completed")
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         got = f"{path.name}, whose entries are not as torch writes them ({type(error).__name__}: {error})"
         raise BadInput("--trace", got=got, needed="a trace of torch's flight recorder", fix=f"remove {path}") from None
     return trace
+
+
+def _text(part: Any) -> str:
+    """Text or a number. Of anything deeper a few bytes of a pickle could make more text than fits into memory."""
+    if not isinstance(part, str | int):
+        raise TypeError("a part that is no text")
+    return str(part)
 
 
 def _ranks(text: Any) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
     DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
                                      3D a cube; sp as rings of ranks that share out heads among their neighbours
-    HEADS    GRID with tp_row as tp_row_heads x tp_row_copies, or tp_col so: a side over which key-value heads lie that are fewer
+    HEADS    GRID with tp_row (or tp_col) cut again, into heads x copies, where that side has more ranks than there are key-value heads
     EXPERT   pp x edp x ep x etp                     (the same dp*sp*tp ranks of a stage, cut again for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within one, for exchanges in two steps
 

@@ -51,6 +51,8 @@ class Saver:
         self.settle()
         checkpoint.begin(self.folder, step, self.world)
         copies = [(kind, replace(piece, tensor=self._copied(kind, piece))) for kind, piece in held]
+        now = {(kind, piece.name, piece.start) for kind, piece in copies}  # experts may have moved to other ranks
+        self._copies = {key: copy for key, copy in self._copies.items() if key in now}
         self._writer = _Writer(self.folder, step, copies, deepcopy(state), self.world, self.keep)  # the caller goes on counting
 
     def settle(self) -> None:

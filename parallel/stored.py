@@ -165,9 +165,10 @@ class Reader:
 
 
 def check_pieces(reader: Reader) -> None:
-    """That each tensor's pieces are in their files, within its shape, and as many elements as it has. Raises BadInput naming the file."""
+    """That each tensor's pieces are in their files and make up the whole of it, each element once. Raises BadInput naming the file."""
     for entries in reader.entries.values():
         missing, dtype = math.prod(entries[0]["shape"]), None
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for entry in entries:
             try:
                 place = reader._file(entry["file"]).places[entry["key"]]
@@ -180,8 +181,20 @@ def check_pieces(reader: Reader) -> None:
             if not within:
                 raise damaged(reader.path, Path(entry["file"]).name)
             missing -= math.prod(shape)
-        if missing:
+            boxes.append((tuple(entry["start"]), tuple(at + n for at, n in zip(entry["start"], shape, strict=True))))
+        if missing or _overlap(boxes):
             raise damaged(reader.path, "manifest.json")
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes, each from its start to its stop, share an element. In order of their first dim, so that few are compared."""
+    near: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for start, stop in sorted(box for box in boxes if all(a < b for a, b in zip(*box, strict=True))):
+        near = [box for box in near if box[1][:1] > start[:1]] if start else near
+        if any(all(a < d and c < b for a, b, c, d in zip(start, stop, *box, strict=True)) for box in near):
+            return True
+        near.append((start, stop))
+    return False
 
 
 def check_same_parameters(

@@ -32,7 +32,7 @@ from parallel.mesh import Axis, Degrees
 from parallel.process import World
 from parallel.tensor import overlapped
 
-LINK = 0.75
+LINK = 0.75  # of the time of a whole product
 LINK_S = 0.04  # less than 3/4 of one of the products below takes
 TOKENS, HIDDEN, WIDTH = 1024, 8192, 1024  # all ranks' hidden units
 CHUNKS = (1, 2, 4)

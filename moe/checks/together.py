@@ -109,8 +109,15 @@ def _check_rope(m: Model) -> None:
         raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix="set it to null")
     if r.scaling == "none" and r.factor != 1:
         raise BadInput(
-            "model.rope.factor", got=f"{r.factor:g} with scaling none", needed="a scaling that reads it", fix="set scaling to linear"
+            "model.rope.factor",
+            got=f"{r.factor:g} with scaling none",
+            needed="a scaling that reads it",
+            fix="set model.rope.scaling to linear",
         )
+    for key in ("trained_length", "low", "high") if r.scaling in ("none", "linear") else ():
+        if getattr(r, key) != getattr(Rope(), key):
+            got = f"{getattr(r, key):g} with scaling {r.scaling}"
+            raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
 
 
 def _check_experts(run: Run) -> None:

@@ -1,4 +1,5 @@
-"""Values that a user writes and nothing reads: keys of experts in a dense model, a warm-up that the run does not live to see the end of.
+"""Values that a user writes and nothing reads: keys of experts in a dense model, AdamW's of another optimizer, a warm-up that the run does
+not live to see the end of.
 
     default < parent < the recipe's own file < command line        each value's origin, as a level
 
@@ -20,16 +21,17 @@ _SPARSE = ("experts", "router", "dispatch")
 def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     """Refuse what the recipe `file` or the command line says to no effect. Raises BadInput for the first such key.
 
-    Not of a recipe that has every key, which is one that a run has left: it says what was so, not what somebody wants.
+    A file that has nearly every key is one that a run has left: a run writes all its keys, whether they were wanted or not, so they count
+    as a parent's.
     """
-    level = {file: 2, COMMAND_LINE: 3, "default": 0}
+    left = sum(origin == "default" for origin in origins.values()) < len(origins) / 5
+    level = {file: 1 if left else 2, COMMAND_LINE: 3, "default": 0}
 
     def nearness(key: str) -> int:
         return level.get(origins.get(key, "default"), 1)
 
-    if not any(origin == "default" for origin in origins.values()):
-        return
     _check_sparse(run, nearness)
+    _check_optimizer(run, nearness)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
         raise BadInput(
@@ -38,6 +40,19 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
             needed="at most the steps: the learning rate would never be reached",
             fix=f"set optimizer.warmup_steps to {steps // 10}, or train.steps to {10 * warmup}",
         )
+
+
+def _check_optimizer(run: Run, nearness: Callable[[str], int]) -> None:
+    """Refuse keys of the optimizer that its kind, its step or its schedule leaves unread."""
+    o = run.optimizer
+    adamw = "adamw, kfac or muon, which alone read it"
+    rows = [(key, "kind", o.kind in ("sgd", "adafactor"), adamw) for key in ("beta1", "beta2", "eps")]
+    rows += [("min_lr_share", "schedule", o.schedule in ("inverse_sqrt", "constant"), "cosine, wsd or linear, which end at that share")]
+    for key, decides, idle, needed in rows:
+        value = getattr(o, key)
+        if idle and value != type(o).model_fields[key].default and nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):
+            got = f"{value} with optimizer.{decides}={getattr(o, decides)}"
+            raise BadInput(f"optimizer.{key}", got=got, needed=f"optimizer.{decides} {needed}", fix=f"remove optimizer.{key}")
 
 
 def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:

@@ -354,7 +354,7 @@ class Adafactor(Section):
     clip: float | None = Field(1.0, gt=0, description="largest root mean square of a matrix's step; null: none")
     step: Literal["relative", "absolute"] = Field("relative", description="relative: times the root mean square of the weights")
     floor: float = Field(1e-3, gt=0, description="of that root mean square")
-    eps: float = Field(1e-30, ge=0, description="added to squares")
+    eps: float = Field(1e-30, ge=1e-38, description="added to squares, which may all be 0")
 
 
 class Sgd(Section):

@@ -59,11 +59,9 @@ def _fix(change: Change | None, found: Prediction, bound: Bound) -> str:
         host = sum(then.fullest.host.values()) if then.place.kind == "cuda" else 0.0
         assert then.tightest is not None
         return f"add {change.words}: then {size(then.tightest.least)}{f', and {size(host)} in the memory of its host' if host else ''}"
-    times = bound.least / max(1.0, bound.limit)
+    many = f"with about {bound.least / bound.limit:.1f} times as much" if bound.limit > 2**20 else "with more"
     disk = "states on a disk (sharding.offload), " if found.place.kind == "cpu" else ""
-    return (
-        f"take a smaller model.max_length, {disk}or ranks with about {times:.1f} times as much memory together (moe plan chooses a layout)"
-    )
+    return f"take a smaller model.max_length, {disk}or ranks {many} memory together (moe plan chooses a layout)"
 
 
 def record(found: Prediction) -> dict[str, Any]:

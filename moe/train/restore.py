@@ -13,7 +13,7 @@ from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
-from moe.train.state import load_extra, opened
+from moe.train.state import check_values, load_extra, opened
 from parallel import checkpoint
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
@@ -52,6 +52,8 @@ def restore(path: Path) -> Transformer:
     model, layouts = build(run, mesh, device=device)
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(reader.load(global_name(name), "weight", layouts[name], mesh))
+        stored = reader.load(global_name(name), "weight", layouts[name], mesh)
+        check_values(stored, f"weight of {global_name(name)} in {path.name}", squares=False)
+        parameter.data.copy_(stored)
     load_extra(reader, model, log=lambda text: print(text, file=sys.stderr))
     return model.eval()

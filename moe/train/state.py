@@ -236,7 +236,11 @@ def load_factors(reader: Reader, kfac: Kfac, mesh: Mesh, *, updates: int, log: C
     def stored(kind: str, name: str, layout: Layout) -> Tensor | None:
         full, kind = global_name(name), FACTOR.format(kind)
         first = full if layout.unstack is None else layout.unstack.format(0)
-        return reader.load(full, kind, layout, mesh) if (first, kind) in reader.entries else None
+        if (first, kind) not in reader.entries:
+            return None
+        found = reader.load(full, kind, layout, mesh)
+        check_values(found, f"{kind} of {full} in {reader.path.name}", squares=False)
+        return found
 
     if not kfac.load(stored, updates=updates):
         log("the checkpoint has not all of K-FAC's factors: what is missing is taken at the next refresh")
@@ -250,7 +254,9 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     stored, held = reader.names(EXTRA), extra_state(model)
     for name, tensor in held.items():
         if name in stored:
-            tensor.copy_(reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape)))
+            found = reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape))
+            check_values(found, f"{EXTRA} of {name} in {reader.path.name}", squares=False)
+            tensor.copy_(found)
         else:
             log(f"the checkpoint has no {name}: it starts at zero")
     here = {layer.layer for layer in moe_layers(model)}

@@ -340,6 +340,8 @@ def _save(job: Job, *, wait: bool) -> None:
         tokenizer=job.data.tokenizer.describe(),
         data=job.data.key,
     )
+    job.saver.settle()
+    _record_saved(job)
     (job.saver.save if wait or job.run.train.save_mode == "sync" else job.saver.begin)(**parts)
     watchdog.enter("after saving", patience=1.0)
     _record_saved(job)

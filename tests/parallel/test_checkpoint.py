@@ -563,6 +563,22 @@ def test_every_rank_takes_the_same_one_and_the_first_says_why(two_steps: Path, t
     assert run_on_ranks(work, 2, timeout_s=60) == [[str(folder / "step-1"), 1], [str(folder / "step-1"), 0]]
 
 
+@pytest.mark.parametrize(
+    ("starts", "whole"), [([(0, 0), (2, 0), (2, 3)], True), ([(0, 0), (0, 0), (2, 3)], False), ([(0, 0), (1, 2), (2, 3)], False)]
+)
+def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list[tuple[int, int]], whole: bool) -> None:
+    """As many elements as the tensor has do not suffice: two pieces in one place leave a part that nobody has."""
+    sizes = [(2, 5), (2, 3), (2, 2)]
+    pieces = [("weight", Piece("w", (4, 5), start, torch.ones(size))) for start, size in zip([(0, 0), (2, 0), (2, 3)], sizes, strict=True)]
+    path = save(tmp_path, 1, pieces, state={}, world=ALONE, keep=1)
+    rewritten(path, _with(path, tensors=[entry | {"start": list(start)} for entry, start in zip(_entries(path), starts, strict=True)]))
+    if whole:
+        assert verify(path)
+        return
+    with pytest.raises(BadInput, match="^checkpoint step-1: got a damaged"):
+        verify(path)
+
+
 # --- nothing outside --------------------------------------------------------------------------------------------------------------
 
 

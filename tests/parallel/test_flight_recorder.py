@@ -167,6 +167,17 @@ class _Run:
         return os.system, ("touch executed",)
 
 
+DEEP: Any = "x"
+for _ in range(60):  # a few hundred bytes of pickle, and more text than any memory holds
+    DEEP = [DEEP, DEEP]
+
+
+def test_a_trace_that_is_not_there_any_more_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "_dump_0").symlink_to(tmp_path / "gone")
+    with pytest.raises(BadInput, match="^--trace: got .*_dump_0: No such file"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -179,6 +190,7 @@ class _Run:
         b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"x.",
         pickle.dumps([1, 2]),
         pickle.dumps({"pg_config": {}, "entries": [{"process_group": None}]}),
+        pickle.dumps({"pg_config": {}, "entries": [{"process_group": (DEEP, "x")}]}),
         b"not a pickle",
         b"",
     ],

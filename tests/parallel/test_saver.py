@@ -92,6 +92,15 @@ def test_a_commit_that_fails_is_told_at_the_next_save(tmp_path: Path, monkeypatc
     assert saver.news() is None and not list(tmp_path.iterdir())
 
 
+def test_copies_of_what_has_gone_to_other_ranks_go(tmp_path: Path) -> None:
+    saver = Saver(tmp_path, Axis("world"), keep=1)
+    for step in (1, 2, 3):
+        expert = Piece(f"experts.{step}.w1", (ROWS, WIDTH), (0, 0), torch.ones(ROWS, WIDTH))
+        saver.begin(step, [("weight", expert)], state={})
+        assert [name for _, name, _ in saver._copies] == [f"experts.{step}.w1"]
+    saver.settle()
+
+
 def test_a_run_that_fails_gives_the_last_save_time_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, real = threading.Event(), checkpoint.write_part
 

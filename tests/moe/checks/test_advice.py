@@ -13,7 +13,7 @@ import pytest
 from moe.bench import recipes
 from moe.checks.advice import apply, check_for_user, proposals
 from moe.checks.together import check_run
-from moe.recipe.load import build_run, load
+from moe.recipe.load import build_run, load, resolved_yaml
 from parallel.errors import BadInput
 
 
@@ -67,6 +67,31 @@ def test_a_warm_up_above_the_steps_is_refused_where_it_is_said(tmp_path: Path) -
     with pytest.raises(BadInput, match="optimizer.warmup_steps"):
         load(tmp_path / "own.yaml")
     assert load("dense_tiny", {"train.steps": "20"})[0].optimizer.warmup_steps == 50  # a run cut short
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "beside"),
+    [
+        ("optimizer.beta2", "0.99", {"optimizer.kind": "sgd"}),
+        ("optimizer.eps", "1e-3", {"optimizer.kind": "adafactor"}),
+        ("optimizer.min_lr_share", "0.5", {"optimizer.schedule": "inverse_sqrt"}),
+        ("model.rope.trained_length", "99", {"model.rope.scaling": "linear", "model.rope.factor": "2"}),
+    ],
+)
+def test_what_another_choice_leaves_unread_is_refused(key: str, value: str, beside: dict[str, str]) -> None:
+    with pytest.raises(BadInput, match=f"^{key}: got .*fix: remove {key}$"):
+        check_run(load("dense_tiny", {key: value, **beside})[0], 1)
+
+
+def test_a_recipe_that_a_run_left_says_all_its_keys_whether_they_are_read_or_not(tmp_path: Path) -> None:
+    """Also where a key has come since; what is said beside it on the command line is somebody's wish."""
+    run, origins = load("switch_tiny", {"model.moe_every": "0"})
+    left = tmp_path / "recipe.yaml"
+    lines = resolved_yaml(run, origins).splitlines(keepends=True)
+    left.write_text("".join(line for line in lines if "save_mode" not in line))
+    assert load(left)[0] == run
+    with pytest.raises(BadInput, match="router.z_weight"):
+        load(left, {"router.z_weight": "0.1"})
 
 
 @pytest.mark.parametrize("kind", recipes.KINDS, ids=lambda kind: kind.name.replace(" ", "_"))

@@ -19,6 +19,7 @@ from moe.train.step import update_biases, validation_loss
 from moe.verify.batches import batch
 from moe.verify.cases import Case
 from parallel.data.deepspeed import load_deepspeed
+from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.stored import Reader
@@ -171,6 +172,15 @@ def reopen(tiny: Tiny, folder: Path) -> list[str]:
         log=told.append,
     )
     return told
+
+
+def test_a_bias_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    """Hashes agree: somebody wrote it so."""
+    tiny = tiny_of(0)
+    extra_state(tiny.model)[BIAS].fill_(float("nan"))
+    commit(tiny, tmp_path, 1)
+    with pytest.raises(BadInput, match=f"buffer of {BIAS} in step-1: got values that are not finite"):
+        reopen(tiny_of(0), tmp_path)
 
 
 def test_a_bias_goes_through_a_checkpoint_to_any_layout(tmp_path: Path) -> None:
