@@ -1,11 +1,14 @@
 """config.json as a recipe's values, and a run as a config.json, by one table (families.py); no torch here.
 
-recipe_values(config)        {"model": {...}, ...}, or BadInput for what the recipe cannot say: one line that names the key
-config_of(run, model_type)   what transformers reads; whether it says the same model is seen by reading it again (convert.py)
+recipe_values(config)          {"model": {...}, ...}, or BadInput for what the recipe cannot say: one line that names the key
+window_of(config)              tokens that attention sees, if not all
+config_of(run, kind, ends=)    what transformers reads; whether it says the same model is seen by reading it again (convert.py)
 """
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key
@@ -16,6 +19,8 @@ from parallel.errors import BadInput
 
 LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows more: a cache of keys is made for so many
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+# keys of rope_parameters that have no key here, with the values that change nothing
+_SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "truncate": (True,), "finetuned": (True, False)}
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -30,7 +35,24 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The recipe of the model that a config.json describes, by sections."""
+    """The recipe of the model that a config.json describes, by sections. Raises BadInput for what it cannot say, and for broken values."""
+    try:
+        return _recipe_values(config)
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        got = f"{type(error).__name__}: {error}"
+        fix = "take the config.json that belongs to the files"
+        raise BadInput("config.json", got=got, needed="values as transformers writes them", fix=fix) from None
+
+
+def window_of(config: dict[str, Any]) -> int | None:
+    """The sliding window of attention in tokens, which hides nothing in sequences that fit into it; None: there is none."""
+    family = family_of(config)
+    return config.get("sliding_window", family.window) if family.window != 0 else None
+
+
+def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     family = family_of(config)
     for key, allowed in family.must.items():
         if config.get(key, allowed[-1]) not in allowed:
@@ -43,21 +65,23 @@ def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
             raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         _refuse("layer_types", sorted(set(config["layer_types"])), "full_attention for all")
-    window = None if "use_sliding_window" in config else config.get("sliding_window")
-    values["model.max_length"] = min(values["model.max_length"], window or LONGEST, LONGEST)  # within it a window hides nothing
-    values |= {f"model.rope.{key}": value for key, value in _rope(config).items()}
+    values["model.max_length"] = min(values["model.max_length"], window_of(config) or LONGEST, LONGEST)
+    values |= {f"model.rope.{key}": value for key, value in _rope(config, family.base).items()}
     if family.experts is not None:
         values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
     return nested(values)
 
 
-def config_of(run: Run, model_type: str) -> dict[str, Any]:
-    """A config.json of this family with the run's values, as far as the family can say them."""
+def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str, Any]:
+    """A config.json of this family with the run's values, as far as the family can say them. `ends`: the id that ends a text."""
     family, values = FAMILIES[model_type], flat(run) | {f"router.{key}": value for key, value in vars(run.router.spec).items()}
     m = run.model
     if family.experts is not None and not any(key.ours == "experts.d_ff" for key in family.keys):
         values["model.d_ff"] = run.experts.d_ff or m.d_ff
-    values["experts.d_ff"] = run.experts.d_ff or m.d_ff
+    d_ff, counts = run.experts.d_ff or m.d_ff, sorted(set(run.experts.counts))
+    values["experts.d_ff"] = d_ff
+    values["experts.shared_d_ff"] = (run.experts.shared_d_ff or d_ff) * max(run.experts.shared, 1)
+    values["experts.num_experts"] = counts[0] if len(counts) == 1 else counts
     values |= {
         "model.vocab_size": run.vocab_size,
         "model.norm_eps": m.norm_eps or NORM_EPS[m.norm],
@@ -69,6 +93,8 @@ def config_of(run: Run, model_type: str) -> dict[str, Any]:
         back = {ours: theirs for theirs, ours in (key.values or {}).items()}
         config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
     config |= {"hidden_act": "silu", "attention_bias": False, "rope_parameters": _rope_parameters(m.rope)}
+    config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
+    config |= {"sliding_window": None} if family.window != 0 else {}
     config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
     if family.picks_layers:
         sparse = m.layers_with_experts()
@@ -95,15 +121,18 @@ def _given(key: Key, config: dict[str, Any]) -> Any:
         raise BadInput(
             f"config.json: {key.theirs[0]}", got="nothing", needed="its value", fix="take the config.json that belongs to the files"
         )
+    if isinstance(value, list | dict) or (key.values is not None and value not in key.values):
+        one_of = " or ".join(json.dumps(each) for each in key.values or ())
+        _refuse(key.theirs[0] if name is None else name, value, one_of or "one value for all layers")
     return key.values[value] if key.values else value
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def _rope(config: dict[str, Any], base: float) -> dict[str, Any]:
     """The section model.rope of a config in the form of transformers 5 (rope_parameters) or before (rope_theta, rope_scaling)."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
-    found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0)}
+    found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or base)}
     kind = "none" if kind == "default" else kind
     if kind not in ("none", "linear", *_LOWS):
         _refuse("rope_type", kind, "default, linear, llama3 or yarn")
@@ -115,8 +144,12 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
         for ours, theirs in zip(("low", "high"), _LOWS[kind], strict=True):
             value = given.pop(theirs, None)
             found |= {} if value is None else {ours: float(value)}
+    if kind == "yarn":
+        size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)  # of cos and sin: moe/nn/rotary.py
+        if given_size is not None and not math.isclose(given_size, size, rel_tol=1e-5):
+            _refuse("rope_parameters.attention_factor", given_size, f"null, or {size:.7g}, which is 0.1 ln(factor) + 1")
     for key, value in given.items():
-        if value not in (None, 1.0) and not (key == "truncate" and value is True):
+        if value is not None and value not in _SILENT.get(key, ()):
             _refuse(f"rope_parameters.{key}", value, "null: it has no key here")
     return found
 

@@ -11,6 +11,7 @@ nothing half-converted stays. The dtype of the tensors stays as it is, so there 
 from __future__ import annotations
 
 import json as json_text
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from moe.checks.together import check_together
 from moe.convert.convert import find
-from moe.convert.huggingface.config import config_of, family_of, recipe_values
+from moe.convert.huggingface.config import config_of, family_of, recipe_values, window_of
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, write, written
-from moe.data.tokenizer import Bpe, Bytes, Given
+from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.launch import exit_codes
 from moe.model.names import global_name
@@ -70,10 +71,10 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is there and vanishes otherwise."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(what, got=f"{out}, which holds something", needed="a new folder", fix="choose another, or remove it")
-    part = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
+    part, made = out.with_name(f".{out.name}.partial-{os.getpid()}"), False
     try:
         part.mkdir(parents=True)
+        made = True
         yield part
         if out.is_dir():
             out.rmdir()
@@ -82,7 +83,8 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
         fix = "free disk space, or choose another place"
         raise BadInput(what, got=f"{out}: {error.strerror or error}", needed="a folder that can be written", fix=fix) from None
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        if made:  # never a folder that was there
+            shutil.rmtree(part, ignore_errors=True)
 
 
 # --- hf:PATH to a run ---------------------------------------------------------------------------------------------------------
@@ -91,12 +93,17 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
     """Write the run; returns what there is to say of it. Raises BadInput, with nothing written."""
     config = _config(source)
-    values, tokenizer, said = recipe_values(config), *_tokenizer(source, config)
+    values, window = recipe_values(config), window_of(config)
+    tokenizer, said = _tokenizer(source, config, vocab_size=build_run(values).vocab_size)
     bytes_alone = tokenizer["kind"] == Bytes.name
     values["data"] = {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
     family, files = family_of(config), Source(source)
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
+        if window and run.model.max_length > window:
+            needed = f"at most {window}, the sliding_window of config.json: nothing here hides what is outside of it"
+            fix = f"--model.max_length {window}"
+            raise BadInput("--model.max_length", got=run.model.max_length, needed=needed, fix=fix)
         files.check(family, shapes := shapes_of(run), tied=run.model.tied_embeddings)
         held = (("weight", Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in shapes.items())
         state = {
@@ -112,8 +119,9 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
         for name in _BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / KEPT / name)
-    if "model.max_length" not in overrides and run.model.max_length < config["max_position_embeddings"]:
-        said.append(f"model.max_length is {run.model.max_length} of {config['max_position_embeddings']}: --model.max_length changes that")
+    most = min(config["max_position_embeddings"], window or config["max_position_embeddings"])
+    if "model.max_length" not in overrides and run.model.max_length < most:
+        said.append(f"model.max_length is {run.model.max_length} of {most}: --model.max_length changes that")
     return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe generate {out}"]
 
 
@@ -141,14 +149,14 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
     return run, origins
 
 
-def _tokenizer(source: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(source: Path, config: dict[str, Any], *, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
     """The description of the model's tokenizer, or of plain bytes where it cannot be used, and what is to be said of that."""
     try:
         if not (source / "tokenizer.json").is_file():
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
         made = Given.read(json_text.loads(read_text(source / "tokenizer.json")), _ends(source, config))
-        if made.vocab_size > config["vocab_size"]:
-            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for a vocabulary of {config['vocab_size']}", needed="", fix="")
+        if made.vocab_size > vocab_size:
+            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for a vocabulary of {vocab_size}", needed="", fix="")
         return made.describe(), []
     except (BadInput, OSError, ValueError, RecursionError) as error:
         why = error.got if isinstance(error, BadInput) else error
@@ -185,7 +193,7 @@ def from_run(source: Path, out: Path) -> list[str]:
     if reader.names(EXTRA):
         raise BadInput("FROM_RUN", got="routers with a selection bias", needed="a family that has one", fix="see: docs/use/huggingface.md")
     kept = path.parent.parent / KEPT
-    config = _same_config(run, shapes, _loaded(kept / "config.json"))
+    config = _same_config(run, shapes, _loaded(kept / "config.json"), ends=reader.state["tokenizer"].get("separator"))
     family = family_of(config)
     entries = {name: reader.region(name, "weight", tuple(slice(0, 1) for _ in shape)) for name, shape in shapes.items()}
     dtype = next(iter(entries.values())).dtype
@@ -206,10 +214,10 @@ def from_run(source: Path, out: Path) -> list[str]:
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
 
 
-def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any]) -> dict[str, Any]:
+def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
     """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
     nearest: list[Change | str] | None = None
-    for config in ([kept] if kept else []) + [config_of(run, kind) for kind in FAMILIES]:
+    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) for kind in FAMILIES]:
         differs = _differences(run, shapes, config)
         if not differs:
             return config
@@ -224,16 +232,19 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     """What the model of a config.json has that the run's has not, or the other way round."""
     try:
         other = build_run(recipe_values(config))
-        theirs = shapes_of(other)
+        theirs, window = shapes_of(other), window_of(config)
     except BadInput as refused:
         return [f"{refused.what} {refused.got}", ""]
+    if window and window < run.model.max_length:
+        return [f"sliding_window {window} for sequences of {run.model.max_length}", ""]
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith("data.")]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
 def _write_tokenizer(part: Path, described: dict[str, Any]) -> list[str]:
-    if described["kind"] == Bytes.name:
-        return [] if (part / "tokenizer.json").is_file() else ["no tokenizer.json: this run reads plain bytes"]
+    reads = {Bytes.name: "plain bytes", Ids.name: "ids"}.get(described["kind"])
+    if reads is not None:
+        return [] if (part / "tokenizer.json").is_file() else [f"no tokenizer.json: this run reads {reads}"]
     tokenizer = load_tokenizer(described)
     assert isinstance(tokenizer, Bpe | Given)
     if not (part / "tokenizer.json").is_file():

@@ -123,7 +123,8 @@ _MUST = {
 @dataclass(frozen=True)
 class Family:
     """`experts`: a key of EXPERTS, None: dense. `always`: recipe values; `must`: values of config.json, the first of which is written.
-    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have."""
+    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have. `base` and `window`: rope_theta
+    and sliding_window of a config without them; a window of 0: the family reads none."""
 
     architecture: str
     keys: tuple[Key, ...]
@@ -131,12 +132,14 @@ class Family:
     experts: str | None = None
     picks_layers: bool = False
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
+    base: float = 10_000.0
+    window: int | None = 0
 
 
 # by model_type; a run that several could say is written as the first of them
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD), _ALWAYS),
-    "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS),
+    "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, window=4096),
     "qwen3": Family("Qwen3ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qk_norm": "heads"}),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -149,6 +152,8 @@ FAMILIES: dict[str, Family] = {
         ),
         _ALWAYS | {"router.preset": "mixtral"},
         experts="block_sparse_moe",
+        base=1e6,
+        window=None,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",

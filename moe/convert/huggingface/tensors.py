@@ -1,6 +1,6 @@
 """The tensors of a model's safetensors files, one file or several, found by their keys; and such files written.
 
-    Source(folder)             every *.safetensors of a folder, headers alone
+    Source(folder)             the *.safetensors of a folder, headers alone
     Source.check(shapes)       each parameter here has its tensor there, of the right shape, and no tensor is left over
     Source.tensor(name)        one parameter, read alone, of a stack of experts its part; finite
     write(folder, tensors)     model.safetensors, or numbered files with their index
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, ROWS, Family, Row
 from parallel.errors import BadInput
+from parallel.files import read_text
 from parallel.layout import Box
 from parallel.stored import TensorFile
 
@@ -79,7 +80,7 @@ class Source:
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        paths = sorted(self.folder.glob("*.safetensors"))
+        paths = _of_the_model(self.folder)
         if not paths:
             others = sorted({path.suffix for pattern in _OTHERS for path in self.folder.glob(pattern)})
             fix = "save it again with transformers: model.save_pretrained(PATH)"
@@ -138,6 +139,19 @@ class Source:
 
     def _read(self, key: str) -> Tensor:
         return self.files[key].read(key, tuple(slice(0, n) for n in self.files[key].places[key].shape))
+
+
+def _of_the_model(folder: Path) -> list[Path]:
+    """The files that the index names, where it can be read, or all, but for a second copy with Mistral's own keys (consolidated)."""
+    paths = sorted(folder.glob("*.safetensors"))
+    try:
+        named = set(json.loads(read_text(folder / "model.safetensors.index.json"))["weight_map"].values())
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        named = set()
+    if "model.safetensors" not in named and (folder / "model.safetensors").is_file():  # then nobody knows which of the two is meant
+        named = set()
+    chosen = [path for path in paths if path.name in named]
+    return chosen or [path for path in paths if not path.name.startswith("consolidated")] or paths
 
 
 def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:

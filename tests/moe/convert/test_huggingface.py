@@ -6,6 +6,8 @@ What it alone would notice: a gate taken for the way up, a tensor that both side
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe.cli.main import main
-from moe.convert.huggingface import tensors
+from moe.convert.huggingface import convert, tensors
+from moe.convert.huggingface.config import config_of, recipe_values
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
-from moe.recipe.load import load
+from moe.data.tokenizer import Ids
+from moe.recipe.load import build_run, load
 from moe.train.restore import load_model
 from parallel.errors import BadInput
 from parallel.stored import Reader
@@ -187,3 +191,116 @@ def test_a_run_that_no_family_says_is_refused_by_what_it_has(home: Path, tmp_pat
     with pytest.raises(BadInput, match="FROM_RUN: got .*, needed .*families: llama, mistral, qwen3"):
         from_run(tmp_path / "run", tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def config(family: str, **values: Any) -> dict[str, Any]:
+    """A config.json of a model that is not made."""
+    found: dict[str, Any] = json.loads(getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family])).to_json_string())
+    return found | values
+
+
+def test_broken_values_of_a_config_are_one_line() -> None:
+    scaled = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("Llama", {"rope_parameters": {"rope_type": "linear"}}, "config.json: got KeyError: 'factor'"),
+        ("Llama", {"rope_parameters": None, "rope_scaling": "yarn"}, "config.json: got ValueError"),
+        ("Llama", {"max_position_embeddings": None}, "config.json: got TypeError"),
+        ("Llama", {"rope_parameters": scaled | {"factor": None}}, "config.json: got TypeError"),
+        ("Llama", {"model_type": ["llama"]}, "config.json: got TypeError"),
+        ("Qwen3Moe", {"norm_topk_prob": None}, "config.json: norm_topk_prob: got None, needed true or false"),
+        ("Qwen3Moe", {"num_experts": [4, 6]}, r"config.json: num_experts: got \[4, 6\], needed one value"),
+        ("Llama", {"rope_parameters": scaled | {"attention_factor": 1.0}}, "attention_factor: got 1.0, needed null, or 1.069315,"),
+        ("Llama", {"rope_parameters": scaled | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "rope_parameters.mscale: got 1.0"),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ]
+    for family, values, said in cases:
+        with pytest.raises(BadInput, match=said):
+            recipe_values(config(family, **values))
+    harmless = {"attention_factor": 0.1 * math.log(2) + 1, "mscale": 0, "partial_rotary_factor": 1.0, "truncate": True, "finetuned": True}
+    plain = recipe_values(config("Llama", rope_parameters=scaled))
+    assert recipe_values(config("Llama", rope_parameters=scaled | harmless)) == plain
+
+
+def test_a_config_without_a_base_has_its_familys(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        given = config(family)
+        del given["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        base = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+        assert recipe_values(given)["model"]["rope"]["base"] == base, family
+
+
+def test_a_window_is_never_left(tmp_path: Path) -> None:
+    """Not by the command line, and not by a config.json of a run that is longer; without a key it is the family's."""
+    made(tmp_path / "a", "Mistral")
+    changed(tmp_path / "a", sliding_window=16)
+    assert not any("changes that" in line for line in to_run(tmp_path / "a", tmp_path / "run", overrides={}))
+    with pytest.raises(BadInput, match="--model.max_length: got 17, needed at most 16, the sliding_window"):
+        to_run(tmp_path / "a", tmp_path / "longer", overrides={"model.max_length": "17"})
+    changed(tmp_path / "a", sliding_window=None)
+    to_run(tmp_path / "a", tmp_path / "wide", overrides={})
+    path = tmp_path / "wide/huggingface/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 16}))
+    from_run(tmp_path / "wide", tmp_path / "b")
+    written = json.loads((tmp_path / "b/config.json").read_text())
+    assert written["model_type"] == "llama" and "sliding_window" not in written
+    given = json.loads((tmp_path / "a/config.json").read_text()) | {"max_position_embeddings": 9000}
+    del given["sliding_window"]
+    (tmp_path / "a/config.json").write_text(json.dumps(given))
+    with pytest.raises(BadInput, match="at most 4096"):
+        to_run(tmp_path / "a", tmp_path / "longer", overrides={"model.max_length": "4097"})
+
+
+def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:
+    """Ids that begin and end texts, and every width; what it cannot read is refused by the key."""
+    for family in FAMILIES:
+        written = config_of(build_run(recipe_values(given := config(family))), given["model_type"], ends=7)
+        assert [written[f"{what}_token_id"] for what in ("bos", "eos", "pad")] == [None, 7, None], family
+        transformers.AutoConfig.for_model(**written)
+    values = recipe_values(config("Qwen2Moe"))
+    values["experts"] |= {"d_ff": 12, "shared_d_ff": None, "shared": 2}
+    run = build_run(values)
+    assert config_of(run, "qwen2_moe")["shared_expert_intermediate_size"] == 24 and config_of(run, "qwen2_moe")["eos_token_id"] is None
+    values["experts"] |= {"num_experts": [6]}
+    assert config_of(build_run(values), "qwen2_moe")["num_experts"] == 6
+    for section, key, value, said in (
+        ("experts", "num_experts", [4, 6], "num_experts"),
+        ("router", "gates", "after_drop", "norm_topk_prob"),
+    ):
+        values = recipe_values(config("Qwen3Moe", mlp_only_layers=[]))
+        values[section] |= {key: value}
+        with pytest.raises(BadInput, match=f"config.json: {said}: got"):
+            recipe_values(config_of(build_run(values), "qwen3_moe"))
+
+
+def test_files_beside_the_models_are_left_alone(tmp_path: Path) -> None:
+    """A second copy by Mistral's names, files that the index does not name, and a folder that has the name of the unfinished one before."""
+    made(tmp_path / "a", "Mistral", max_shard_size="20KB")
+    whole = tmp_path / "a"
+    save_file({"layers.0.attention.wq.weight": torch.ones(3)}, whole / "consolidated.safetensors")
+    save_file({"more": torch.ones(3)}, whole / "more.safetensors")
+    (tmp_path / "run.partial").mkdir()
+    (tmp_path / "run.partial/mine").touch()
+    to_run(whole, tmp_path / "run", overrides={})
+    assert (tmp_path / "run.partial/mine").exists()
+    (whole / "more.safetensors").unlink()
+    (whole / "model.safetensors.index.json").write_text("{")
+    to_run(whole, tmp_path / "again", overrides={})
+    shutil.copyfile(next(whole.glob("model-*")), whole / "model.safetensors")
+    with pytest.raises(BadInput, match="needed each tensor once"):
+        to_run(whole, tmp_path / "third", overrides={})
+
+
+def test_a_run_on_ids_comes_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "a", "Mixtral")
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    shutil.rmtree(tmp_path / "run/huggingface")
+
+    def of_ids(path: Path) -> Reader:
+        reader = Reader(path)
+        reader.state["tokenizer"] = Ids(290).describe()
+        return reader
+
+    monkeypatch.setattr(convert, "Reader", of_ids)
+    assert from_run(tmp_path / "run", tmp_path / "b")[1:] == ["no tokenizer.json: this run reads ids"]
+    assert json.loads((tmp_path / "b/config.json").read_text())["eos_token_id"] is None
