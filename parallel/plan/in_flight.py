@@ -63,8 +63,7 @@ def _few(schedule: str, ranks: int, microbatches: int) -> int:
     """A number that keeps as many at once as `microbatches` do, where these are more."""
     if schedule != "interleaved" or microbatches % ranks == 0:
         return STEADY.get(schedule, 3) * ranks
-    count, left = divmod(microbatches, ranks)  # groups of `ranks`, some with one more if there are groups enough
-    return 2 * ranks + 1 if count >= left else microbatches
+    return (ranks + 1) * ranks + microbatches % ranks  # groups of `ranks`, of which some have one more: each rank sees another mixture
 
 
 @cache

@@ -123,11 +123,16 @@ def test_in_flight_closed_forms() -> None:
     assert chunks == [min(2 * (p - i - 1) + (v - 1) * p + 1, m * v) for i in range(p)]  # Megatron-LM's warm-up, and the one at work
 
 
-@pytest.mark.parametrize("microbatches", [3, 5, 6, 7, 11, 13, 18, 27])
-def test_in_flight_of_interleaved_where_groups_are_uneven(microbatches: int) -> None:
-    whole = make_schedule("interleaved", ranks=4, microbatches=microbatches, chunks=2)
-    found = in_flight("interleaved", ranks=4, microbatches=microbatches, chunks=2)
-    assert tuple(max(map(sum, of.most)) for of in found) == peak_held(whole)
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "microbatches"), [*((4, 2, m) for m in (3, 5, 6, 7, 11, 13, 18, 27)), (3, 2, 11), (2, 3, 7), (4, 3, 23), (5, 3, 34)]
+)
+def test_in_flight_of_interleaved_where_groups_are_uneven(ranks: int, chunks: int, microbatches: int) -> None:
+    """By every weight of stages: which chunks' micro-batches they are counts, too."""
+    whole = make_schedule("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    found = in_flight("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
+    for weigh in (lambda s: 1.0, lambda s: 1.0 + 7.0 * (s == 0), lambda s: 1.0 + 3.0 * s, lambda s: 20.0 - s):
+        most = [max(sum(n * weigh(s) for n, s in zip(one, of.stages, strict=True)) for one in of.most) for of in found]
+        assert most == pytest.approx(peak_held(whole, weigh))
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
