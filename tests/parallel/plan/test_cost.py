@@ -67,9 +67,11 @@ def test_other_schedules_take_what_the_simulator_says(schedule: str) -> None:
     assert ideal <= got * (1 + 1e-9) and got <= ideal + 3 * 12 + 1e-9  # no less than the work, no more than 1F1B's bubble
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "off"), [("zb_h1", 1, 1e-9), ("zb_v", 2, 1e-9), ("chimera", 1, 1e-9), ("zb_h2", 1, 0.02)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "off"), [("zb_h1", 1, 1e-9), ("zb_v", 2, 1e-9), ("v_half", 2, 1e-9), ("chimera", 1, 1e-9), ("zb_h2", 1, 0.02)]
+)
 def test_long_steps_are_short_ones_and_rounds_that_repeat(schedule: str, chunks: int, off: float) -> None:
-    """With unequal stages and times; zb_h2, whose ranks run far ahead, settles late."""
+    """With unequal stages and times; zb_h2, whose ranks run far ahead, settles late, and v_half is simulated whole."""
     draw = random.Random(5)
     for _ in range(6):
         p = draw.choice([2, 4])
