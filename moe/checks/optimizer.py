@@ -1,11 +1,5 @@
-"""Which optimizers go with which ways to hold weights; anything else is refused in one line, before torch is imported.
-
-              ddp, dp, zero 0     fsdp          zero 1 to 3 (DeepSpeed)     tp, etp        tiling.ffn
-adamw         yes                 yes           yes                         yes            yes
-sgd           yes                 yes           no: it is given AdamW       yes            yes
-muon          yes                 gathered      no: flat runs, no matrix    gathered       no: a tile is no matrix
-adafactor     yes                 no            no                          no             no: means are of whole matrices
-kfac          ddp, zero 0         no            no                          no             no
+"""Which optimizers go with which ways to hold weights, as the table of docs/use/optimizers.md says; anything else is refused in one line,
+before torch is imported.
 """
 
 from __future__ import annotations
