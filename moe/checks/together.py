@@ -249,6 +249,9 @@ def _check_data(run: Run) -> None:
     if d.sources and d.path is not None:
         fix = "add --data.sources [] to take the path alone, or set data.path to null"
         raise BadInput("data.path", got=f"{d.path}, and data.sources as well", needed="one of the two", fix=fix)
+    if d.tokenizer != "ids" and d.vocab_size <= 256:
+        needed = "greater than 256: each byte has an id, and what separates documents"
+        raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix="set data.vocab_size to 257 or more")
     if d.tokenizer == "ids" and run.model.document_mask:
         needed = "text, whose documents are told apart: of ids nobody knows which one ends a document"
         raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix="set model.document_mask to false")

@@ -130,7 +130,7 @@ def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[s
     """(regular files, links to folders) under a folder, as sorted relative POSIX paths. Links may form circles: they are not followed."""
 
     def refuse(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error) from None
+        raise unreadable(Path(error.filename), error) from None
 
     names, links = [], []
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -160,7 +160,7 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
         else:
             yield Document(name, _decode(formats.whole(path)))
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def _decode(content: bytes) -> str | None:
@@ -207,7 +207,8 @@ def _line_text(line: bytes, where: str, text_key: str) -> str:
     return text
 
 
-def _unreadable(path: Path, error: OSError) -> BadInput:
+def unreadable(path: Path, error: OSError) -> BadInput:
+    """What to raise for a file that the system does not give."""
     return BadInput(
         f"data file {path}", got=error.strerror or error, needed="a readable file", fix="change its permissions or move it elsewhere"
     )
@@ -250,7 +251,7 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
 
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
@@ -286,7 +287,7 @@ def content_hash(corpus: Corpus) -> str:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         whole.update(os.fsencode(name) + b"\0" + digest)
     return whole.hexdigest()
 
@@ -307,7 +308,7 @@ def stamp(corpus: Corpus) -> Stamp:
         try:
             found = path.stat()
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         if not stat.S_ISREG(found.st_mode):
             raise BadInput(f"data file {path}", got="no regular file any more", needed="a file that stays", fix="start again")
         size_bytes += found.st_size

@@ -1,9 +1,9 @@
 """Files that are no plain text: compressed ones, read as a stream, and tables (Parquet, Arrow), read row by row.
 
     a.txt.gz  a.jsonl.zst     unpacked a piece at a time while they are read: memory does not grow with what a file holds
-    a.parquet  a.arrow        one column, some thousand rows at a time; Arrow as a file and as a stream (what `datasets` saves)
+    a.parquet  a.arrow        one column, a few rows at a time; Arrow as a file and as a stream (what `datasets` saves)
 
-A small compressed file can hold any amount, so what would be one document or one line has a limit. What is cut off or damaged is refused
+A small compressed file can hold any amount, so what would be one document, line or cell has a limit. What is cut off or damaged is refused
 in one line, and so is a format whose package is not installed. Formats: RFC 1952 (gzip), RFC 8878 (Zstandard).
 """
 
@@ -22,9 +22,11 @@ from parallel.errors import BadInput, did_you_mean
 
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
-LONGEST_BYTES = 256 << 20  # of one unpacked document or line
+LONGEST_BYTES = 256 << 20  # of one unpacked document, line or cell
 _ZST_READ_BYTES = 4096  # an input block of 4 bytes can stand for 128 KiB: what this much gives still fits in memory
-_ROWS = 4096
+_ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes (--long=31)
+_ROWS = 16  # of a Parquet file at once: a row holds anything
+_PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
 
 
@@ -117,7 +119,7 @@ class _Zst(io.RawIOBase):
                 if self.frame is not None:
                     raise EOFError
                 return 0
-            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES).decompressobj()
             try:
                 self.ready = self.frame.decompress(self.packed)
             except self.library.ZstdError as error:
@@ -133,11 +135,19 @@ class _Zst(io.RawIOBase):
 
 
 def texts(path: Path, column: str) -> Iterator[str | None]:
-    """The texts of a table's column, in order; None for an empty cell. Raises BadInput for another column, type or file."""
+    """The texts of a table's column, in order; None for an empty cell.
+
+    Raises BadInput for another column, type or file, and for a cell that is no UTF-8 or longer than a document may be.
+    """
     arrow = needed_package("pyarrow", path)
     try:
         for batch in _batches(path, column):
             yield from _strings(batch, path, column, arrow)
+    except UnicodeDecodeError as error:
+        got = f"a cell that is no UTF-8 ({error.reason})"
+        raise BadInput(
+            f"data file {path}, column {column}", got=got, needed="text in UTF-8", fix="write the column again, as UTF-8"
+        ) from None
     except (arrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # the system's; the library's own have none
             raise
@@ -147,7 +157,7 @@ def texts(path: Path, column: str) -> Iterator[str | None]:
 def _batches(path: Path, column: str) -> Iterator[Any]:
     if path.suffix.lower() == ".parquet":
         parquet = needed_package("pyarrow", path, module="pyarrow.parquet")
-        with parquet.ParquetFile(str(path)) as table:
+        with parquet.ParquetFile(str(path), buffer_size=_PARQUET_READ_BYTES) as table:
             _check_column(table.schema_arrow.names, path, column)
             yield from table.iter_batches(batch_size=_ROWS, columns=[column])
         return
@@ -173,5 +183,7 @@ def _strings(batch: Any, path: Path, column: str, arrow: Any) -> Iterator[str | 
         raise BadInput(
             f"data file {path}, column {column}", got=str(held.type), needed="strings", fix="set data.text_key to the column of texts"
         )
-    for start in range(0, len(held), _ROWS):  # what `datasets` saves may be one batch of any size
-        yield from held.slice(start, _ROWS).to_pylist()
+    for cell in held:  # what `datasets` saves may be one batch of any size
+        if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:
+            raise _too_long(path, "a cell", "write its documents a row each")
+        yield cell.as_py()

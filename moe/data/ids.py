@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe.data.corpus import Corpus
+from moe.data.corpus import Corpus, unreadable
 from moe.data.formats import damaged
 from moe.data.tokenizer import Ids
-from moe.data.tokens import Log, TokenFiles, corpus_hash
+from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
 from parallel.files import user_path
@@ -46,12 +46,19 @@ class _Found(NamedTuple):
 
 
 def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
-    """The ids that `data.path` names, as token files. Raises BadInput for files that are damaged, of another kind or of more ids."""
+    """The ids that `data.path` names, as token files.
+
+    Raises BadInput for files that are missing, unreadable, damaged, of another kind or of more ids.
+    """
     path = user_path(data.path or "", what="data.path")
-    found = _find(path)
+    try:
+        found = _find(path)
+    except OSError as error:
+        raise unreadable(Path(error.filename or path), error) from None
     corpus = Corpus("text", found.files[0].parent, tuple(file.name for file in found.files), "", str(path))
     digest = corpus_hash(corpus, cache)
-    key = hashlib.sha256(json.dumps(["ids", digest, data.validation_share, data.vocab_size]).encode()).hexdigest()[:24]
+    share = data.validation_share if found.validation is None else None
+    key = hashlib.sha256(json.dumps(["ids", FORMAT, digest, share, data.vocab_size]).encode()).hexdigest()[:24]
     note = cache / "ids" / f"{digest[:24]}.json"
     try:
         least, largest = map(int, json.loads(note.read_text()))
@@ -70,6 +77,9 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
 
 
 def _find(path: Path) -> _Found:
+    if not path.exists() and not (path.suffix == ".bin" and path.with_suffix(".idx").is_file()):
+        fix = "check the spelling and the folder you are in"
+        raise BadInput("data.path", got=path, needed="a file or folder that exists", fix=fix)
     if path.is_dir():
         sides = path / "train.bin", path / "val.bin"
         if not all(side.is_file() for side in sides):
@@ -141,9 +151,11 @@ def _keep(note: Path, found: list[int]) -> None:
 
 
 def _cut(found: _Found, validation_share: float) -> tuple[Stream, Stream]:
-    """The last share is held out: from the nearest document's end where those are known and leave both sides something."""
+    """The last share is held out: from the nearest document's end, if one is near enough, as with lines of a text (corpus.cut)."""
     at = round(len(found.train) * (1 - validation_share))
-    inside = np.zeros(0, np.int64) if found.ends is None else found.ends[(found.ends > 0) & (found.ends < len(found.train))]
-    if len(inside):
-        at = int(inside[np.abs(inside - at).argmin()])
+    reach = int(len(found.train) * min(validation_share, 1 - validation_share) / 2)
+    near = np.zeros(0, np.int64) if found.ends is None else found.ends[np.abs(found.ends - at) <= reach]
+    near = near[(near > 0) & (near < len(found.train))]
+    if len(near):
+        at = int(near[np.abs(near - at).argmin()])
     return found.train[:at], found.train[at:]

@@ -147,8 +147,11 @@ class Given(Tokenizer):
         spelled = _spelled_by(model)
         special = {token["content"] for token in model.get("added_tokens") or ()}
         held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # ids that no token has are never met
-        for token, i in vocabulary.items():
-            held[i] = token.encode() if token in special else spelled(token)
+        try:
+            for token, i in vocabulary.items():
+                held[i] = token.encode() if token in special else spelled(token)
+        except KeyError as error:
+            raise _bad_description(f"a token with {error}, which stands for no byte") from None
         if not 0 <= separator < len(held):
             raise _bad_description(f"separator {separator} of {len(held)} ids")
         super().__init__(held)
@@ -243,7 +246,10 @@ def load(description: Any) -> Tokenizer:
     if kind == Bpe.name and isinstance(description.get("model"), dict):
         return Bpe(description["model"])
     if kind == Given.name and isinstance(description.get("model"), dict):
-        return Given(description["model"], int(description.get("separator", -1)))
+        separator = description.get("separator")
+        if not isinstance(separator, int):
+            raise _bad_description(f"separator {separator!r}")
+        return Given(description["model"], separator)
     raise _bad_description(f"kind {kind!r}")
 
 

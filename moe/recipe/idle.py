@@ -1,5 +1,5 @@
-"""Values that a user writes and nothing reads: keys of experts in a dense model, AdamW's of another optimizer, a warm-up that the run does
-not live to see the end of.
+"""Values that a user writes and nothing reads: keys of experts in a dense model, of text where there are token ids, AdamW's of another
+optimizer, a warm-up that the run does not live to see the end of.
 
     default < parent < the recipe's own file < command line        each value's origin, as a level
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moe.recipe.sections import Run
+from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
+from parallel.files import user_path
 
 COMMAND_LINE = "command line"
 _SPARSE = ("experts", "router", "dispatch")
@@ -32,6 +33,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
 
     _check_sparse(run, nearness)
     _check_optimizer(run, nearness)
+    _check_ids(run.data, nearness)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
         raise BadInput(
@@ -73,3 +75,18 @@ def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:
             needed="layers with experts, which alone read it",
             fix=f"remove {idle[0]}" if len(idle) == 1 else "set model.moe_every to 2, or remove them",
         )
+
+
+def _check_ids(data: Data, nearness: Callable[[str], int]) -> None:
+    """Refuse keys of text where there are token ids, and a share to hold out where the files say what is held out."""
+    paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
+    if data.tokenizer != "ids" or not paths:
+        return
+    ids = max(2, nearness("data.tokenizer"))
+    idle = {"source": ("text", ids), "text_key": ("text", ids)}
+    if all(user_path(path, what="data.path").is_dir() for path in paths):
+        idle["validation_share"] = ("ids without a val.bin", max(ids, nearness("data.path"), nearness("data.sources")))
+    for key, (reader, decided) in idle.items():
+        value = getattr(data, key)
+        if value != Data.model_fields[key].default and nearness(f"data.{key}") >= decided:
+            raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=f"remove data.{key}")

@@ -309,7 +309,7 @@ class Source(Section):
     """One of several sources of text."""
 
     path: str
-    weight: float = Field(gt=0, description="its share of the sequences is this over the sum of all sources' weights")
+    weight: float = Field(gt=0, lt=1e18, description="its share of the sequences is this over the sum of all sources' weights")
 
 
 class Data(Section):
@@ -318,7 +318,7 @@ class Data(Section):
     sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight}")
     text_key: str = Field("text", description="the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: there is no text, but token ids that are made already")
-    vocab_size: int = Field(4096, gt=256, description="of bpe, and of ids")
+    vocab_size: int = Field(4096, gt=0, description="of bpe, above 256; and of ids")
     validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
 
     @property

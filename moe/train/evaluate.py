@@ -2,7 +2,8 @@
 
     text -> tokens -> as many sequences as asked for, spread evenly -> loss, bits per byte; of each MoE layer, load and drops
 
-With the recipe's own text and as many sequences as `train.eval_sequences`, the loss is the one that training recorded.
+With the recipe's own text and as many sequences as `train.eval_sequences`, the loss is the one that training recorded. Not so of several
+sources (data.sources): training takes of each by its weight, and this by its length.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _on(device: torch.device, sequences_NL: Tensor, multiple: int) -> Iterator[T
 def main(
     run_dir: str, *, overrides: Mapping[str, str] | None = None, sequences: int = 512, step: int | None = None, json: str | None = None
 ) -> None:
-    """`moe eval`: print what the model makes of the run's validation text, or of all of another (`--data.path`)."""
+    """`moe eval`: print what the model makes of the run's validation text, or of all of another (`--data.path`, `--data.sources`)."""
     overrides = dict(overrides or {})
     for key in overrides:
         if not key.startswith("data."):
@@ -99,6 +100,12 @@ def main(
     state = opened(path).state
     run = build_run(state["recipe"])
     data_config = load(Path(run_dir) / "recipe.yaml", overrides)[0].data if overrides else run.data
+    sources = "data.sources" in overrides and bool(data_config.sources)
+    if sources and "data.path" not in overrides:
+        data_config = data_config.model_copy(update={"path": None})
+    if data_config.sources and data_config.path is not None:
+        raise BadInput("--data.path", got="it and data.sources as well", needed="one of the two", fix="remove --data.path")
+    another = sources or "data.path" in overrides
     data = open_data(
         data_config,
         max_length=run.model.max_length,
@@ -108,9 +115,9 @@ def main(
         log=_note,
     )
     model = restore(path)
-    texts = _whole(data) if "data.path" in overrides else _held_out(data)
+    texts = _whole(data) if another else _held_out(data)
     found = evaluate(model, texts, sequences=sequences)
-    where = "all of" if "data.path" in overrides else "the validation part of"
+    where = "all of" if another else "the validation part of"
     print(f"{path}: {where} {data_config.name}, {found.sequences} sequences, {found.tokens} tokens")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
     for layer in found.layers:

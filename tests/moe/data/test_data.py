@@ -248,6 +248,18 @@ def test_bpe_without_separator_is_bad_input() -> None:
         load({"kind": "bpe", "model": model})
 
 
+def test_a_given_description_that_cannot_be_used_is_bad_input() -> None:
+    model = TOKENIZERS["bpe"].describe()["model"]
+    assert load({"kind": "given", "model": model, "separator": 0}).vocab_size == 400
+    for separator in (None, "7", 400):
+        with pytest.raises(BadInput, match="separator"):
+            load({"kind": "given", "model": model, "separator": separator})
+    model = json.loads(json.dumps(model))
+    model["model"]["vocab"]["\u96ea"] = 400
+    with pytest.raises(BadInput, match="stands for no byte"):
+        load({"kind": "given", "model": model, "separator": 0})
+
+
 def test_bpe_training_is_the_same_in_every_process() -> None:
     code = (
         "import hashlib, json; from moe.data import corpus; from moe.data.tokenizer import train_bpe;"
@@ -519,6 +531,14 @@ def test_bpe_learns_from_training_documents_alone(folder: Path, tmp_path: Path) 
     held_out.write_text("quite other words " * 50)
     second = user_data(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
     assert first.index["key"] != second.index["key"] and first.tokenizer.describe() == second.tokenizer.describe()
+
+
+def test_token_files_of_an_earlier_reader_are_built_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Format 1 read neither compressed files nor tables: a folder with some is another text now."""
+    monkeypatch.setattr(tokens, "FORMAT", 1)
+    before = user_data(folder, tmp_path / "cache").key
+    monkeypatch.undo()
+    assert user_data(folder, tmp_path / "cache").key != before
 
 
 def test_files_are_built_once_and_again_when_anything_they_depend_on_changes(folder: Path, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe.checks.together import check_together
 from moe.data import Dataset, formats, open_data
 from moe.data.formats import opened
 from moe.data.tokenizer import Ids
+from moe.recipe.load import load
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
 
@@ -88,6 +90,16 @@ def test_a_format_whose_package_is_missing_names_the_command(
         read(tmp_path / name)
 
 
+@pytest.mark.parametrize("window_log", [28, 31])
+def test_a_long_window_of_zstandard_is_read(window_log: int, tmp_path: Path) -> None:
+    """One frame, written by hand: its header names the window (RFC 8878, 3.1.1.1.2), one raw block holds the text."""
+    pytest.importorskip("zstandard", reason="zstandard is not installed")
+    text = b"words " * 20
+    header = b"\x28\xb5\x2f\xfd\0" + bytes([(window_log - 10) << 3])
+    (tmp_path / "a.txt.zst").write_bytes(header + (1 | len(text) << 3).to_bytes(3, "little") + text)
+    assert formats.whole(tmp_path / "a.txt.zst") == text
+
+
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +129,46 @@ def test_a_tables_rows_are_the_documents_that_lines_are(kind: str, tmp_path: Pat
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(BadInput, match="no whole table"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_cell_that_is_no_text_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file and the column: bytes that are no UTF-8, and more of them than a document may have."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import ipc, parquet
+
+    def write(cells: list[bytes]) -> Path:
+        offsets = np.cumsum([0, *map(len, cells)], dtype=np.int32)
+        buffers = [None, arrow.py_buffer(offsets.tobytes()), arrow.py_buffer(b"".join(cells))]
+        table = arrow.table({"body": arrow.Array.from_buffers(arrow.string(), len(cells), buffers)})
+        if name == "a.parquet":
+            parquet.write_table(table, str(tmp_path / name))
+        else:
+            with ipc.new_file(str(tmp_path / name), table.schema) as writer:
+                writer.write_table(table)
+        return tmp_path / name
+
+    with pytest.raises(BadInput, match=f"{name}, column body: got a cell that is no UTF-8 .*fix: "):
+        read(write([b"words", b"na\xefve"]))
+    monkeypatch.setattr(formats, "LONGEST_BYTES", 1 << 20)
+    assert len(list(formats.texts(write([b"a" * (1 << 20), b"b"]), "body"))) == 2
+    with pytest.raises(BadInput, match=f"{name}: got a cell of more than 1 MiB, .*fix: "):
+        read(write([b"words", b"a" * ((1 << 20) + 1)]))
+
+
+def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
+    """64 MB of texts of 320 kB each, in one row group with a page for every four: some of them at once."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    table = arrow.table({"body": [f"{n} " * 80_000 for n in range(100, 300)]})
+    parquet.write_table(table, str(tmp_path / "a.parquet"), use_dictionary=False, write_batch_size=4)
+    del table
+    before, peak = arrow.total_allocated_bytes(), 0
+    for text in formats.texts(tmp_path / "a.parquet", "body"):
+        assert text and len(text) == 320_000
+        peak = max(peak, arrow.total_allocated_bytes() - before)
+    assert peak < 20_000_000
 
 
 def test_a_saved_dataset_is_read_by_the_files_that_its_state_names(tmp_path: Path) -> None:
@@ -180,6 +232,56 @@ def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
     whole[:77].tofile(tmp_path / "both" / "train.bin")
     whole[60:].tofile(tmp_path / "both" / "val.bin")
     assert tokens(ids(tmp_path / "both")) == [FLAT[:77], FLAT[60:]]
+
+
+def test_a_document_that_is_too_long_is_cut_at_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document of nine tenths of all: no end is near the last 0.3, so the share holds and not the document."""
+    documents = [[5] * 90, [6] * 10]
+    monkeypatch.setitem(globals(), "DOCUMENTS", documents)
+    monkeypatch.setitem(globals(), "FLAT", sum(documents, []))
+    for share, held in ((0.3, 30), (0.1, 10), (0.12, 10), (0.25, 25), (0.07, 10)):
+        assert len(tokens(ids(megatron(tmp_path), validation_share=share))[1]) == held
+
+
+def test_ids_that_are_missing_or_unreadable_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = megatron(tmp_path)
+    for wrong in ("no.bin", "no.idx", "none"):
+        with pytest.raises(BadInput, match=f"data.path: got .*{wrong}, needed a file or folder that exists; fix: check the spelling"):
+            ids(tmp_path / wrong)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(BadInput, match="a.bin: got Permission denied, needed a readable file"):
+        ids(path)
+
+
+def test_keys_that_ids_do_not_read_are_refused_where_they_are_said(tmp_path: Path) -> None:
+    path, both = megatron(tmp_path), tmp_path / "both"
+    both.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.array(FLAT, dtype="<u2").tofile(both / name)
+    said = {"data.tokenizer": "ids", "data.vocab_size": "400", "data.path": str(path)}
+    assert load("switch_tiny", said | {"data.validation_share": "0.2"})[0].data.validation_share == 0.2
+    for more in ({"data.source": "text"}, {"data.text_key": "body"}, {"data.path": str(both), "data.validation_share": "0.2"}):
+        with pytest.raises(
+            BadInput, match=r"^data\.(source|text_key|validation_share): got .* with token ids, needed .*; fix: remove data"
+        ):
+            load("switch_tiny", said | more)
+    (tmp_path / "mine.yaml").write_text("extends: switch_tiny\ndata: {text_key: body}\n")
+    assert load(tmp_path / "mine.yaml", said)[0].data.tokenizer == "ids", "turned off by what is nearer"
+    assert ids(both).key == ids(both, validation_share=0.2).key and ids(path).key != ids(path, validation_share=0.2).key
+
+
+def test_a_small_vocabulary_is_one_of_ids_alone(tmp_path: Path) -> None:
+    """nanoGPT's characters of Shakespeare are 65."""
+    (np.arange(200) % 65).astype("<u2").tofile(tmp_path / "a.bin")
+    assert ids(tmp_path / "a.bin", vocab_size=65).tokenizer.vocab_size == 65
+    said = {"data.vocab_size": "65", "data.path": str(tmp_path / "a.bin")}
+    check_together(load("switch_tiny", said | {"data.tokenizer": "ids"})[0].resolve(1))
+    with pytest.raises(BadInput, match="data.vocab_size: got 65, needed greater than 256"):
+        check_together(load("switch_tiny", said | {"data.tokenizer": "bpe"})[0].resolve(1))
 
 
 def _cut_index(path: Path) -> str:

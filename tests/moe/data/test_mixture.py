@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from moe.data import MixedTrain, TrainSet, open_data
 from moe.data.mixture import BLOCK, MixedValidation, shares
@@ -82,6 +83,13 @@ def test_validation_has_the_shares_and_its_bytes_are_those_of_all_ranks(ranks: i
     assert np.array_equal(whole[:8], parts[0].held(TokenShard.whole(8, LENGTH)).sequences)
     assert np.array_equal(whole[8:], parts[1].held(TokenShard.whole(2, LENGTH)).sequences)
     assert {h.bytes_per_token for h in held} == {weight_of_id[whole[:, 1:]].sum() / 30}
+
+
+def test_weights_whose_sum_is_no_float_are_refused() -> None:
+    values = {"sources": [{"path": "a", "weight": 1e308}, {"path": "b", "weight": 1e308}]}
+    with pytest.raises(ValidationError, match="less than 1000000000000000000"):
+        Data.model_validate(values)
+    assert shares((9e17,) * 4, BLOCK) == (2500,) * 4
 
 
 def test_sources_share_the_first_ones_tokenizer(tmp_path: Path) -> None:

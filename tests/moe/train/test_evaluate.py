@@ -82,6 +82,19 @@ def test_another_text_is_read_whole(home: Path, out: Path) -> None:
     assert figures(out, overrides={"data.path": str(text), "data.validation_share": "0.4"}, sequences=7)["sequences"] == 7
 
 
+def test_other_sources_are_read_whole_in_the_place_of_the_runs_path(home: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, times in (("one", 40), ("two", 90)):
+        (home / f"{name}.txt").write_text(f"{name} quartz vortex jigsaw\n" * times)
+    sources = f"[{{path: {home / 'one.txt'}, weight: 3}}, {{path: {home / 'two.txt'}, weight: 1}}]"
+    row = figures(out, overrides={"data.sources": sources}, sequences=0)
+    alone = [figures(out, overrides={"data.path": str(home / f"{name}.txt")}, sequences=0) for name in ("one", "two")]
+    assert row["tokens"] == sum(one["tokens"] for one in alone) and "all of" in capsys.readouterr().out
+    assert figures(out, overrides={"data.sources": "[]"}, sequences=4)["sequences"] == 4
+    assert "the validation part of" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="--data.path: got it and data.sources as well, needed one of the two"):
+        figures(out, overrides={"data.sources": sources, "data.path": str(home / "one.txt")})
+
+
 def test_what_would_be_another_model_is_refused(out: Path) -> None:
     with pytest.raises(BadInput, match="--model.num_heads: got a key that moe eval does not take.*remove"):
         evaluate.main(str(out), overrides={"model.num_heads": "1"})
