@@ -4,8 +4,7 @@
     Measured                peak and seconds of the steps, and what else was in memory when they began
 
 On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak, and what it held beside tensors
-when the model was built is added to the prediction. A prediction that cannot be made is a line, never
-an error.
+when the model was built is added to the prediction. A prediction that cannot be made is a line, never an error.
 """
 
 from __future__ import annotations

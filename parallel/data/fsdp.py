@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel.collectives import all_gather, gather_into, scatter_sum_into
+from parallel.collectives import gather_into, scatter_sum_into
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, kept_of
 from parallel.data.whole import Cut, Whole
@@ -204,10 +203,8 @@ class FSDP:
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
-        dim, each, axis = self._cut_of(name)
-        size, shape = self.cut[name].shape[dim], self.layouts[name].shape
-        own = (Cut(dim - len(shape), each, size, axis),) if dim >= len(shape) - 2 and axis.size > 1 else ()
-        cuts = (*own, *(whole.cuts if whole else ()))
+        own = self._cut_of(name)
+        cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
         return Whole(cuts) if cuts else None
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -273,23 +270,18 @@ class FSDP:
         """Where this rank's part begins in what `_gathered` gives."""
         start = [0] * self.held[name].ndim
         if name in self.cut:
-            dim, each, axis = self._cut_of(name)
-            start[dim] = axis.index * each
+            cut = self._cut_of(name)
+            start[cut.dim] = cut.axis.index * cut.each
         return start
 
-    @torch.no_grad()
     def _gathered(self, name: str, part: Tensor) -> Tensor:
         """A parameter's tensor as its layout has it, from every rank's part. Collective."""
         if name not in self.cut:
             return part
-        dim, each, axis = self._cut_of(name)
-        missing = each - part.shape[dim]  # the last ranks may have less
-        if missing:
-            part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [0, missing])
-        return all_gather(part.contiguous(), axis, dim=dim).narrow(dim, 0, self.cut[name].shape[dim])
+        return Whole((self._cut_of(name),)).gathered(part)
 
-    def _cut_of(self, name: str) -> tuple[int, int, Axis]:
-        """(dim, elements of a full part along it, axis)."""
-        axis = data_axis(self.layouts[name], self.mesh)
-        dim = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
-        return dim, -(-self.cut[name].shape[dim] // axis.size), replace(axis, label=name)
+    def _cut_of(self, name: str) -> Cut:
+        """How this engine cut a parameter, of what its layout leaves; the last ranks may have less."""
+        axis, shape = data_axis(self.layouts[name], self.mesh), self.cut[name].shape
+        dim: int = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
+        return Cut(dim - len(shape), -(-shape[dim] // axis.size), shape[dim], replace(axis, label=name))

@@ -22,7 +22,7 @@ from parallel.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim, counted from the end (-1 or -2), of `size` elements, of which a rank of the axis holds `each`; the last may hold less."""
+    """A dim, counted from the end, of `size` elements, of which a rank of the axis holds `each`; the last may hold less."""
 
     dim: int
     each: int

@@ -20,37 +20,25 @@ from torch.autograd.graph import GradientEdge
 
 from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
-from parallel.kfac.kfac import Kfac, Linear
+from parallel.kfac.kfac import Kfac
 from parallel.layout import Layout
+from parallel.optim.step import AdamWBut, decay_and_subtract
 
 Group = dict[str, Any]
 
 
-class Grafted(torch.optim.AdamW):
-    """torch's AdamW, except that the linears of `kfac` take the grafted step."""
+class Grafted(AdamWBut):
+    """AdamW, except that the linears of `kfac` take the grafted step."""
 
     def __init__(self, groups: list[Group], *, kfac: Kfac, **settings: Any) -> None:
         super().__init__(groups, **settings)
         self.kfac = kfac
         self.linears = {id(linear.weight): linear for linear in kfac.linears.values()}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        stepped: list[tuple[nn.Parameter, Tensor]] = []
-        for group in self.param_groups:
-            for weight in group["params"]:
-                linear = self.linears.get(id(weight))
-                if linear is not None and weight.grad is not None and self.kfac.has_inverses:
-                    self._move(linear, group)
-                    stepped.append((weight, weight.grad))
-                    weight.grad = None  # so that AdamW skips it
-        super().step()
-        for weight, grad in stepped:
-            weight.grad = grad
-
-    def _move(self, linear: Linear, group: Group) -> None:
-        weight, grad = linear.weight, linear.weight.grad
+    def move(self, weight: nn.Parameter, group: Group) -> bool:
+        linear, grad = self.linears.get(id(weight)), weight.grad
+        if linear is None or not self.kfac.has_inverses:
+            return False
         assert grad is not None
         state = self._state_of(weight)
         beta1, beta2 = group["betas"]
@@ -61,7 +49,8 @@ class Grafted(torch.optim.AdamW):
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         adam = mean.float() / (1 - beta1**steps) / ((square.float() / (1 - beta2**steps)).sqrt_().add_(group["eps"]))
         moved = grafted(direction(mean, *self.kfac.inverses(linear)), adam)
-        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(moved.mul_(group["lr"]).to(weight.dtype))
+        decay_and_subtract(weight, moved.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
+        return True
 
     def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
         """AdamW's state of the weight, created as AdamW creates it."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.data.engine import Kept, Rule
 from parallel.data.whole import Whole
+from parallel.optim.step import decay_and_subtract
 
 ROW, COLUMN, SQUARE = "exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq"
 
@@ -77,7 +78,7 @@ class Factored(torch.optim.Optimizer):
             update /= (_rms(update, dims) / rule.clip).clamp_min(1.0)
         if rule.step == "relative":
             update *= _rms(weight.float(), dims).clamp_min(rule.floor)
-        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]).to(weight.dtype))
+        decay_and_subtract(weight, update.mul_(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
 def _inverse_root(held: dict[str, Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from parallel.data.engine import MOMENTS, Kept, Rule
 from parallel.data.whole import Whole
 from parallel.optim.sgd import MOMENTUM, moved
+from parallel.optim.step import AdamWBut, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
 Scale = Literal["rms", "spectral"]
@@ -58,28 +59,16 @@ class Muon(Rule):
         return Orthogonal(groups, rule=self, wholes=wholes or {})
 
 
-class Orthogonal(torch.optim.AdamW):
-    """torch's AdamW, except that groups whose `matrix` is set take Muon's step."""
+class Orthogonal(AdamWBut):
+    """AdamW, except that groups whose `matrix` is set take Muon's step."""
 
     def __init__(self, groups: list[dict[str, Any]], *, rule: Muon, wholes: Mapping[int, Whole]) -> None:
         super().__init__(groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True)
         self.rule, self.wholes = rule, wholes
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        stepped: list[tuple[nn.Parameter, Tensor]] = []
-        for group in self.param_groups:
-            for weight in group["params"] if group["matrix"] else ():
-                if weight.grad is not None:
-                    self._move(weight, group)
-                    stepped.append((weight, weight.grad))
-                    weight.grad = None  # so that AdamW skips it
-        super().step()
-        for weight, grad in stepped:
-            weight.grad = grad
-
-    def _move(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
+    def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
+        if not group["matrix"]:
+            return False
         rule, whole = self.rule, self.wholes.get(id(weight))
         assert weight.grad is not None
         held = moved(self.state[weight], weight, momentum=rule.momentum)
@@ -89,7 +78,8 @@ class Orthogonal(torch.optim.AdamW):
         found = orthogonal(matrices, iterations=rule.iterations)
         found = found if whole is None else whole.part_of(found)
         lr = group["lr"] * rule.lr_factor
-        weight.mul_(1 - lr * group["weight_decay"]).sub_(found.mul(lr * factor).to(weight.dtype))
+        decay_and_subtract(weight, found.mul(lr * factor), lr=lr, decay=group["weight_decay"])
+        return True
 
 
 def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parallel.data.engine import Kept, Rule
 from parallel.data.whole import Whole
+from parallel.optim.step import decay_and_subtract
 
 MOMENTUM = "momentum"
 
@@ -53,7 +54,7 @@ class Momentum(torch.optim.Optimizer):
                     continue
                 grad, held = weight.grad.float(), moved(self.state[weight], weight, momentum=self.momentum)
                 step = grad.add(held, alpha=self.momentum) if self.nesterov else held
-                weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step.mul(group["lr"]).to(weight.dtype))
+                decay_and_subtract(weight, step.mul(group["lr"]), lr=group["lr"], decay=group["weight_decay"])
 
 
 def moved(state: dict[str, Tensor], weight: Tensor, *, momentum: float) -> Tensor:
