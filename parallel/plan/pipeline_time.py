@@ -24,7 +24,7 @@ from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.plan.job import Plan
 
 STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
-NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages do: by up to 9 % of the whole
+NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages do
 MOST_WEIGHTS = 0.99  # of a backward pass
 CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
 How = Literal["simulated", "least"]  # where no closed form is known
