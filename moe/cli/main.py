@@ -70,7 +70,8 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
-    alone = world == 1 and flags.launcher is None and flags.hostfile is None
+    _check_restarts(flags)
+    alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_for_user(run, world)
     if not alone:
@@ -88,6 +89,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             init_from=source,
             force=flags.force,
             grace_s=run.train.grace_s,
+            restarts=flags.restarts or 0,
         )
     from moe.launch import launch
     from moe.launch.arguments import Arguments
@@ -104,6 +106,22 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         debug_collectives=flags.debug_collectives,
     )
     return launch.main(given.words())
+
+
+def _check_restarts(flags: Train) -> None:
+    """Refuse --restarts where something else starts the ranks, and where not all of them can be ended from here."""
+    if not flags.restarts:
+        return
+    if flags.restarts < 0:
+        raise BadInput("--restarts", got=flags.restarts, needed="at least 0", fix="--restarts 3")
+    if _is_rank(os.environ):
+        got = "it on a rank of another launcher, which alone can start its ranks again"
+        fix = "torchrun --max-restarts N, or #SBATCH --requeue: a rank that is started again resumes"
+        raise BadInput("--restarts", got=got, needed="moe train as the parent of its ranks", fix=fix)
+    if flags.hostfile is not None:
+        needed = "ranks on this machine: those of others cannot be ended for certain from here"
+        fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"
+        raise BadInput("--restarts", got="it with --hostfile", needed=needed, fix=fix)
 
 
 def _is_rank(environment: Mapping[str, str]) -> bool:

@@ -55,6 +55,9 @@ class Train:
     allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
     init_from: Path | None = _flag(None, "a run, or one of its checkpoints, with whose weights and tokenizer a new run begins")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
+    restarts: int | None = _flag(
+        None, "start a run whose ranks died again from its newest checkpoint: so often in a row without a new one; 0 by default"
+    )
     dry_run: bool = _flag(False, "say what the run would need, memory by part, FLOPs and seconds a step, and start and write nothing")
     cluster: str | None = _flag(None, "what predicts memory and time, as in moe plan; with --dry_run all its devices train")
     force: bool = _flag(False, "start what is predicted not to fit all the same")

@@ -68,6 +68,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             given[name].append(value)
         elif name in _ALONE and not equals:
             alone.add(name)
+        elif name == "--restarts":
+            fix = "moe train --restarts N, torchrun --max-restarts N, or a batch system that queues the job again"
+            raise BadInput(name, got="it on a rank", needed="it on what starts the ranks", fix=fix)
         elif name == "--local-rank":
             if not equals:
                 next(rest, None)

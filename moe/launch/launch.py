@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moe.checks.advice import check_for_user
@@ -26,6 +26,7 @@ from moe.launch.processes import PARENT, TOKEN, die_with_parent
 from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
+from moe.records.redone import Restart
 from parallel.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
@@ -49,10 +50,11 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
     out: Path | None = None
     run: Run | None = None
     error: str | None = None
-    code, made, of_all = FAILED, list[Path](), False
+    code, made, of_all, repeats = FAILED, list[Path](), False, False
     try:
         words = list(sys.argv[1:] if argv is None else argv)
         given = parse(words)
+        _refuse_fresh_again(given, os.environ)
         if given.debug_collectives:
             os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
         run, origins = load(given.recipe, given.overrides)
@@ -77,9 +79,10 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         else:
+            repeats = True
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     if out is not None:
-        status.leave(out, rank, code, error, of_all=of_all)
+        status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
         if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
             status.tidy(out, made)  # nobody started this process, so nobody waits to read it
     return code
@@ -113,6 +116,14 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
 
 
+def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
+    """torchrun starts a rank again with the same words, and those would set aside what the run has saved since. Raises BadInput."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if given.fresh and restarts.isdecimal() and int(restarts) > 0:
+        fix = "start with another --out and without --fresh, or let moe train --restarts start it again"
+        raise BadInput("--fresh", got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
+
+
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
     from parallel import process, watchdog  # they import torch, so only after the recipe has been read
 
@@ -134,20 +145,26 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
             cluster=given.cluster,
             init_from=given.init_from,
             force=given.force,
+            restart=Restart.of(os.environ),
         )
     except Stopped:
         return STOPPED
     except Exception as failure:
+        _ignore_signals()  # torchrun sends one as soon as a rank has died: that is no signal before training
         ended = watchdog.ended_by(failure)
         if ended is not None:
             raise ended from None
         raise
     finally:
         # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_signals()
         process.stop()
     return DONE
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _last_word(out: Path, rank: int) -> Callable[[str, bool], None]:

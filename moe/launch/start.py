@@ -6,8 +6,7 @@ Launchers alone do not suffice: `deepspeed` does not pass SIGTERM on, ends its r
 after a rank was killed. So each rank writes down its own end, which decides success; signals go to all ranks at once; and
 in every case no process of the launch stays alive. Nothing here imports torch.
 
-Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found
-by the ranks; FAILED, all else.
+How it went is decided in moe/launch/verdict.py; whether it begins again (`--restarts`), in moe/launch/restarts.py.
 """
 
 from __future__ import annotations
@@ -19,16 +18,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
 from moe.launch.environment import child_environment, devices, port_from
-from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
+from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
+from moe.launch.verdict import verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
 from parallel.files import read_text
@@ -57,11 +59,13 @@ def start(
     hostfile: Path | None = None,
     module: str = "moe.launch.launch",
     grace_s: float = 60.0,
+    restarts: int = 0,
 ) -> int:
     """Run `module` on `nproc` processes (with a hostfile: on each of its hosts). Returns this command's exit code.
 
-    After a signal the ranks have `grace_s` to save; after that, or at a second signal, all are killed. Raises BadInput before
-    anything starts. Call it from the main thread, which receives the signals.
+    After a signal the ranks have `grace_s` to save; after that, or at a second signal, all are killed. `restarts`: so many times in a row
+    a run whose ranks died is started again without having saved in between. Raises BadInput before anything starts. Call it from the main
+    thread, which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
@@ -80,8 +84,17 @@ def start(
         force=force,
         debug_collectives=debug_collectives,
     )
-    with alone_in(out):
-        code = _run(given.words(), world, nproc, launcher, out, hostfile, module, grace_s)
+    again = Restarts(out, limit=restarts, fresh=fresh)
+    with alone_in(out), _caught_signals() as caught:
+        while True:
+            words = replace(given, fresh=again.fresh()).words()
+            end = _run(words, again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
+            code = end.code if caught else again.after(end)
+            if code is not None:
+                break
+            if not again.wait(caught):
+                code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
+                break
     if code not in (DONE, STOPPED):
         status.tidy(out, made)
     return code
@@ -89,6 +102,7 @@ def start(
 
 def _run(
     words: list[str],
+    variables: Mapping[str, str],
     world: int,
     nproc: int | None,
     launcher: Launcher,
@@ -96,37 +110,38 @@ def _run(
     hostfile: Path | None,
     module: str,
     grace_s: float,
-) -> int:
-    """Start the launcher, wait, end what is left, and say how it went. Returns the exit code."""
+    caught: list[tuple[int, float]],
+) -> End:
+    """Start the launcher, wait, end what is left, and say how it went."""
     folder = status.empty(out)
     token = secrets.token_hex(8)
-    env = child_environment(os.environ, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
+    env = child_environment(os.environ, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())} | dict(variables)
     visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
     port = port_from(os.environ, local=hostfile is None)
     command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
-    with _caught_signals() as caught:
-        print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-        try:
-            ranks, killed = _watch(process, world, caught, folder, grace_s=grace_s, local=hostfile is None)
-            if hostfile is not None and caught:
-                status.wait_for(folder, world, grace_s)
-        finally:
-            for rank in ranks:
-                rank.look()
-            left = {rank.rank for rank in ranks if rank.ended_at is None}
-            stuck = kill_all(process.pid, token)
-            process.wait()
+    print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        ranks, killed = _watch(process, world, caught, folder, grace_s=grace_s, local=hostfile is None)
+        if hostfile is not None and caught:
+            status.wait_for(folder, world, grace_s)
+    finally:
+        for rank in ranks:
+            rank.look()
+        left = {rank.rank for rank in ranks if rank.ended_at is None}
+        stuck = kill_all(process.pid, token)
+        process.wait()
     for rank in ranks:
         rank.look()
     asked = caught[0][0] if caught else None
-    code, lines = verdict(status.read(folder), ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
+    words_left = status.read(folder)
+    code, lines = verdict(words_left, ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
     lines += [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    return code
+    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck))
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
@@ -227,88 +242,6 @@ def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, nu
     count = send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
     print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
     return True
-
-
-def verdict(
-    left: Mapping[int, Mapping[str, Any]],
-    ranks: list[Rank],
-    world: int,
-    launcher_code: int,
-    *,
-    asked: int | None = None,
-    killed: bool = False,
-    ended_here: Collection[int] = (),
-) -> tuple[int, list[str]]:
-    """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
-
-    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed. `ended_here`: ranks that this
-    process killed because others had ended.
-    """
-    exits = [left.get(rank, {}).get("exit") for rank in range(world)]
-    if all(code == STOPPED for code in exits):
-        early = all(left[rank].get("error") == status.TOO_EARLY for rank in range(world))
-        said = f"a signal came before training began, and {status.NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
-        return STOPPED, [f"exit code {STOPPED}: {said}"]
-    if all(code == DONE for code in exits) and launcher_code == DONE:
-        return DONE, []
-    if all(code in (DONE, STOPPED) for code in exits):
-        return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
-    if asked is not None and all(_came_too_early(left.get(rank), rank, ranks, asked, killed) for rank in range(world)):
-        code = INTERRUPTED if asked == signal.SIGINT else STOPPED
-        return code, [f"exit code {code}: {signal.Signals(asked).name} came before training began, and {status.NOTHING_LOST}"]
-    if not left and not ranks:
-        return FAILED, [
-            "no rank had started"
-            if killed
-            else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
-        ]
-    failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
-    bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
-    if bad:  # rank 0 prints its own
-        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
-    seen = {rank.rank: rank for rank in ranks}
-    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
-    groups: list[tuple[str, list[int]]] = []
-    for rank in sorted(failed, key=ended_at.__getitem__):
-        codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
-        last = next((c for c in codes if c not in (None, DONE)), None)
-        how = f"ended with {_said(last)}"
-        wordless = "pid" not in left.get(rank, {})
-        if wordless and asked is not None and (killed or last == -asked):
-            how = "was killed: it had not stopped" if killed else f"ended with {_said(last)}: it had not come as far as to save"
-        elif wordless and rank in ended_here:
-            how = "was ended here, after the others"
-        elif wordless and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
-            how = "was ended by the launcher after that"
-        error = left.get(rank, {}).get("error")
-        text, of_all = f"{how}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
-        same = next((who for said, who in groups if of_all and said == text), None)
-        if same is None:
-            groups.append((text, [rank]))
-        else:
-            same.append(rank)
-    lines = [f"rank{'s' if len(who) > 1 else ''} {' '.join(map(str, sorted(who)))} {text}" for text, who in groups]
-    return FAILED, lines
-
-
-def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int, killed: bool) -> bool:
-    """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
-    if left is not None:
-        return left.get("error") == status.TOO_EARLY or left.get("exit") == -asked
-    seen = next((r for r in ranks if r.rank == rank), None)
-    return killed if seen is None else seen.code in (-asked, STOPPED)
-
-
-def _said(code: int | None) -> str:
-    """An exit code in words. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
-    if code is None:
-        return "no word: its exit code is not known"
-    number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        return f"exit code {code}"
-    return f"signal {name}" + (" (by kill -9, or by the kernel where memory runs out: see dmesg)" if number == signal.SIGKILL else "")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

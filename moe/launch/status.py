@@ -1,6 +1,6 @@
 """The folder in which ranks leave word of how they ended, for the parent that started them: launchers lose exit codes.
 
-    <run folder>/.status/<rank>.json   {"exit", "pid", "error", "of_all"}
+    <run folder>/.status/<rank>.json   {"exit", "pid", "error", "of_all", "repeats"}
 
 A start that came to nothing leaves no trace: neither this folder, nor a run's folder that was made for it.
 """
@@ -24,12 +24,14 @@ TOO_EARLY = "a signal before training"  # the error of a rank that had nothing t
 _POLL_S = 0.1
 
 
-def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False) -> None:
-    """Called in a rank, last of all. `of_all`: the error is what ended all ranks, and the same line on each of them."""
+def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
+    """Called in a rank, last of all. `of_all`: the error is what ended all ranks, and the same line on each of them; `repeats`: another
+    start would end so too."""
     with contextlib.suppress(OSError):
         folder = out / NAME
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{rank}.json").write_text(json.dumps({"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all}))
+        word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
+        (folder / f"{rank}.json").write_text(json.dumps(word))
 
 
 def empty(out: Path) -> Path:

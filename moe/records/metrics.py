@@ -160,13 +160,20 @@ def cut_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     old = path.read_bytes()
-    kept = []
-    for text in old.split(b"\n"):
-        line = _parse(text)
-        if line is not None and line["step"] <= step:
-            kept.append(text + b"\n")
-    if (new := b"".join(kept)) != old:
+    if (new := b"".join(text + b"\n" for text, line in _whole(old) if line["step"] <= step)) != old:
         replace_file(path, new)
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines that `cut_after` keeps of any step: no half-written or damaged ones. None where there is no file yet."""
+    return [line for _, line in _whole(path.read_bytes())] if path.exists() else []
+
+
+def _whole(raw: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    for text in raw.split(b"\n"):
+        line = _parse(text)
+        if line is not None:
+            yield text, line
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -27,6 +27,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("FLOPs per token", count(summary.get("flops_per_token"))),
         ("steps", _number(summary.get("steps"), ",.0f")),
         ("training time", duration(summary.get("train_seconds"))),
+        ("made again", _redone(summary)),
         ("processes", _number(summary.get("world"), ".0f")),
         ("hardware", _text(summary.get("hardware"))),
         ("commit", _text(summary.get("commit"))),
@@ -53,6 +54,16 @@ def _share(counts: Sequence[Sequence[float]]) -> float:
 def _dropped(summary: Mapping[str, Any]) -> str:
     whole, last = percent(summary.get("dropped_share")), percent(summary.get("dropped_share_last"))
     return whole if last == MISSING else f"{last}, in the last tenth of the steps ({whole} in all)"
+
+
+def _redone(summary: Mapping[str, Any]) -> str:
+    """Only of a run that was started more than once."""
+    found = summary.get("redone") or {}
+    if not found.get("resumes"):
+        return MISSING
+    starts = f"{found['resumes']} time{'s' if found['resumes'] > 1 else ''}, {found['restarts']} of them by itself"
+    steps = f"{found['steps']:,} step{'' if found['steps'] == 1 else 's'}"
+    return f"{steps}, {duration(found['seconds'])}; it went on from a checkpoint {starts}"
 
 
 def _parameters(summary: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ from moe.recipe.load import resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import Records, read, read_summary, write_summary
 from moe.records.progress import open_progress
+from moe.records.redone import NOTHING, Restart, going_on, sums
 from moe.records.speed import hardware, matmul_flops, source_commit
 from moe.records.summary import dropped_shares
 from moe.records.title import title
@@ -77,13 +78,15 @@ def train(
     cluster: str | None = None,
     force: bool = False,
     init_from: Path | None = None,
+    restart: Restart | None = None,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
     In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
     instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
     predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. `init_from`: another run, or one of
-    its checkpoints, whose weights and tokenizer this one begins with. Raises BadInput before anything is written, and Stopped after a
+    its checkpoints, whose weights and tokenizer this one begins with. `restart`: that the run was started again without its user, for its
+    records. Raises BadInput before anything is written, and Stopped after a
     signal once the state is saved.
     """
     world = world or process.read_environment()
@@ -96,7 +99,7 @@ def train(
     say: Callable[[str], None] = print if world.rank == 0 and display else _silent
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=say)
     with contextlib.nullcontext() if world.rank else alone_in(out):
-        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from)
+        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from, restart)
 
 
 def _train(
@@ -110,9 +113,10 @@ def _train(
     display: bool,
     predicted: Prediction | None,
     init_from: Path | None,
+    restart: Restart | None,
 ) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
-    job = _open(run, name, out, origins, fresh, allow_changes, world, display, init_from)
+    job = _open(run, name, out, origins, fresh, allow_changes, world, display, init_from, restart)
     job.predicted, job.measured = predicted, Measured(world)
     with asked_to_stop() as asked:
         try:
@@ -135,6 +139,7 @@ def _open(
     world: World,
     display: bool,
     init_from: Path | None,
+    restart: Restart | None,
 ) -> Job:
     first = world.rank == 0
     make_writable(out, world)
@@ -173,7 +178,9 @@ def _open(
             state.begin(source, executor.engine, mesh, log=say, whole=whole)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
-    records = Records(out if first else None, resume_step=None if found is None else counters.step, say=say)
+    goes_on = found is not None or (restart is not None and not fresh)
+    again = going_on(out, counters.step, restart) if goes_on and first else {}
+    records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=say)
     progress = open_progress(
         run.train.steps, recipe=name, world=world.size, lines=title(run, world), out=out, kind="auto" if first and display else "none"
     )
@@ -183,7 +190,9 @@ def _open(
         progress.note(line)
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
-        records.write({"kind": "event", "event": "resumed", "step": counters.step, **resumed.recorded()})
+    if goes_on:
+        about = resumed.recorded() if source is None else {}
+        records.write({"kind": "event", "event": "resumed", "step": counters.step, **again, **about})
     if source is not None:
         progress.note(f"begins with the weights and the tokenizer of {source.path}")
         records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
@@ -377,7 +386,7 @@ def _finish(job: Job) -> dict[str, Any]:
     if run.train.measure_speed:
         flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
         speed = sum_over(torch.tensor(flops, dtype=torch.float64, device=job.world.device), world).item()
-    tokens, seconds, dropped, dropped_last = _totals(job)
+    tokens, seconds, dropped, dropped_last, *redone = _totals(job)
     tokens_per_second = tokens / seconds if seconds else 0.0
     summary = {
         "recipe": job.name,
@@ -394,6 +403,7 @@ def _finish(job: Job) -> dict[str, Any]:
         "flops_per_token": counted.training,
         "matmul_share": None if speed is None else counted.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
+        "redone": {name: type(none)(much) for (name, none), much in zip(NOTHING.items(), redone, strict=True)},
         "sample": text,
         "world": job.world.size,
         "recipe_values": run.model_dump(mode="json"),
@@ -410,11 +420,14 @@ def _finish(job: Job) -> dict[str, Any]:
 
 
 def _totals(job: Job) -> list[float]:
-    """Tokens, seconds, dropped shares of all and of the last steps, earlier lives included: from the records, which rank 0 holds."""
-    totals = [0.0] * 4
+    """Tokens, seconds, dropped shares of all and of the last steps, what was made again, earlier lives included: from the records, which
+    rank 0 holds."""
+    totals = [0.0] * (4 + len(NOTHING))
     if job.world.rank == 0:
-        lines = [line for line in read(job.out) if line["kind"] == "train"]
+        found = read(job.out)
+        lines = [line for line in found if line["kind"] == "train"]
         totals = [*(float(sum(line[what] for line in lines)) for what in ("tokens", "step_seconds")), *dropped_shares(lines).values()]
+        totals += map(float, sums(found).values())
     return sum_over(torch.tensor(totals, dtype=torch.float64, device=job.world.device), job.mesh.axis("world")).tolist()
 
 

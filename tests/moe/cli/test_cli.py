@@ -269,6 +269,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
         "init_from": None,
         "force": False,
         "grace_s": 600.0,
+        "restarts": 0,
     }
     flags |= {"allow_changes": []}
     assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})

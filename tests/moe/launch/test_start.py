@@ -25,6 +25,7 @@ from moe.cli import main as cli
 from moe.launch import environment, start, status
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import Rank
+from moe.launch.verdict import verdict
 from parallel import extensions
 from parallel.errors import BadInput
 
@@ -295,21 +296,21 @@ def test_a_deepspeed_launcher_that_is_killed_is_a_failure(launch) -> None:
     ],
 )
 def test_verdict_is_zero_only_if_every_rank_said_so(status, launcher_code: int, code: int, said: str) -> None:
-    got, lines = start.verdict(status, [], 2, launcher_code)
+    got, lines = verdict(status, [], 2, launcher_code)
     assert got == code and said in "\n".join(lines)
 
 
 def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> None:
     early = [Rank(1, 5, ended_at=1.0, code=-15)]
-    code, lines = start.verdict({0: {"exit": -15}}, early, 2, 1, asked=signal.SIGTERM)
+    code, lines = verdict({0: {"exit": -15}}, early, 2, 1, asked=signal.SIGTERM)
     assert code == 75 and "came before training began" in lines[0] and "saved" not in lines[0]
-    code, lines = start.verdict({0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}, early, 2, 1, asked=signal.SIGTERM)
+    code, lines = verdict({0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}, early, 2, 1, asked=signal.SIGTERM)
     assert code == 75 and "nothing is lost" in lines[0]
-    assert start.verdict({0: {"exit": -2}}, [Rank(1, 5, ended_at=1.0, code=-2)], 2, 1, asked=signal.SIGINT)[0] == 130
+    assert verdict({0: {"exit": -2}}, [Rank(1, 5, ended_at=1.0, code=-2)], 2, 1, asked=signal.SIGINT)[0] == 130
     # a rank that hung, or failed, is no early one: what it had trained may be lost
-    assert start.verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, killed=True)[0] == 1
+    assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, killed=True)[0] == 1
     failed = {0: {"exit": 1, "error": "ValueError", "pid": 4}}
-    assert start.verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
+    assert verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,14 +330,14 @@ def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counte
 
 def test_ranks_that_this_command_ended_are_not_blamed_on_the_kernel() -> None:
     ranks = [Rank(0, 1, ended_at=9.0, code=-11), Rank(1, 2, ended_at=9.5, code=-9), Rank(2, 3, ended_at=9.6, code=-9)]
-    _, lines = start.verdict({}, ranks, 3, 1, ended_here={2})
+    _, lines = verdict({}, ranks, 3, 1, ended_here={2})
     assert "SIGSEGV" in lines[0] and "by the launcher" in lines[1] and "ended here" in lines[2]
     assert not any("memory" in line for line in lines[1:])
 
 
 def test_the_first_rank_to_die_is_named_first() -> None:
     ranks = [Rank(0, 1, ended_at=9.0, code=-15), Rank(1, 2, ended_at=8.0, code=-11), Rank(2, 3, ended_at=9.5, code=-15)]
-    _, lines = start.verdict({}, ranks, 3, 1)
+    _, lines = verdict({}, ranks, 3, 1)
     assert [line.split()[1] for line in lines] == ["1", "0", "2"] and "SIGSEGV" in lines[0]
 
 

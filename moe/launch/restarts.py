@@ -1,0 +1,123 @@
+"""Restart in place, `moe train --restarts N`: a run whose ranks died begins again from its newest checkpoint, without its user.
+
+    ranks die -> the others are ended -> wait -> all start again, resume -> ...
+
+N is how often in a row that may be without a new checkpoint between: each new one begins the count again, so a long run may outlive any
+number of faults, and one that cannot get as far as to save ends soon. (torchrun counts all restarts of a run.) The first restart after a
+new checkpoint comes at once, the next ones after 1, 2, 4, ... seconds, a minute at most.
+
+Only what may pass is tried again. Not bad input (exit code 2), the user's own signals, memory that ran out, a launcher that starts no
+rank, nor an error of Python's that comes again in the same words before anything new was saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe.launch import status
+from moe.launch.exit_codes import FAILED, STOPPED
+from moe.records.redone import Restart
+
+_LONGEST_S = 60.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class End:
+    """How one life of a run ended: its exit code, what was said about it, what each rank left, and whether any rank had begun."""
+
+    code: int
+    lines: Sequence[str]
+    left: Mapping[int, Mapping[str, Any]]
+    began: bool = True
+    stuck: bool = False
+
+
+class Restarts:
+    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all."""
+
+    def __init__(self, out: Path, *, limit: int, fresh: bool) -> None:
+        self._checkpoints, self._limit = out / "checkpoints", limit
+        self._old = _inode(self._checkpoints) if fresh else None  # to be set aside
+        self._fresh = fresh
+        self._newest = _newest(self._checkpoints)
+        self._count = self._in_a_row = 0
+        self._said: tuple[str, ...] = ()
+        self._wait_s = 0.0
+        self._why = ""
+
+    def fresh(self) -> bool:
+        """Whether the next life has still to set earlier checkpoints aside: not those of a life of this run."""
+        return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
+
+    def variables(self) -> dict[str, str]:
+        """What the ranks of the next life are told in their environment."""
+        return Restart(self._count, self._why).variables() if self._count else {}
+
+    def after(self, end: End) -> int | None:
+        """The exit code where the run is over, None where it begins again. One line says which and why, unless no restart was asked for."""
+        if end.code != FAILED or not self._limit:
+            return end.code
+        newest = _newest(self._checkpoints)
+        saved = newest is not None and newest != self._newest
+        said = tuple(sorted({str(word.get("error")) for word in end.left.values() if not word.get("of_all")}))
+        own_words = bool(end.left) and all("pid" in word for word in end.left.values())
+        reason = None
+        if not end.began and not self._count:
+            reason = "no rank had started"
+        elif end.stuck:
+            reason = "a process of the last start is still there"
+        elif any(word.get("repeats") for word in end.left.values()):
+            reason = "memory would run out again"
+        elif not saved and own_words and said and said == self._said:
+            reason = f"the same error came again before a new checkpoint: {said[0]}"
+        elif not saved and self._in_a_row >= self._limit:
+            times = f"{self._limit} restart{'s' if self._limit > 1 else ''} in a row"
+            reason = f"{times} (--restarts {self._limit}) brought no new checkpoint"
+        if reason is not None:
+            _say(f"not started again: {reason}")
+            return end.code
+        self._in_a_row = 0 if saved else self._in_a_row
+        self._wait_s = min(_LONGEST_S, 2.0 ** (self._in_a_row - 1)) if self._in_a_row else 0.0
+        self._in_a_row, self._count = self._in_a_row + 1, self._count + 1
+        self._newest, self._said, self._why = newest, said, end.lines[0] if end.lines else ""
+        where = "its beginning" if newest is None or self.fresh() else newest[0]
+        after = f" in {self._wait_s:g} s" if self._wait_s else ""
+        row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved else ""
+        _say(f"restart {self._count}{row}: the run goes on from {where}{after}")
+        return None
+
+    def wait(self, caught: Sequence[object]) -> bool:
+        """Wait as long as is due before the next life. False, with a line, where a signal came meanwhile."""
+        until = time.monotonic() + self._wait_s
+        while not caught and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if caught:
+            _say(f"not started again: a signal came first, and {status.NOTHING_LOST} (exit code {STOPPED} unless it was Ctrl-C)")
+        return not caught
+
+
+def _newest(checkpoints: Path) -> tuple[str, int] | None:
+    """(name, inode) of the newest complete checkpoint; the inode tells one that was written again."""
+    try:
+        found = [path for path in checkpoints.iterdir() if path.name.startswith("step-") and path.name[5:].isdecimal()]
+        newest = max(found, key=lambda path: int(path.name[5:]), default=None)
+        return None if newest is None else (newest.name, newest.stat().st_ino)
+    except OSError:
+        return None
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""How a run on several processes went: from what its ranks wrote down, what they died of, and the launcher's exit code.
+
+Exit codes (moe/launch/exit_codes.py): DONE, every rank finished; STOPPED, every rank saved and stopped for a signal; BAD_INPUT, found
+by the ranks; FAILED, all else.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe.launch import status
+from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from moe.launch.processes import Rank
+
+
+def verdict(
+    left: Mapping[int, Mapping[str, Any]],
+    ranks: list[Rank],
+    world: int,
+    launcher_code: int,
+    *,
+    asked: int | None = None,
+    killed: bool = False,
+    ended_here: Collection[int] = (),
+) -> tuple[int, list[str]]:
+    """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
+
+    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed. `ended_here`: ranks that this
+    process killed because others had ended.
+    """
+    exits = [left.get(rank, {}).get("exit") for rank in range(world)]
+    if all(code == STOPPED for code in exits):
+        early = all(left[rank].get("error") == status.TOO_EARLY for rank in range(world))
+        said = f"a signal came before training began, and {status.NOTHING_LOST}" if early else "every rank saved and stopped for a signal"
+        return STOPPED, [f"exit code {STOPPED}: {said}"]
+    if all(code == DONE for code in exits) and launcher_code == DONE:
+        return DONE, []
+    if all(code in (DONE, STOPPED) for code in exits):
+        return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
+    if asked is not None and all(_came_too_early(left.get(rank), rank, ranks, asked, killed) for rank in range(world)):
+        code = INTERRUPTED if asked == signal.SIGINT else STOPPED
+        return code, [f"exit code {code}: {signal.Signals(asked).name} came before training began, and {status.NOTHING_LOST}"]
+    if not left and not ranks:
+        return FAILED, [
+            "no rank had started"
+            if killed
+            else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
+        ]
+    failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
+    bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
+    if bad:  # rank 0 prints its own
+        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
+    seen = {rank.rank: rank for rank in ranks}
+    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
+    groups: list[tuple[str, list[int]]] = []
+    for rank in sorted(failed, key=ended_at.__getitem__):
+        codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
+        last = next((c for c in codes if c not in (None, DONE)), None)
+        how = f"ended with {_said(last)}"
+        wordless = "pid" not in left.get(rank, {})
+        if wordless and asked is not None and (killed or last == -asked):
+            how = "was killed: it had not stopped" if killed else f"ended with {_said(last)}: it had not come as far as to save"
+        elif wordless and rank in ended_here:
+            how = "was ended here, after the others"
+        elif wordless and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
+            how = "was ended by the launcher after that"
+        error = left.get(rank, {}).get("error")
+        text, of_all = f"{how}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
+        same = next((who for said, who in groups if of_all and said == text), None)
+        if same is None:
+            groups.append((text, [rank]))
+        else:
+            same.append(rank)
+    lines = [f"rank{'s' if len(who) > 1 else ''} {' '.join(map(str, sorted(who)))} {text}" for text, who in groups]
+    return FAILED, lines
+
+
+def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int, killed: bool) -> bool:
+    """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
+    if left is not None:
+        return left.get("error") == status.TOO_EARLY or left.get("exit") == -asked
+    seen = next((r for r in ranks if r.rank == rank), None)
+    return killed if seen is None else seen.code in (-asked, STOPPED)
+
+
+def _said(code: int | None) -> str:
+    """An exit code in words. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
+    if code is None:
+        return "no word: its exit code is not known"
+    number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"exit code {code}"
+    return f"signal {name}" + (" (by kill -9, or by the kernel where memory runs out: see dmesg)" if number == signal.SIGKILL else "")

@@ -1,0 +1,248 @@
+"""Restart in place: what is tried again, how often, after how long, and that records say how much was made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.cli.main import main as command
+from moe.launch import restarts, start
+from moe.launch.launch import main as rank_main
+from moe.launch.restarts import End, Restarts
+from moe.records import metrics
+from moe.records.redone import Restart
+from moe.records.summary import summary_rows
+from moe.train import trainer
+from parallel import watchdog
+from parallel.process import World
+from tests.support import trained
+
+KILLED = End(1, ["rank 1 ended with signal SIGKILL"], {0: {"exit": 1, "pid": 5, "error": "x", "of_all": True}})
+
+
+def failed(error: str, **more: Any) -> End:
+    return End(1, [f"rank 0 ended with exit code 1: {error}"], {0: {"exit": 1, "pid": 5, "error": error} | more})
+
+
+def save(out: Path, step: int) -> None:
+    (out / "checkpoints" / f"step-{step}").mkdir(parents=True)
+
+
+class Clock:
+    """Time that passes only while it is slept."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        patch.setattr(restarts, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (End(0, [], {}), ""),
+        (End(75, ["every rank saved"], {}), ""),
+        (End(130, [], {}), ""),
+        (End(2, [], {0: {"exit": 2, "pid": 5, "error": "data.path: ..."}}), ""),
+        (End(1, ["no rank started"], {}, began=False), "not started again: no rank had started"),
+        (End(1, [], {}, stuck=True), "not started again: a process of the last start is still there"),
+        (failed("memory: got none left", repeats=True), "not started again: memory would run out again"),
+    ],
+)
+def test_what_would_only_repeat_is_not_tried_again(end: End, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Restarts(tmp_path, limit=3, fresh=False).after(end) == end.code
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_without_the_flag_nothing_is_tried_again_and_nothing_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Restarts(tmp_path, limit=0, fresh=False).after(KILLED) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_new_checkpoint_begins_the_count_and_the_waits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, lives = Clock(monkeypatch), Restarts(tmp_path, limit=8, fresh=False)
+    waits: list[float] = []
+
+    def die() -> int | None:
+        code, began = lives.after(KILLED), clock.now
+        if code is None:
+            assert lives.wait([])
+            waits.append(round(clock.now - began))
+        return code
+
+    assert [die() for _ in range(3)] == [None] * 3
+    save(tmp_path, 40)
+    assert [die() for _ in range(8)] == [None] * 8
+    assert waits == [0, 1, 2, 0, 1, 2, 4, 8, 16, 32, 60]
+    assert die() == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "restart 1, 1 of 8 in a row without a new checkpoint: the run goes on from its beginning"
+    assert lines[3] == "restart 4: the run goes on from step-40"
+    assert lines[5] == "restart 6, 3 of 8 in a row without a new checkpoint: the run goes on from step-40 in 2 s"
+    assert lines[-1] == "not started again: 8 restarts in a row (--restarts 8) brought no new checkpoint"
+    assert len(lines) == 12
+    assert Restart.of(lives.variables()) == Restart(11, "rank 1 ended with signal SIGKILL")
+
+
+def test_an_error_in_the_same_words_ends_it_unless_something_new_was_saved(tmp_path: Path) -> None:
+    lives = Restarts(tmp_path, limit=9, fresh=False)
+    assert lives.after(failed("ValueError: boom")) is None
+    assert lives.after(failed("ValueError: other")) is None
+    save(tmp_path, 40)
+    assert lives.after(failed("ValueError: other")) is None
+    assert lives.after(failed("ValueError: other")) == 1
+    lives = Restarts(tmp_path, limit=3, fresh=False)  # a killed rank has no words, and a hang's are nobody's own
+    assert [lives.after(KILLED) for _ in range(4)] == [None] * 3 + [1]
+
+
+def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
+    """Not again when the old checkpoints are aside; again where the ranks died before they did that."""
+    save(tmp_path, 600)
+    lives = Restarts(tmp_path, limit=3, fresh=True)
+    assert lives.fresh() and lives.after(KILLED) is None and lives.fresh()
+    (tmp_path / "checkpoints").rename(tmp_path / "checkpoints.before-1")
+    assert lives.after(KILLED) is None and not lives.fresh()
+    save(tmp_path, 20)
+    assert lives.after(KILLED) is None and not lives.fresh()
+    first = Restarts(tmp_path / "new", limit=3, fresh=True)
+    assert first.fresh() and first.after(KILLED) is None and not first.fresh()
+
+
+RANK = """
+import json, os, pathlib, signal, sys
+status, life = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).parent / "lives"
+with life.open("a") as file:
+    file.write(json.dumps([sys.argv[2:], os.environ.get("MOE_RESTART", "")]) + "\\n")
+if len(life.read_text().splitlines()) <= DEATHS:
+    (status / "0.json").write_text(json.dumps({"exit": 1, "pid": 1, "error": "", "of_all": True}))
+    os.kill(os.getpid(), signal.SIGKILL)
+(status / "0.json").write_text(json.dumps({"exit": 0}))
+"""
+
+
+def run(out: Path, monkeypatch: pytest.MonkeyPatch, *, deaths: int, limit: int) -> tuple[int, list[Any]]:
+    """`start` with a process of no imports for its launcher and rank. Returns its exit code, and what each life was told."""
+
+    def line(*_: object, words_of_ranks: Path, **__: object) -> list[str]:
+        return [sys.executable, "-S", "-c", RANK.replace("DEATHS", str(deaths)), str(words_of_ranks)]
+
+    monkeypatch.setattr(start, "_command", line)
+    code = start.start("recipe", {}, nproc=1, out=out, fresh=True, restarts=limit)
+    return code, [json.loads(life) for life in (out / "lives").read_text().splitlines()]
+
+
+def test_the_command_starts_again_until_the_ranks_finish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Clock(monkeypatch)
+    code, lives = run(tmp_path / "run", monkeypatch, deaths=2, limit=3)
+    assert code == 0 and [("--fresh" in words) for words, _ in lives] == [True, False, False]
+    assert [told.partition(" ")[0] for _, told in lives] == ["", "1", "2"] and "ended with" in lives[1][1]
+    said = capsys.readouterr().err
+    assert said.count("restart ") == 2
+    code, lives = run(tmp_path / "again", monkeypatch, deaths=9, limit=2)
+    assert code == 1 and len(lives) == 3
+
+
+def test_a_signal_while_it_waits_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(clock, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    code, lives = run(tmp_path / "run", monkeypatch, deaths=9, limit=9)
+    assert code == 75 and len(lives) == 2 and "a signal came first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        (["--restarts", "-1"], {}, "--restarts: got -1"),
+        (["--restarts", "2"], {"RANK": "0"}, "torchrun --max-restarts N"),
+        (["--restarts", "2", "--hostfile", "HOSTS"], {}, "--restarts: got it with --hostfile"),
+    ],
+)
+def test_who_cannot_restart_says_who_does(
+    words: list[str],
+    environment: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hosts").write_text("worker-0 slots=1\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert command(["train", "switch_tiny", *(word.replace("HOSTS", str(tmp_path / "hosts")) for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_rank_leaves_restarts_to_what_started_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rank_main(["switch_tiny", "--restarts", "3"]) == 2
+    assert "torchrun --max-restarts N" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the same words again would set aside what this start saves
+    assert rank_main(["switch_tiny", "--fresh"]) == 2
+    assert "--fresh: got it with torchrun --max-restarts 3" in capsys.readouterr().err
+
+
+def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the others as soon as one rank has died, while they still ask each other what it was."""
+
+    def asks(_: BaseException) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("boom")
+
+    monkeypatch.setattr(trainer, "train", fails)
+    monkeypatch.setattr(watchdog, "ended_by", asks)
+    if not (pid := os.fork()):
+        os._exit(rank_main(["switch_tiny", "--out", str(tmp_path)]))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_torchrun_says_that_it_started_ranks_again() -> None:
+    assert Restart.of({"TORCHELASTIC_RESTART_COUNT": "2"}) == Restart(2)
+    assert Restart.of({"TORCHELASTIC_RESTART_COUNT": "0"}) is None and Restart.of({}) is None
+
+
+def test_records_say_how_much_was_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lives that end in step 2 (nothing saved yet), in step 5, in step 4, and at the end: saves at 3 and 6."""
+    home, out = trained.home(tmp_path, monkeypatch), tmp_path / "run"
+    recipe, write = trained.recipe(home), metrics.Records.write
+    lost: list[float] = []
+
+    def life(number: int, until: int | None) -> dict[str, Any] | None:
+        def hooked(self: metrics.Records, line: Any) -> None:
+            write(self, line)
+            if line["kind"] == "train" and line["step"] == until:
+                raise RuntimeError("dies here")
+
+        monkeypatch.setattr(metrics.Records, "write", hooked)
+        restart = Restart(number, "rank 0 died") if number else None
+        try:
+            return trainer.train(recipe, out=out, world=World(), display=False, restart=restart)
+        except RuntimeError:
+            saved = max(trained.checkpoints(out), default=0)
+            lost.append(sum(line["step_seconds"] for line in trained.lines(out) if line["step"] > saved))
+            return None
+
+    assert life(0, 2) is None and life(1, 5) is None and life(2, 4) is None
+    summary = life(0, None)  # by its user
+    assert summary is not None
+    events = [line for line in trained.lines(out, "event") if line["event"] == "resumed"]
+    assert [(event["step"], event["redone_steps"], event.get("restart")) for event in events] == [(0, 2, 1), (3, 2, 2), (3, 1, None)]
+    assert [event.get("why") for event in events] == ["rank 0 died", "rank 0 died", None]
+    assert summary["redone"] == {"resumes": 3, "restarts": 2, "steps": 5, "seconds": pytest.approx(sum(lost))}
+    assert ("made again", "5 steps") in [(label, text.partition(",")[0]) for label, text in summary_rows(summary)]
+    assert [step for step, _ in trained.losses(out)] == list(range(1, 7))
