@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.mesh import Axis
+from parallel.regions import region
 
 # torch 2.13 gives them these names, and warns of the old ones
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -89,7 +90,8 @@ def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         count(axis, "all_reduce", tensor)
         whole = tensor.contiguous()  # gloo reduces memory as it lies: ranks with other strides would get other sums, and no error
-        dist.all_reduce(whole, op=op, group=axis.group)
+        with region(f"all_reduce over {axis.name}"):
+            dist.all_reduce(whole, op=op, group=axis.group)
         if whole is not tensor:
             tensor.copy_(whole)
     return tensor
@@ -98,14 +100,16 @@ def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
 def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
     """Every rank's contiguous `mine`, one after another along dim 0, into `out`; what to wait for, where it is not waited for here."""
     count(axis, "all_gather", mine)
-    work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
+    with region(f"all_gather over {axis.name}"):
+        work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
     return work
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
     """This rank's part along dim 0 of the sum of the ranks' contiguous `parts` into `out`; what to wait for, where it is not here."""
     count(axis, "reduce_scatter", parts)
-    work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
+    with region(f"reduce_scatter over {axis.name}"):
+        work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
     return work
 
 
@@ -117,7 +121,8 @@ class Started:
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            with region("wait for a collective"):
+                self._work.wait()
             self._work = self._of = None
         return self._tensor
 
@@ -192,7 +197,8 @@ def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
 def _exchange(rows: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
     count(axis, "all_to_all", rows, send=send, receive=receive)
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group)
+    with region(f"all_to_all over {axis.name}"):
+        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=axis.group)
     return out
 
 
@@ -226,8 +232,9 @@ class Messages:
 
     def wait(self) -> list[Tensor]:
         """What came."""
-        for request in self.requests:
-            request.wait()
+        with region("wait for a message"):
+            for request in self.requests:
+                request.wait()
         self.requests, self.sent = [], []
         return self.received
 
@@ -345,7 +352,8 @@ class Flight:
 
     def land(self) -> None:
         assert self.work is not None
-        self.work.wait()
+        with region(f"all_to_all over {self.axis.name}"):
+            self.work.wait()
         self.work = None
 
 

@@ -88,6 +88,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             cluster=flags.cluster,
             init_from=source,
             force=flags.force,
+            profile=flags.profile,
             grace_s=run.train.grace_s,
             restarts=flags.restarts or 0,
         )
@@ -103,6 +104,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         init_from=source,
         cluster=flags.cluster,
         force=flags.force,
+        profile=flags.profile,
         debug_collectives=flags.debug_collectives,
     )
     return launch.main(given.words())

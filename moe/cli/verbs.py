@@ -61,6 +61,7 @@ class Train:
     dry_run: bool = _flag(False, "say what the run would need, memory by part, FLOPs and seconds a step, and start and write nothing")
     cluster: str | None = _flag(None, "what predicts memory and time, as in moe plan; with --dry_run all its devices train")
     force: bool = _flag(False, "start what is predicted not to fit all the same")
+    profile: bool = _flag(False, "record three steps: a trace for ui.perfetto.dev, and a table of where their time goes")
     debug_collectives: bool = _flag(False, "compare every collective over its ranks before it runs: an error instead of a hang")
 
 

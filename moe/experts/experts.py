@@ -19,6 +19,7 @@ from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
 from parallel.data.tiling import summed, take
 from parallel.layout import Tile
+from parallel.regions import in_region
 
 # R rows, D model, F hidden units, E experts held here
 
@@ -101,6 +102,7 @@ class Experts(nn.Module):
         third = [None] * count if self.w3 is None else self.w3.split(each)
         return [Weights(*matrices) for matrices in zip(first, second, third, strict=True)]
 
+    @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
         """Rows [R, D] sorted by expert, `counts` of each, through the held experts or those of `weights`; the same shape and dtype back.
 

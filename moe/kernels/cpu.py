@@ -12,6 +12,7 @@ from torch import Tensor
 from moe.kernels.grouped import grouped_ffn, routed_ffn
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute, reorder
+from parallel.regions import in_region
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 
@@ -62,6 +63,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
     return torch.where(active_TK, rank_KT.view(choices, tokens).t(), -1)
 
 
+@in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
     """Rows sorted by expert, then by token."""
     key_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.plan import Plan
+from parallel.regions import in_region
 
 # T tokens, K choices, R rows, D model
 
@@ -78,18 +79,21 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_gate.view_as(gate_TK), None
 
 
+@in_region("dispatch")
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
     """Tokens [T, D] to rows [R, D]."""
     out: Tensor = _Permute.apply(x_TD, plan)
     return out
 
 
+@in_region("dispatch")
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
     """Row i of the result is row index_R[i]; index_R is a permutation."""
     out: Tensor = _Reorder.apply(rows_RD, index_R)
     return out
 
 
+@in_region("combine")
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     """y[t] = sum over the token's kept choices of gate * row, in fp32 or wider; zero for a token without kept choices."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)

@@ -14,7 +14,7 @@ from parallel.errors import BadInput
 
 USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
-    "[--debug-collectives]"
+    "[--profile] [--debug-collectives]"
 )
 # a flag with a value: (what it needs, an example); the others have none
 _VALUES = {
@@ -23,7 +23,7 @@ _VALUES = {
     "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
 }
-_ALONE = ("--fresh", "--force", "--debug-collectives")
+_ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Arguments:
     init_from: Path | None = None
     cluster: str | None = None
     force: bool = False
+    profile: bool = False
     debug_collectives: bool = False
 
     def words(self) -> list[str]:
@@ -46,7 +47,7 @@ class Arguments:
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
         words += [*(f"--allow-change={key}" for key in self.allow_changes), *(f"--{name}={value}" for name, value in values if value)]
-        alone = (("fresh", self.fresh), ("force", self.force), ("debug-collectives", self.debug_collectives))
+        alone = (("fresh", self.fresh), ("force", self.force), ("profile", self.profile), ("debug-collectives", self.debug_collectives))
         return words + [f"--{name}" for name, asked in alone if asked]
 
 
@@ -90,6 +91,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         init_from=_path(last["--init-from"]),
         cluster=last["--cluster"],
         force="--force" in alone,
+        profile="--profile" in alone,
         debug_collectives="--debug-collectives" in alone,
     )
 

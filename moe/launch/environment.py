@@ -29,7 +29,7 @@ _OF_A_LAUNCHER = (
     "CROSS_SIZE",
 )
 
-# What torch's libraries read when they are loaded. Each was chosen by measuring: `moe bench environment`.
+# What torch's libraries read when they are loaded. Those of speed were chosen by measuring: `moe bench environment`.
 BEFORE_TORCH = {
     # Two caches hold compiled products for 1,024 shapes each, and an expert's number of rows is a new shape at nearly every step.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
@@ -37,6 +37,8 @@ BEFORE_TORCH = {
     # A waiting thread spins for a moment, then sleeps. GNU's 300,000 turns keep a core from the thread that is waited for as soon as
     # anything else runs too; to sleep at once costs the time of waking where nothing does.
     "GOMP_SPINCOUNT": "10000",
+    # Torch's profiler prints a line of its own when it starts and stops (`moe train --profile`).
+    "KINETO_LOG_LEVEL": "9",
 }
 
 

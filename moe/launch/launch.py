@@ -146,6 +146,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
             init_from=given.init_from,
             force=given.force,
             restart=Restart.of(os.environ),
+            profile=given.profile,
         )
     except Stopped:
         return STOPPED

@@ -56,6 +56,7 @@ def start(
     cluster: str | None = None,
     init_from: Path | None = None,
     force: bool = False,
+    profile: bool = False,
     hostfile: Path | None = None,
     module: str = "moe.launch.launch",
     grace_s: float = 60.0,
@@ -82,6 +83,7 @@ def start(
         init_from=init_from,
         cluster=cluster,
         force=force,
+        profile=profile,
         debug_collectives=debug_collectives,
     )
     again = Restarts(out, limit=restarts, fresh=fresh)

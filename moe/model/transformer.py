@@ -23,6 +23,7 @@ from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
 from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
+from parallel.regions import in_region
 
 # B batch, L length, D model, V vocabulary
 
@@ -168,10 +169,12 @@ class Transformer(nn.Module):
             return Output(none, none, tuple(reports), x_BLD)
         return self._end(x_BLD, targets_BL, none)._replace(layers=tuple(reports))
 
+    @in_region("embedding")
     def _look_up(self, tokens_BL: Tensor) -> Tensor:
         assert self.embedding is not None
         return look_up(tokens_BL, self.embedding, dtype=self.compute)
 
+    @in_region("head")
     def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor) -> Output:
         matrix = self.embedding if self.head is None else self.head
         assert self.norm is not None and matrix is not None

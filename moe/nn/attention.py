@@ -30,6 +30,7 @@ from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
+from parallel.regions import in_region
 
 # B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
 
@@ -117,6 +118,7 @@ class Attention(nn.Module):
         sizes = {"heads": self.head_size, "whole": heads * self.head_size}
         return None if model.qk_norm == "none" else Norm(sizes[model.qk_norm], "rmsnorm", eps=model.norm_eps)
 
+    @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
         products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         biases = (self.q_bias, self.k_bias, self.v_bias)

@@ -15,6 +15,7 @@ from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
+from parallel.regions import in_region
 from parallel.weight_gradient import gradient_or_later, linear
 
 # B batch, L length, D model, F hidden
@@ -109,6 +110,7 @@ class FeedForward(nn.Module):
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one
 
+    @in_region("network")
     def forward(self, x_BLD: Tensor) -> Tensor:
         hidden_BLF, *gate = self.products(self.enter(x_BLD), [self.w1] if self.w3 is None else [self.w1, self.w3])
         return self.leave(self.w2(activate(hidden_BLF, gate[0] if gate else None, self.ffn)))

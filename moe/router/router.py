@@ -29,6 +29,7 @@ from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from moe.router.slices import Slices
 from parallel.errors import BadInput
+from parallel.regions import in_region
 from parallel.supposed import supposed
 
 # T tokens, D model, E experts, K choices
@@ -90,6 +91,7 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.slices: Slices | None = None  # where other ranks hold other slices of its groups
 
+    @in_region("route")
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
         """Route the tokens x_TD [T, D], which stand sequence after sequence, each `sequence_tokens` long."""
         spec = self.spec

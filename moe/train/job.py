@@ -13,6 +13,7 @@ from moe.records.metrics import Records
 from moe.records.progress import Progress
 from moe.train.executor import Executor
 from moe.train.prediction import Measured
+from moe.train.profile import Recording
 from moe.train.rebalance import Rebalancer
 from moe.train.state import Counters
 from parallel.data.engine import Engine
@@ -28,6 +29,7 @@ class Job:
     """One rank's part of a run; `evaluated` is what the last evaluation gave, `seconds` the training time of this process.
 
     `predicted`: what was said before it started, if anything could be; `measured`: what to hold against that.
+    `recording`: of this rank's time, where a profile was asked for.
     `schedules` of a pipeline by how many batches they take without a drain: one object each, as its runtime keeps what it works out of it.
     """
 
@@ -49,6 +51,7 @@ class Job:
     seconds: float = 0.0
     predicted: Prediction | None = None
     measured: Measured | None = None
+    recording: Recording | None = None
     schedules: dict[int, Schedule] = field(default_factory=dict)
 
     @property

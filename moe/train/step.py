@@ -29,6 +29,7 @@ from parallel.collectives import sum_over_all
 from parallel.data.engine import Engine
 from parallel.mesh import Axis
 from parallel.precision import LossScale
+from parallel.regions import in_region
 
 # N sequences held by this rank, B of a micro-batch, L tokens of each, E experts
 
@@ -63,6 +64,7 @@ def accumulate(
     return found.total((*shard.axes, executor.pp_axis), flag)
 
 
+@in_region("optimizer")
 def finish(
     engine: Engine, numbers: Numbers, *, world: Axis, scale: LossScale, lr: float, clip_norm: float | None, device: torch.device
 ) -> GradientNorm:

@@ -46,6 +46,7 @@ from moe.train.numbers import LayerNumbers
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.place import asked_to_stop, check_precision, make_writable, peak_memory_bytes, set_aside, settle_precision
 from moe.train.prediction import Measured, foretell
+from moe.train.profile import Recording, first_of_its_stage
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
 from moe.train.state import Counters
@@ -79,6 +80,7 @@ def train(
     force: bool = False,
     init_from: Path | None = None,
     restart: Restart | None = None,
+    profile: bool = False,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
@@ -86,8 +88,8 @@ def train(
     instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
     predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. `init_from`: another run, or one of
     its checkpoints, whose weights and tokenizer this one begins with. `restart`: that the run was started again without its user, for its
-    records. Raises BadInput before anything is written, and Stopped after a
-    signal once the state is saved.
+    records. `profile`: record where a few steps' time goes. Raises BadInput before anything is written, and Stopped after a signal once
+    the state is saved.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
@@ -99,7 +101,7 @@ def train(
     say: Callable[[str], None] = print if world.rank == 0 and display else _silent
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=say)
     with contextlib.nullcontext() if world.rank else alone_in(out):
-        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from, restart)
+        return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from, restart, profile)
 
 
 def _train(
@@ -114,14 +116,19 @@ def _train(
     predicted: Prediction | None,
     init_from: Path | None,
     restart: Restart | None,
+    profile: bool,
 ) -> dict[str, Any]:
     watchdog.enter("preparing", patience=watchdog.FIRST)
     job = _open(run, name, out, origins, fresh, allow_changes, world, display, init_from, restart)
     job.predicted, job.measured = predicted, Measured(world)
+    if profile and first_of_its_stage(job.mesh):
+        job.recording = Recording(out / "profile", f"rank-{world.rank}", note=job.progress.note)
     with asked_to_stop() as asked:
         try:
             with planned_clocks(run, job.executor, job.mesh, world, note=job.progress.note):
                 _loop(job, asked)
+            if job.recording is not None:
+                job.recording.close()
             return _finish(job)
         finally:
             job.saver.leave()
@@ -220,7 +227,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
     while counters.step < run.train.steps:
         started = time.perf_counter()
         watchdog.enter("starting the step", step=counters.step + 1, patience=watchdog.FIRST if began == counters.step else 1.0)
-        made = advance(job, asked)
+        made = advance(job, asked) if job.recording is None else job.recording.of(lambda: advance(job, asked))
         watchdog.enter("after the step", patience=1.0)
         seconds = (time.perf_counter() - started) / len(made)
         for one in made:

@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel.collectives import count
 from parallel.mesh import Axis
 from parallel.pipeline.schedule import Message, Schedule
+from parallel.regions import region
 
 Empty = Callable[[Message], Tensor]  # makes the tensor into which a message is received
 
@@ -92,7 +93,8 @@ class Links:
         while message not in self._early:
             arriving, room, work = self._asked.pop(message.source)
             self._announce(arriving)
-            work.wait()
+            with region("wait for a message"):
+                work.wait()
             self._early[arriving] = room
             self._ask(message.source)
         self._let_go(message)

@@ -101,6 +101,7 @@ def train(
     before: Callable[[int], None] | None = None,
     forked: bool = False,
     init_from: Path | None = None,
+    profile: bool = False,
 ) -> list[Any]:
     """Each rank's summary, "stopped", or the text of its BadInput. One rank trains in this process unless `forked` or `before`."""
 
@@ -109,7 +110,7 @@ def train(
             before(rank)
         try:
             world = World(rank, ranks, rank, ranks)
-            options: dict[str, Any] = {"fresh": fresh, "allow_changes": allow_changes, "init_from": init_from}
+            options: dict[str, Any] = {"fresh": fresh, "allow_changes": allow_changes, "init_from": init_from, "profile": profile}
             return trainer.train(run, out=out, world=world, display=False, **options)
         except trainer.Stopped:
             return STOPPED

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe.kernels.plan import Plan
 from moe.kernels.triton import moves
 from moe.kernels.triton.device import on
+from parallel.regions import in_region
 
 # T tokens, K choices, R rows, E experts, G groups, B blocks of a group
 
@@ -63,6 +64,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
     return out_TK
 
 
+@in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
     """Rows sorted by expert, then by token. The host waits for one number only: the number of rows."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()

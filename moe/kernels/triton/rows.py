@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from moe.kernels.plan import Plan
 from moe.kernels.triton import moves
 from moe.kernels.triton.device import check_dtype, on
+from parallel.regions import in_region
 
 # T tokens, K choices, R rows, D width
 
@@ -111,18 +112,21 @@ class _Combine(torch.autograd.Function):
         return grad_rows, grad_gate, None
 
 
+@in_region("dispatch")
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
     """Tokens [T, D] to rows [R, D]."""
     out: Tensor = _Permute.apply(x_TD, plan)
     return out
 
 
+@in_region("dispatch")
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
     """Row i of the result is row index_R[i]; index_R is a permutation."""
     out: Tensor = _Reorder.apply(rows_RD, index_R)
     return out
 
 
+@in_region("combine")
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
     """y[t] = sum over the token's kept choices of gate * row, in fp32; zero for a token without kept choices."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)

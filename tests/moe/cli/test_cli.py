@@ -172,6 +172,7 @@ PATHS = st.none() | st.just(Path("a folder/=b"))
         allow_changes=st.lists(st.sampled_from(known_keys())).map(tuple),
         init_from=PATHS,
         cluster=st.none() | st.just("h100-8x4"),
+        profile=st.booleans(),
     )
 )
 def test_what_the_parent_sends_is_what_a_rank_reads(given: Arguments) -> None:
@@ -268,6 +269,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
         "cluster": None,
         "init_from": None,
         "force": False,
+        "profile": False,
         "grace_s": 600.0,
         "restarts": 0,
     }

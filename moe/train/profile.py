@@ -1,0 +1,137 @@
+"""Where the time of a step goes: `moe train RECIPE --profile` records a few steps with torch's profiler, then tells it by regions.
+
+    steps of this process    1  2  | 3  4  5 |  6 ...
+                             warm    recorded                ->  RUN/profile/rank-0.json.gz   a Chrome trace: ui.perfetto.dev
+                                                                 RUN/profile/rank-0.txt       region: forward, backward, share
+
+An operation belongs to the innermost region (parallel/regions.py) that was open when it began. In the backward pass none is open for
+it: there it belongs to the region of the forward operation that made its node, which carries the same sequence number. What a step
+spends in no region is `between`: norms, residual sums, Python. The parts add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from parallel.mesh import Mesh
+from parallel.regions import PREFIX, region
+
+WARM, RECORDED = 2, 3  # steps
+STEP = "step"
+BETWEEN = "between"
+_NODE = "autograd::engine::evaluate_function"
+
+Phase = Literal["forward", "backward"]
+
+
+class Spent(NamedTuple):
+    """Milliseconds a step in one region, on the host; `device`: of the kernels that it started there, 0 on a CPU."""
+
+    region: str
+    forward: float
+    backward: float
+    device: float
+
+
+class Recording:
+    """Give it every step's work: `recording.of(work)`. It records some, writes the files, and does nothing from then on.
+
+    `name` of the files, such as rank-0; `note`: where the lines go that a user reads.
+    """
+
+    def __init__(self, folder: Path, name: str, *, note: Callable[[str], None]) -> None:
+        self.folder, self.name, self.note = folder, name, note
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        self._profiler: profile | None = profile(activities=activities)
+        self._done, self._recorded = 0, list[int]()  # steps: how many so far; of each region `step`
+
+    def of(self, work: Callable[[], list[Any]]) -> list[Any]:
+        """Do the work of one step, or of several that are made in one go, and give what it gives."""
+        if self._profiler is None:
+            return work()
+        if self._done < WARM:
+            made = work()
+        else:
+            if not self._recorded:
+                self._profiler.start()
+            with region(STEP):
+                made = work()
+            self._recorded.append(len(made))
+        self._done += len(made)
+        if sum(self._recorded) >= RECORDED:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        """Write what was recorded; a run may have had fewer steps than it takes."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if not self._recorded:
+            self.note(f"--profile has no effect: it records from step {WARM + 1} of a process on, and this one made {self._done}")
+            return
+        profiler.stop()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = self.folder / f"{self.name}.json.gz"
+        profiler.export_chrome_trace(str(trace))
+        lines = table(spent(profiler.events() or (), steps=self._recorded))
+        trace.with_name(f"{self.name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        told = f"{sum(self._recorded)} steps recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
+        for line in (told, *lines):
+            self.note(line)
+
+
+def first_of_its_stage(mesh: Mesh) -> bool:
+    """Whether this rank is the one of its pipeline stage that records: the others of the stage do the same work."""
+    return all(mesh.axis(name).index == 0 for name in ("dp", "sp", "tp"))
+
+
+def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
+    """Of a profiler's events (torch.autograd.profiler_util.FunctionEvent), most time first, of the quickest region `step` among them.
+
+    `steps`: how many steps each of these regions was. The quickest is what other work on the machine disturbed least.
+    """
+    number = -1
+    host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`
+    device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    place: dict[int, tuple[str, Phase]] = {}  # of an event within a step, by its id
+    region_of_node: dict[int, str] = {}  # by sequence number
+    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
+        where, phase = place.get(id(event.cpu_parent), ("", "forward"))
+        if event.name == PREFIX + STEP:
+            where, number = BETWEEN, number + 1
+        elif not where:
+            continue
+        elif event.name.startswith(_NODE):
+            where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
+        elif event.name.startswith(PREFIX):
+            where = event.name.removeprefix(PREFIX)
+        elif event.sequence_nr >= 0:
+            region_of_node[event.sequence_nr] = where  # the last one that has this number made the node
+        place[id(event)] = (where, phase)
+        host[number][where, phase] += event.self_cpu_time_total / 1e3 / steps[number]
+        device[number][where] += event.self_device_time_total / 1e3 / steps[number]
+    best = min(host, key=lambda n: sum(host[n].values()), default=-1)
+    names = dict.fromkeys(name for name, _ in host[best])
+    found = [Spent(name, host[best][name, "forward"], host[best][name, "backward"], device[best][name]) for name in names]
+    return sorted(found, key=lambda one: -(one.forward + one.backward))
+
+
+def table(rows: list[Spent]) -> list[str]:
+    """As lines of text: milliseconds a step, and the share of the step."""
+    whole = sum(row.forward + row.backward for row in rows) or 1.0
+    devices = any(row.device for row in rows)
+    head = f"{'region':<28} {'forward ms':>11} {'backward ms':>12} {'share':>7}" + (f" {'kernels ms':>11}" if devices else "")
+    lines = [head]
+    for row in rows:
+        share = (row.forward + row.backward) / whole
+        line = f"{row.region:<28} {row.forward:>11.2f} {row.backward:>12.2f} {share:>7.1%}"
+        lines.append(line + (f" {row.device:>11.2f}" if devices else ""))
+    total = f"{'all':<28} {sum(r.forward for r in rows):>11.2f} {sum(r.backward for r in rows):>12.2f} {1:>7.1%}"
+    return [*lines, total + (f" {sum(r.device for r in rows):>11.2f}" if devices else "")]
