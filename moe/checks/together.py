@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
@@ -31,6 +32,7 @@ def check_run(run: Run, world_size: int) -> Run:
 def check_together(run: Run) -> None:
     """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
     _check_model(run)
+    check_encoder_decoder(run)
     _check_experts(run)
     _check_dispatch(run)
     _check_precision(run)

@@ -21,7 +21,9 @@ SHRINKING: tuple[Method, ...] = ("merge", "prune")
 # values that a conversion keeps, though others might give the same shapes
 SAME: tuple[str, ...] = (
     *(f"rope.{key}" for key in Rope.model_fields),
+    "kind",
     "num_layers",
+    "encoder_layers",
     "d_model",
     "num_heads",
     "num_kv_heads",

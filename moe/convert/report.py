@@ -10,6 +10,7 @@ import torch
 from moe.convert.checks import even_gate_sum, experts_of, gate_sum, layers_that, parts
 from moe.convert.layers import Conversion, feed_forward
 from moe.model.transformer import Transformer
+from moe.nn.context import Context
 from moe.recipe.changes import ORDER, changes, function_changes
 from moe.train.restore import restore
 
@@ -102,11 +103,12 @@ def compared(source: Path, model: torch.nn.Module) -> Difference:
     assert isinstance(model, Transformer)
     old = restore(source)
     tokens_BL = torch.randint(old.vocab_size, (4, min(128, old.config.max_length)), generator=torch.Generator().manual_seed(0))
-    device = next(old.parameters()).device
+    read = tokens_BL.shape[1] // 2 if old.config.kind == "encoder_decoder" else 0
+    context, device = Context.of(tokens_BL, source=read), next(old.parameters()).device
     was = model.compute
     old.compute = model.compute = torch.float32
-    want = old(tokens_BL.to(device)).logits_BLV.cpu()
-    got = model.eval()(tokens_BL).logits_BLV
+    want = old(tokens_BL.to(device), context.to(device)).logits_BLV.cpu()
+    got = model.eval()(tokens_BL, context).logits_BLV
     model.compute = was
     return Difference(tokens_BL.numel(), (got - want).abs().max().item(), want.abs().max().item())
 

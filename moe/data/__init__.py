@@ -3,6 +3,7 @@
 corpus.py  documents, each train or validation    ->  tokenizer.py  text to ids
 tokens.py  ids in memory-mapped files, built once ->  order.py      the sequences of each step
 ids.py     ids that others made, where they lie   ->  mixture.py    the same of several sources, with weights
+                                                      span_corruption.py  for an encoder-decoder: sequences with spans hidden
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,27 @@ from moe.data.corpus import find_corpus
 from moe.data.ids import open_ids
 from moe.data.mixture import MixedTrain, MixedValidation
 from moe.data.order import Held, TrainSet, ValidationSet, Windows
+from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.sections import Data
+from moe.recipe.shapes import START
+from moe.recipe.spans import spans_of
 from parallel.errors import BadInput
 
-__all__ = ["Dataset", "Held", "MixedTrain", "MixedValidation", "Tokenizer", "TrainSet", "ValidationSet", "load", "open_data"]
+__all__ = [
+    "CorruptedTrain",
+    "CorruptedValidation",
+    "Dataset",
+    "Held",
+    "MixedTrain",
+    "MixedValidation",
+    "Tokenizer",
+    "TrainSet",
+    "ValidationSet",
+    "load",
+    "open_data",
+]
 
 
 @dataclass(frozen=True)
@@ -33,8 +49,8 @@ class Dataset:
     `key` is that of the text and of what the recipe says about it: runs with the same key see the same text.
     """
 
-    train: TrainSet | MixedTrain
-    validation: ValidationSet | MixedValidation
+    train: TrainSet | MixedTrain | CorruptedTrain
+    validation: ValidationSet | MixedValidation | CorruptedValidation
     tokenizer: Tokenizer
     index: dict[str, Any]
     key: str
@@ -53,23 +69,36 @@ def open_data(
 ) -> Dataset:
     """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
-    `max_length` is in tokens; `vocab_size` is the model's; `seed` decides the order. `tokenizer`: the description of the one that a model
-    was trained with, which is used whatever the text is now; None trains one where the recipe wants one. `verify` also hashes token
-    files that existed already. Raises BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than
-    the tokenizer's, and a cache folder that cannot be written.
+    `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
+    the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
+    wants one. `verify` also hashes token files that existed already. Raises BadInput for an unusable path or text, text shorter than one
+    sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
     """
     cache = cache or cache_folder()
+    if data_config.objective == "span_corruption":
+        spans, plain = spans_of(max_length), data_config.model_copy(update={"objective": "next_token"})
+        made = open_data(
+            plain,
+            max_length=spans.text,
+            vocab_size=vocab_size - spans.num_spans,
+            seed=seed,
+            cache=cache,
+            tokenizer=tokenizer,
+            verify=verify,
+            log=log,
+        )
+        return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
     if data_config.sources:
-        made: list[Dataset] = []
+        each: list[Dataset] = []
         for source in data_config.sources:  # the first one's tokenizer is that of all
             one = data_config.model_copy(update={"path": source.path, "sources": ()})
-            tokenizer = made[0].tokenizer.describe() if made else tokenizer
-            made.append(
+            tokenizer = each[0].tokenizer.describe() if each else tokenizer
+            each.append(
                 open_data(
                     one, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, tokenizer=tokenizer, verify=verify, log=log
                 )
             )
-        return _mixed(made, tuple(source.weight for source in data_config.sources), seed)
+        return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)
     else:
@@ -84,6 +113,11 @@ def open_data(
         index=files.index,
         key=files.key,
     )
+
+
+def _corrupted(made: Dataset, objective: SpanCorruption) -> Dataset:
+    assert isinstance(made.train, TrainSet | MixedTrain) and isinstance(made.validation, ValidationSet | MixedValidation)
+    return replace(made, train=CorruptedTrain(made.train, objective), validation=CorruptedValidation(made.validation, objective))
 
 
 def _mixed(made: list[Dataset], weights: tuple[float, ...], seed: int) -> Dataset:

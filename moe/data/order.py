@@ -26,11 +26,14 @@ from parallel.errors import BadInput
 ROUNDS = 8
 
 
-def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1."""
+def permutation(places: npt.ArrayLike, *, size: int, seed: int, epoch: int, of: str = "order") -> npt.NDArray[np.int64]:
+    """The images of `places` (0 .. size - 1, any shape [n]) under this seed's and epoch's shuffle, a bijection of 0 .. size - 1.
+
+    `of`: what is shuffled; another name is another shuffle.
+    """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
-    keys = np.frombuffer(hashlib.sha512(f"order {seed} {epoch}".encode()).digest(), dtype="<u8")
+    keys = np.frombuffer(hashlib.sha512(f"{of} {seed} {epoch}".encode()).digest(), dtype="<u8")
     found = _feistel(np.array(places, dtype=np.uint64).reshape(-1), np.uint64(rows), np.uint64(columns), keys)
     # The grid is at most `rows` cells larger than `size`. A walk stays on its cycle of the grid's permutation and starts inside,
     # so it ends inside, and two walks cannot end in the same cell.

@@ -32,6 +32,7 @@ class TokenShard:
     """Of a batch of `num_sequences` sequences of `length` tokens that are read, the part of one rank: some sequences, some places of each.
 
     A part is stored as the batch's `columns` that it needs, ascending: its places and those one further, [sequences, columns].
+    Of an encoder-decoder the first `source` places are what the encoder reads: they are no targets.
     `axes`: together their ranks read every token once, so sums over tokens (losses, counts, loads) are summed over them.
     """
 
@@ -40,19 +41,22 @@ class TokenShard:
     sequences: range
     positions: tuple[int, ...]
     axes: tuple[Axis, ...]
+    source: int = 0
 
     @staticmethod
-    def of(mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",)) -> TokenShard:
+    def of(
+        mesh: Mesh, *, num_sequences: int, length: int, order: str = "contiguous", over: tuple[str, ...] = ("dp",), source: int = 0
+    ) -> TokenShard:
         """This rank's part; `over`: the axes whose ranks have other sequences. Raises BadInput where the batch does not divide."""
         dp, sp = mesh.axis(*over), mesh.axis("sp")
         sequences = _run(num_sequences, dp, what="sequences", fix="change train.global_batch, train.eval_sequences or degrees.dp")
         positions = order_of(mesh, order, length).places(sp.index)
-        return TokenShard(num_sequences, length, sequences, positions, (dp, sp))
+        return TokenShard(num_sequences, length, sequences, positions, (dp, sp), source)
 
     @staticmethod
-    def whole(num_sequences: int, length: int) -> TokenShard:
+    def whole(num_sequences: int, length: int, *, source: int = 0) -> TokenShard:
         """Everything, for one process."""
-        return TokenShard.of(Mesh.of(Degrees()), num_sequences=num_sequences, length=length)
+        return TokenShard.of(Mesh.of(Degrees()), num_sequences=num_sequences, length=length, source=source)
 
     @staticmethod
     def holding(mesh: Mesh, shape: Sequence[int]) -> TokenShard:
@@ -90,8 +94,8 @@ class TokenShard:
         return self._at(part, 0)
 
     def targets(self, part: Batch) -> Batch:
-        """The tokens after them."""
-        return self._at(part, 1)
+        """The tokens after them; of an encoder-decoder, after those that the decoder reads."""
+        return self._at(part, 1)[:, self.source :]  # type: ignore[no-any-return]
 
     def _at(self, part: Batch, further: int) -> Batch:
         if self._is_run:

@@ -44,11 +44,14 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
         return None
     if name.endswith("_bias.weight"):
         return 0.0
-    if name == "embedding":  # tied, its rows are also the head's; alone, an embedding has unit size
-        return shape[1] ** -0.5 if model.tied_embeddings else 1.0
+    halves = model.kind == "encoder_decoder"
+    if name == "embedding":  # tied, its rows are also the head's, before which T5 divides by sqrt(D); alone, an embedding has unit size
+        return shape[1] ** -0.5 if model.tied_embeddings and not halves else 1.0
     if name.endswith(".attention.bias.weight"):  # T5's: as wide as the model whatever the number of buckets and heads
         return math.sqrt(model.init_scale / model.d_model)
     fan_in = shape[0] if ".experts." in name else shape[1]  # an expert's matrix is [in, out], any other [out, in]
+    if halves and name.endswith(".q.weight"):  # logits are not divided by the root of a head's channels, so queries begin smaller
+        fan_in *= model.head_size or model.d_model // model.num_heads
     return math.sqrt(model.init_scale / fan_in)
 
 

@@ -1,6 +1,13 @@
-"""A decoder-only Transformer with pre-norm residual blocks; every n-th block's feed-forward network may be a MoE layer.
+"""A Transformer with pre-norm residual blocks; every n-th block's feed-forward network may be a MoE layer.
 
     tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
+
+An encoder-decoder (T5, arXiv 1910.10683; Switch) has the same blocks. The first of them are the encoder's, and each of the others has
+cross attention in the middle, to what the encoder gave. A sequence is what the encoder reads and then what the decoder reads
+(docs/moe/encoder_decoder.md):
+
+    x = embedding of the first tokens  -> encoder's blocks -> norm -> s          one position bias for all blocks of a half
+    y = embedding of the others        -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
 `Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. A weight's first
 value is a function of (seed, its global name, its index) alone (moe/model/initialise.py).
@@ -8,7 +15,7 @@ value is a function of (seed, its global name, its index) alone (moe/model/initi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +23,7 @@ from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
 from moe.model.initialise import FirstValues, alone, initialise
-from moe.nn.attention import Attention
+from moe.nn.attention import Attention, Bias
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
 from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
@@ -66,7 +73,12 @@ class Block(nn.Module):
         self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
         self.first_channel = 0  # of those that are between layers here
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
-        self.attention = Attention(model)
+        halves, begins = model.kind == "encoder_decoder", model.decoder_begins
+        first = layer in (0, begins) or not halves  # of its half: the others share its position bias
+        self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first)
+        crosses = halves and layer >= begins
+        self.cross_norm = Norm(model.d_model, model.norm, eps=model.norm_eps) if crosses else None
+        self.cross = Attention(model, of="cross", biased=False) if crosses else None
         self.ffn_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         self.ffn: FeedForward | Tiled | None = None
         self.moe: MoELayer | None = None
@@ -78,11 +90,18 @@ class Block(nn.Module):
         else:
             self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
 
-    def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
-        return recomputed(self._whole, x_BLD, context) if self.recompute == "full" else self._whole(x_BLD, context)
+    def forward(
+        self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
+    ) -> tuple[Tensor, LayerReport | None]:
+        """`bias`: of positions, shared by the blocks of a half; `source_BSD`: what the encoder gave."""
+        given = (x_BLD, context, bias, source_BSD)
+        return recomputed(self._whole, *given) if self.recompute == "full" else self._whole(*given)
 
-    def _whole(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
-        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), context), "attention", context)
+    def _whole(self, x_BLD: Tensor, context: Context, bias: Bias | None, source_BSD: Tensor | None) -> tuple[Tensor, LayerReport | None]:
+        x_BLD = x_BLD + self._drop(self.attention(self.attention_norm(x_BLD), context, shared=bias), "attention", context)
+        if self.cross is not None and self.cross_norm is not None:
+            crossed_BLD = self.cross(self.cross_norm(x_BLD), context, source_BSD=source_BSD)
+            x_BLD = x_BLD + self._drop(crossed_BLD, "cross", context)
         return recomputed(self._second, x_BLD, context) if self.recompute == "selective" else self._second(x_BLD, context)
 
     def _second(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport | None]:
@@ -106,6 +125,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL` (PADDING does not count), of their loss.
 
+    Of an encoder-decoder logits and targets are those of the decoder's tokens, and the context says which these are:
+    `model(tokens_BL, Context.of(tokens_BL, source=...))`.
+
     Made under `torch.device("meta")` it has no weights yet. `model(x, context, targets, part)` runs a part of it: x is tokens where
     the part begins the model, else what the part before gave.
     """
@@ -127,6 +149,8 @@ class Transformer(nn.Module):
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
+        halves = self.config.kind == "encoder_decoder"
+        self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs
@@ -159,15 +183,29 @@ class Transformer(nn.Module):
         if self.config.document_mask:
             context = context.with_documents(lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
-        reports = []
-        for block in blocks:
-            x_BLD, report = block(x_BLD, context)
-            if report is not None:
-                reports.append(report)
+        reports: list[LayerReport] = []
+        if self.encoder_norm is None:
+            x_BLD = _through(blocks, x_BLD, context, reports)
+        else:
+            x_BLD = self._encoded_and_decoded(blocks, x_BLD, context, reports)
         none = torch.empty(0, device=x_BLD.device)
         if not part.ends:
             return Output(none, none, tuple(reports), x_BLD)
-        return self._end(x_BLD, targets_BL, none)._replace(layers=tuple(reports))
+        return self._end(x_BLD, targets_BL, none, context)._replace(layers=tuple(reports))
+
+    def _encoded_and_decoded(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+        """Of the embedding of all tokens, what the decoder makes of its own."""
+        assert self.encoder_norm is not None
+        read, written = context.halves()
+        x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
+        first, second = blocks[: self.config.decoder_begins], blocks[self.config.decoder_begins :]
+        x_BSD = self._drop(self.encoder_norm(_through(first, x_BSD, read, reports, _bias(first))), "encoder", read)
+        return _through(second, y_BLD, written, reports, _bias(second), x_BSD)
+
+    def _drop(self, x_BLD: Tensor, place: str, context: Context) -> Tensor:
+        if not (self.training and self.config.dropout):
+            return x_BLD
+        return drop(x_BLD, self.config.dropout, name=f"{place}.dropout", context=context)
 
     @in_region("embedding")
     def _look_up(self, tokens_BL: Tensor) -> Tensor:
@@ -175,13 +213,40 @@ class Transformer(nn.Module):
         return look_up(tokens_BL, self.embedding, dtype=self.compute)
 
     @in_region("head")
-    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor) -> Output:
+    def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor, context: Context) -> Output:
         matrix = self.embedding if self.head is None else self.head
         assert self.norm is not None and matrix is not None
         x_BLD = self.norm(x_BLD)
+        if self.encoder_norm is not None:
+            x_BLD = self._drop(x_BLD, "decoder", context.halves()[1])
+            x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
         if targets_BL is None:
             return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
         return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), ())
+
+
+def _through(
+    blocks: Sequence[nn.Module],
+    x_BLD: Tensor,
+    context: Context,
+    reports: list[LayerReport],
+    bias: Bias | None = None,
+    source_BSD: Tensor | None = None,
+) -> Tensor:
+    """One block after another; each MoE layer's report is added to `reports`."""
+    for block in blocks:
+        x_BLD, report = block(x_BLD, context, bias, source_BSD)
+        if report is not None:
+            reports.append(report)
+    return x_BLD
+
+
+def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
+    """The position bias of a half: its first block's."""
+    first = blocks[0]
+    assert isinstance(first, Block)
+    own = first.attention.bias
+    return None if own is None else own()
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:

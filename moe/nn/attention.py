@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
+"""Attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
     x -> enter -> q, k, v, cut into heads by their size -> norms of q and k -> rotate by place -> core(q, k, v) -> out -> leave
 
@@ -8,6 +8,8 @@ of all heads' channels together (OLMoE).
 `core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
 key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
 and a function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
+It looks at the past of its own tokens; in an encoder-decoder `of` says at what else: an encoder's layer at all of them, a cross layer at
+those that the encoder gave, `source`. Logits are divided by sqrt(C), but not in an encoder-decoder (T5), whose layers share one bias.
 Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once, or `products`,
 where x or its gradient travels beside products: for q, k and v once. What enters may be a slice of the sequences, if q, k and v are whole.
 Rotary angles and the softmax are fp32.
@@ -17,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,22 +50,35 @@ class Bias(NamedTuple):
 
 
 class Core(Protocol):
-    """What a token takes from those before it in its sequence, in q's shape and dtype."""
+    """What a token takes from those that it sees of its sequence, in q's shape and dtype."""
 
     def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor: ...
 
 
-def softmax_core(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
-    """Plain causal attention on one device, which has the whole sequences; `bias` (T5) is added to the logits."""
+def softmax_core(
+    q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, scale: float | None = None
+) -> Tensor:
+    """Plain causal attention on one device, which has the whole sequences; `bias` (T5) is added to the logits.
+
+    `scale`: what logits are multiplied with; None: 1 / sqrt(C).
+    """
     k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
     if bias is None and context.document_BS is None:
-        return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, is_causal=True)
+        return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, is_causal=True, scale=scale)
     place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
     seen = place_L.unsqueeze(1) >= place_L  # [L, L], or [B, 1, L, L]
     if context.document_BS is not None:
         seen = seen & (context.document_BS.unsqueeze(2) == context.document_BS.unsqueeze(1)).unsqueeze(1)
     mask = seen if bias is None else bias.of(place_L, place_L).masked_fill(~seen, -math.inf).to(q_BHLC.dtype)
-    return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask)
+    return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask, scale=scale)
+
+
+def open_core(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, context: Context, bias: Bias | None, scale: float | None = None) -> Tensor:
+    """The same where every token sees all of the keys: in an encoder, and across from a decoder to it, where there is no bias."""
+    k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
+    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
+    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype)
+    return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale)
 
 
 def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
@@ -71,12 +87,16 @@ def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
 
 
 class RelativeBias(nn.Module):
-    """T5's bias per head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H]."""
+    """T5's bias per head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H].
+
+    `both_ways`: the second half of the buckets is for keys after the query, which an encoder sees, and the first for those before.
+    """
 
     buckets, far = T5_BUCKETS, 128
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, *, both_ways: bool = False) -> None:
         super().__init__()
+        self.both_ways = both_ways
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
     def forward(self) -> Bias:
@@ -85,17 +105,29 @@ class RelativeBias(nn.Module):
 
     def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
         """Int64 [L, S] for places in a sequence."""
-        distance_LS = (query_L.unsqueeze(1) - key_S).clamp(min=0)
-        exact = self.buckets // 2
-        scaled = torch.log(distance_LS.clamp(min=1).float() / exact) / math.log(self.far / exact) * (self.buckets - exact)
-        return torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=self.buckets - 1))
+        back_LS = query_L.unsqueeze(1) - key_S
+        if self.both_ways:
+            half = self.buckets // 2
+            return self._of_distance(back_LS.abs(), half) + half * (back_LS < 0)
+        return self._of_distance(back_LS.clamp(min=0), self.buckets)
+
+    def _of_distance(self, distance_LS: Tensor, buckets: int) -> Tensor:
+        exact = buckets // 2
+        scaled = torch.log(distance_LS.clamp(min=1).float() / exact) / math.log(self.far / exact) * (buckets - exact)
+        return torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=buckets - 1))
+
+
+Half = Literal["decoder", "encoder", "cross"]  # what a layer looks at: its past, all of its sequence, the encoder's sequence
 
 
 class Attention(nn.Module):
     """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]; norms of q and k [C],
-    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k and v."""
+    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k and v.
 
-    def __init__(self, model: sections.Model) -> None:
+    `of`: see Half. `biased`: T5's bias is this layer's own; without one, that which it is given.
+    """
+
+    def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True) -> None:
         super().__init__()
         heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_size = model.head_size or model.d_model // heads
@@ -107,9 +139,11 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = self._norm_of(model, heads), self._norm_of(model, kv_heads)
         sizes = (heads, kv_heads, kv_heads)
         self.q_bias, self.k_bias, self.v_bias = (Added(n * self.head_size) if model.qkv_bias else None for n in sizes)
-        self.bias = RelativeBias(heads) if model.positions == "t5" else None
-        self.rope = model.rope
+        self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
+        self.rope = model.rope if model.positions == "rotary" else None
         self.core: Core = softmax_core
+        if model.kind == "encoder_decoder":
+            self.core = partial(softmax_core if of == "decoder" else open_core, scale=1.0)
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one
@@ -119,13 +153,17 @@ class Attention(nn.Module):
         return None if model.qk_norm == "none" else Norm(sizes[model.qk_norm], "rmsnorm", eps=model.norm_eps)
 
     @in_region("attention")
-    def forward(self, x_BLD: Tensor, context: Context) -> Tensor:
-        products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
+    def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
+        """`shared`: the bias of another layer. `source_BSD`: what keys and values are made of, where that is not x."""
+        if source_BSD is None:
+            products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
+        else:
+            products = [*self.products(self.enter(x_BLD), [self.q]), *self.products(self.enter(source_BSD), [self.k, self.v])]
         biases = (self.q_bias, self.k_bias, self.v_bias)
         products = [y if bias is None else bias(y) for y, bias in zip(products, biases, strict=True)]
         q_BHLC, k_BKLC, v_BKLC = map(self._heads, products, (self.q_norm, self.k_norm, None))
-        bias = None if self.bias is None else self.bias()
-        if bias is None:
+        bias = shared if shared is not None else None if self.bias is None else self.bias()
+        if self.rope is not None:
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
             turns = context.for_all_layers(turns_of, place_L, self.head_size, self.rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe.recipe.shapes import SEPARATOR
+from parallel.errors import BadInput
 from parallel.random import key_of, uniform
 from parallel.recompute import Replay
 
@@ -24,7 +25,8 @@ class Context:
 
     `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
     rank may hold a slice; None: the sequences are whole, 0 to L - 1. `document_BS` int64: which document of its sequence each token is of,
-    of the whole sequences; None: attention sees across documents.
+    of the whole sequences; None: attention sees across documents. `source`: so many of a sequence's tokens, the first ones, are what an
+    encoder reads, and the others are the decoder's; 0: there is no encoder.
 
     `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
     the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
@@ -43,6 +45,7 @@ class Context:
     sequence_B: Tensor | None = None
     place_L: Tensor | None = None
     document_BS: Tensor | None = None
+    source: int = 0
     _kept: list[tuple[Tensor, tuple[object, ...], Any]] = field(default_factory=list, compare=False, repr=False)
 
     @staticmethod
@@ -56,6 +59,7 @@ class Context:
         valid_BL: Tensor | None = None,
         places: Sequence[int] | npt.NDArray[np.int64] | None = None,
         length: int | None = None,
+        source: int = 0,
     ) -> Context:
         """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
 
@@ -77,6 +81,7 @@ class Context:
             tokens_T=tokens_BL.flatten(),
             sequence_B=sequence_B,
             place_L=place_L,
+            source=source,
         )
 
     @staticmethod
@@ -95,6 +100,34 @@ class Context:
         """For a slice of every sequence: where its tokens stand, which is what noise is drawn by."""
         assert self.sequence_B is not None
         return replace(self, position_T=self.position_T.view(len(self.sequence_B), -1)[:, columns].flatten())
+
+    def halves(self) -> tuple[Context, Context]:
+        """Of an encoder-decoder: for the tokens that the encoder reads, and for those of the decoder, whose places begin at 0 again.
+
+        Raises BadInput where the context does not say which are which.
+        """
+        assert self.place_L is not None
+        length = len(self.place_L)
+        if not 0 < self.source < length:
+            needed = f"from 1 to {length - 1} of the {length} tokens of a sequence: the encoder reads them, and the decoder the others"
+            raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
+
+        def cut(x: Tensor, columns: slice) -> Tensor:
+            return x.view(-1, length)[:, columns].flatten()
+
+        def part(columns: slice, first: int) -> Context:
+            assert self.place_L is not None
+            return replace(
+                self,
+                position_T=cut(self.position_T, columns),
+                valid_T=None if self.valid_T is None else cut(self.valid_T, columns),
+                tokens_T=None if self.tokens_T is None else cut(self.tokens_T, columns),
+                place_L=self.place_L[columns] - first,
+                source=0,
+                _kept=[],
+            )
+
+        return part(slice(0, self.source), 0), part(slice(self.source, length), self.source)
 
     def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
         """For a run of this pass's tokens, `share` of the valid ones, where somebody else has the other runs.

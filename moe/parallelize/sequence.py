@@ -54,7 +54,8 @@ class Exchanging:
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
     """What this rank reads of a batch, in the recipe's order of places."""
     over = ("dp", "tp_depth", "tp_row") if run.sequence_parts() > 1 else ("dp",)
-    return TokenShard.of(mesh, num_sequences=num_sequences, length=run.model.max_length, order=run.sequence.places, over=over)
+    m, order = run.model, run.sequence.places
+    return TokenShard.of(mesh, num_sequences=num_sequences, length=m.read_length, order=order, over=over, source=m.source_length)
 
 
 def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:

@@ -22,11 +22,14 @@ UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers
 READ_IN_FP32 = (
     "layers.*.attention_norm.weight",
     "layers.*.attention.*_norm.weight",
+    "layers.*.cross_norm.weight",
+    "layers.*.cross.*_norm.weight",
     "layers.*.attention.bias.weight",
     "layers.*.ffn_norm.weight",
     "layers.*.moe.router.**",
     "layers.*.moe.shared_gate.weight",
     "layers.*.moe.coefficient.weight",
+    "encoder_norm.weight",
     "norm.weight",
 )
 

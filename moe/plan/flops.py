@@ -3,7 +3,9 @@
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
     training          = 3 * forward                                                    (backward has two products for each one)
 
-A causal token attends to (L + 1) / 2 positions on average. Capacity is ignored: dropped choices would only lower the count.
+A causal token attends to (L + 1) / 2 positions on average. A token of an encoder-decoder is the mean one of those that are read: each
+passes the layers of its half, and keys and values of cross attention are made of the encoder's. Capacity is ignored: dropped choices would
+only lower the count.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class Size:
 def size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, vocab_size: int) -> Size:
     """The size of the whole model: its blocks, the embedding table, the last norm and the projection to the vocabulary."""
     blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
-    ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + model.d_model
-    forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
+    halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
+    ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
+    decoded = 1.0 if model.kind == "decoder" else model.target_length / model.read_length
+    forward = sum(block.forward for block in blocks) + decoded * head_forward(model, vocab_size=vocab_size)
     return Size(sum(block.total for block in blocks) + ends, sum(block.active for block in blocks) + ends, forward, 3.0 * forward)
 
 
@@ -48,10 +52,27 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
         idle = (num_experts - router.spec.num_choices) * one_expert
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
-    bias = T5_BUCKETS * model.num_heads if model.positions == "t5" else 0
+    first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # of its half: the others share its bias
+    bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and first else 0
     active = products + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model)
+    if model.kind == "encoder_decoder":
+        forward = _half_forward(model, 2.0 * products, layer=layer)
+        if layer >= model.decoder_begins:
+            active += attention_products(model) + attention_vectors(model) + model.d_model
     return Size(active + idle, active, forward, 3.0 * forward)
+
+
+def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
+    """Forward FLOPs of one block of an encoder-decoder for each token that is read by either half; `own`: of a token that passes it."""
+    read, written, groups = model.max_length, model.target_length, model.num_kv_heads or model.num_heads
+    head = model.head_size or model.d_model // model.num_heads
+    width = 4.0 * model.num_heads * head
+    if layer < model.decoder_begins:
+        return (own + width * read) * read / model.read_length
+    queries, keys = (4.0 * model.d_model * head * heads for heads in (model.num_heads, groups))  # and outputs; and values
+    of_token = own + width * (written + 1) / 2 + queries + width * read
+    return (of_token * written + keys * read) / model.read_length
 
 
 def attention_products(model: sections.Model) -> int:
@@ -80,6 +101,8 @@ def counted_training(run: sections.Run) -> float:
     All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B); recomputation does not.
     """
     m = run.model
+    if m.kind == "encoder_decoder":  # the encoder sees all pairs anyway
+        return size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     return counted + 3 * m.num_layers * (4.0 * m.max_length * width - core_forward(m))

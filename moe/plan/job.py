@@ -9,13 +9,18 @@ from moe.plan.activations import compute_bytes
 from moe.plan.optimizer import optimizer_bytes
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
+from parallel.errors import BadInput
 from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
 def network_of(run: Run) -> Network:
-    """The recipe's model. Layers that have different numbers of experts count by their mean."""
+    """The recipe's model. Layers that have different numbers of experts count by their mean. Raises BadInput for an encoder-decoder."""
     m = run.model
+    if m.kind != "decoder":
+        needed = "decoder: the planner counts one run of layers over one sequence"
+        fix = "take another recipe, or measure a few steps: moe train RECIPE --train.steps 5"
+        raise BadInput("model.kind", got=m.kind, needed=needed, fix=fix)
     return Network(
         layers=m.num_layers,
         width=m.d_model,

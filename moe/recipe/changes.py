@@ -27,7 +27,8 @@ Kind = Literal["shape", "function", "training", "cost", "name"]
 # every key of a recipe, once: kind -> section -> keys
 KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
-        "model": "vocab_size num_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings qk_norm qkv_bias",
+        "model": "kind vocab_size num_layers encoder_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings "
+        "qk_norm qkv_bias",
         "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
     },
     "function": {
@@ -45,7 +46,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "allow_noncausal",
         "pipeline": "schedule drain_every vertical_sync",  # some schedules step with older weights
         "precision": "compute master loss_scale",
-        "data": "source path sources text_key validation_share",
+        "data": "source path sources text_key validation_share objective",
         "optimizer": "kind lr beta1 beta2 eps weight_decay warmup_steps schedule decay_share min_lr_share clip_norm",
         "optimizer.kfac": "damping ema refresh_every delay experts",
         "optimizer.muon": "momentum nesterov iterations scale lr_factor",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
+from moe.recipe.spans import Spans, spans_of
 from parallel.errors import BadInput
 from parallel.grids import GRIDS, LINES, grid_of
 from parallel.mesh import Degrees, divisors
@@ -66,10 +67,12 @@ class Rope(Section):
 
 
 class Model(Section):
-    """The decoder-only Transformer around the experts."""
+    """The Transformer around the experts."""
 
-    vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's")
-    num_layers: int = Field(4, gt=0, le=10_000)
+    kind: Literal["decoder", "encoder_decoder"] = Field("decoder", description="encoder_decoder: as T5 and Switch, with data.objective")
+    vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's, and the objective's sentinels")
+    num_layers: int = Field(4, gt=0, le=10_000, description="of encoder_decoder: those of both halves, the encoder's first")
+    encoder_layers: int | None = Field(None, gt=0, description="of encoder_decoder: so many of num_layers; null: half of them")
     d_model: int = Field(256, gt=0)
     num_heads: int = Field(4, gt=0)
     num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
@@ -85,8 +88,8 @@ class Model(Section):
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
-    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence")
-    moe_every: int = Field(0, ge=0, description="every n-th layer has experts (2: layers 1, 3, ...); 0: dense")
+    max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence; of encoder_decoder: those that the encoder reads")
+    moe_every: int = Field(0, ge=0, description="every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -95,7 +98,36 @@ class Model(Section):
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layers is not None:
             return self.moe_layers
-        return tuple(range(self.moe_every - 1, self.num_layers, self.moe_every)) if self.moe_every else ()
+        begins = self.decoder_begins
+        halves = (range(begins), range(begins, self.num_layers))
+        return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
+
+    @property
+    def decoder_begins(self) -> int:
+        """The number of the decoder's first layer: so many are the encoder's."""
+        if self.kind == "decoder":
+            return 0
+        return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
+
+    @property
+    def spans(self) -> Spans:
+        """How the objective hides spans of a text of which the encoder reads max_length tokens."""
+        return spans_of(self.max_length)
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of one sequence that the decoder of an encoder-decoder reads; 0 without an encoder."""
+        return self.spans.targets if self.kind == "encoder_decoder" else 0
+
+    @property
+    def source_length(self) -> int:
+        """Tokens of one sequence that an encoder reads; 0 without one."""
+        return self.max_length if self.kind == "encoder_decoder" else 0
+
+    @property
+    def read_length(self) -> int:
+        """Tokens of one sequence that are read, by the encoder and by the decoder."""
+        return self.max_length + self.target_length
 
 
 class Experts(Section):
@@ -320,6 +352,9 @@ class Data(Section):
     tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: there is no text, but token ids that are made already")
     vocab_size: int = Field(4096, gt=0, description="of bpe, above 256; and of ids")
     validation_share: float = Field(0.05, gt=0, lt=1, description="of the files")
+    objective: Literal["next_token", "span_corruption"] = Field(
+        "next_token", description="span_corruption: an encoder reads a text with spans hidden, a decoder writes what they hide (T5)"
+    )
 
     @property
     def name(self) -> str:
@@ -427,7 +462,13 @@ class Run(Section):
 
     @property
     def vocab_size(self) -> int:
-        return self.model.vocab_size or (256 if self.data.tokenizer == "bytes" else self.data.vocab_size)
+        return self.model.vocab_size or self.least_vocab_size
+
+    @property
+    def least_vocab_size(self) -> int:
+        """The tokenizer's ids, and the objective's sentinels behind them."""
+        sentinels = self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
+        return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + sentinels
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""

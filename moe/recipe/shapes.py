@@ -4,5 +4,6 @@ from __future__ import annotations
 
 GATED = ("geglu", "swiglu")  # feed-forward networks with a third matrix, the gate (GLU variants, arXiv 2002.05202)
 T5_BUCKETS = 32  # a relative position bias sorts distances into so many buckets
+START = 0  # what a decoder reads before it has written anything (T5: the id of padding)
 SEPARATOR = 0  # the token that stands before each document, in every tokenizer
 NORM_EPS = {"rmsnorm": 1e-6, "layernorm": 1e-5}  # added to the mean square of what is normed, where a recipe gives no other

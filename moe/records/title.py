@@ -11,7 +11,7 @@ from parallel.process import World
 
 
 def title(run: Run, world: World) -> list[str]:
-    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.max_length
+    d, p, tokens = run.degrees, run.precision, run.train.global_batch * run.model.read_length
     counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     etp = f" etp {d.etp}" if d.etp > 1 else ""
     layout = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.data import Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
+from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
@@ -30,6 +30,7 @@ from moe.train.state import opened
 from parallel.errors import BadInput
 
 TOKENS_AT_ONCE = 8192
+Text = ValidationSet | CorruptedValidation
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Evaluated:
 
 
 @torch.no_grad()
-def evaluate(model: Transformer, texts: list[ValidationSet], *, sequences: int) -> Evaluated:
+def evaluate(model: Transformer, texts: Sequence[Text], *, sequences: int) -> Evaluated:
     """Over `sequences` windows of these texts, by their lengths; 0: all there are. With the recipe's capacity for evaluation."""
-    device, length = next(model.parameters()).device, model.config.max_length
+    device, m = next(model.parameters()).device, model.config
     there = [text.windows.num_windows for text in texts]
     asked = sum(there) if sequences == 0 else min(sequences, sum(there))
     ends = [round(asked * sum(there[: n + 1]) / sum(there)) for n in range(len(there))]
@@ -60,7 +61,7 @@ def evaluate(model: Transformer, texts: list[ValidationSet], *, sequences: int) 
     for text, count in zip(texts, [end - start for start, end in zip([0, *ends], ends, strict=False)], strict=True):
         if count == 0:
             continue
-        shard = TokenShard.whole(count, length)
+        shard = TokenShard.whole(count, m.read_length, source=m.source_length)
         held = text.held(shard)
         counted = count_tokens(stored := torch.from_numpy(held.sequences), shard)
         for inputs in passes_of(_on(device, stored, whole_groups(model)), counted, shard):
@@ -138,16 +139,29 @@ def main(
         write_json(json, verb="eval", rows=[row], text=data_config.name)
 
 
-def _whole(data: Dataset) -> list[ValidationSet]:
+def _whole(data: Dataset) -> list[Text]:
     """Both parts of a text: nothing of it was trained on."""
-    trained = data.train.parts if isinstance(data.train, MixedTrain) else (data.train,)
-    both = zip(trained, _held_out(data), strict=True)
-    return [part for train, held in both for part in (ValidationSet(train.windows, held.bytes_per_id), held)]
+    train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
+    trained = train.parts if isinstance(train, MixedTrain) else (train,)
+    both = zip(trained, _parts(data), strict=True)
+    return _as_asked(data, [part for train, held in both for part in (ValidationSet(train.windows, held.bytes_per_id), held)])
 
 
-def _held_out(data: Dataset) -> list[ValidationSet]:
+def _held_out(data: Dataset) -> list[Text]:
     """The held-out part of each source."""
-    return list(data.validation.parts) if isinstance(data.validation, MixedValidation) else [data.validation]
+    return _as_asked(data, _parts(data))
+
+
+def _parts(data: Dataset) -> list[ValidationSet]:
+    held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
+    return list(held.parts) if isinstance(held, MixedValidation) else [held]
+
+
+def _as_asked(data: Dataset, parts: list[ValidationSet]) -> list[Text]:
+    """As the objective has them."""
+    if isinstance(data.validation, CorruptedValidation):
+        return [CorruptedValidation(part, data.validation.objective) for part in parts]
+    return list(parts)
 
 
 def _note(text: object) -> None:

@@ -153,6 +153,9 @@ def main(
     sampling = Sampling(temperature, top_k, top_p)
     prompts = ["def " if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     model, tokenizer, at = load_model(Path(run_dir), step=step)
+    if model.config.kind != "decoder":
+        needed = "a decoder: nothing here reads a prompt by an encoder and writes by a decoder"
+        raise BadInput("model.kind", got=model.config.kind, needed=needed, fix=f"moe convert {run_dir} hf:PATH, and transformers' generate")
     one = len(prompts) * samples == 1
     if one:
         _say(prompts[0])

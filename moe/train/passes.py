@@ -41,7 +41,7 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
     reads_NL, predicts_NL = shard.inputs(valid_NL), shard.targets(valid_NL)
-    gaps = (predicts_NL & ~reads_NL).sum()
+    gaps = (predicts_NL & ~reads_NL[:, shard.source :]).sum()
     counted = torch.stack((reads_NL.sum(), predicts_NL.sum(), gaps))
     inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
     if gaps:
@@ -51,7 +51,11 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
             needed="padding at the end alone: attention would read it",
             fix="move the padding behind the tokens",
         )
-    return Tokens(max(1, inputs), max(1, targets), padded=inputs < shard.num_tokens)
+    padded = inputs < shard.num_tokens
+    if padded and shard.source:
+        needed = "sequences without it: an encoder would read it"
+        raise BadInput("sequences", got=f"padding ({PADDING})", needed=needed, fix="fill them with tokens")
+    return Tokens(max(1, inputs), max(1, targets), padded=padded)
 
 
 def passes_of(
@@ -75,6 +79,7 @@ def passes_of(
             valid_BL=valid_BL,
             places=shard.places,
             length=shard.length,
+            source=shard.source,
         )
         passes.append(Pass(inputs_BL, shard.targets(part), context, share))
         first_sequence += len(part)

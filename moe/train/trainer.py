@@ -259,7 +259,7 @@ def _count(job: Job, norm: GradientNorm) -> None:
 def _record(job: Job, made: Made, seconds: float) -> None:
     run, c = job.run, job.counters
     numbers, norm, rate, scale = made
-    tokens = run.train.global_batch * run.model.max_length
+    tokens = run.train.global_batch * run.model.read_length
     job.seconds += seconds
     if job.measured is not None:
         job.measured.step(seconds)
@@ -382,7 +382,7 @@ def _finish(job: Job) -> dict[str, Any]:
     job.engine.module.eval()
     model, length = logits_of(job.executor, job.shard), run.model.max_length
     text = ""
-    if run.train.sample_tokens:
+    if run.train.sample_tokens and run.model.kind == "decoder":
         job.progress.note(f"writing a sample of {run.train.sample_tokens} tokens (train.sample_tokens)")
         much = run.train.sample_tokens
         text = sample(

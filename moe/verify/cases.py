@@ -62,6 +62,20 @@ PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of th
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
     "packed_t5": {"model": {"document_mask": True, "positions": "t5", "moe_every": 0}},
 }
+# four layers, so that each half has one with experts and one without
+HALVES: dict[str, dict[str, Any]] = {
+    "t5": {
+        "model": {"kind": "encoder_decoder", "num_layers": 4, "positions": "t5", "tied_embeddings": True, "dropout": 0.1, "ffn": "geglu"},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1, "jitter": 0.1, "z_weight": 0.001},
+        "data": {"objective": "span_corruption"},
+    },
+    "t5_untied": {
+        "model": {"kind": "encoder_decoder", "num_layers": 3, "encoder_layers": 1, "positions": "t5", "ffn": "relu", "moe_every": 1},
+        "router": {"preset": "gshard", "group": 1, "capacity_factor": 1.25, "min_capacity": 1, "balance_scope": "global_batch"},
+        "experts": {"shared": 1, "dropout": 0.2, "ffn": "gelu"},
+        "data": {"objective": "span_corruption"},
+    },
+}
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
 ROWS: dict[str, dict[str, Any]] = {
     "all_to_all": {"kind": "all_to_all"},
@@ -161,7 +175,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        for section, fields in (MODELS | ROUTERS | PACKED | FEW)[self.model].items():
+        for section, fields in (MODELS | ROUTERS | PACKED | FEW | HALVES)[self.model].items():
             values[section] = values.get(section, {}) | fields
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
@@ -190,7 +204,7 @@ def sharding_of(kind: str) -> dict[str, Any]:
 
 def all_data_cases(nproc: int) -> list[Case]:
     found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
-    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc)
+    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc)
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -325,6 +339,23 @@ def copied_cases(nproc: int) -> list[Case]:
             ep = 1 if model == "dense" else 2
             found += [Case(model, kind, world, ep, 3, "fp32", pp=2, schedule="1f1b", layers=LAYERS[2][0], tp=2)]
     return found
+
+
+def halves_cases(nproc: int) -> list[Case]:
+    """Encoder-decoders with every engine, experts split, micro-batches and recompute; of 16 bits bf16, for what is between the halves."""
+    found = [
+        Case(model, kind, world, ep, microbatches, "fp32", recompute)
+        for world in (1, 2, 4)
+        if world <= nproc
+        for kind in (("ddp", "fsdp", "zero1", "zero2", "zero3") if world > 1 else ("ddp",))
+        for model in HALVES
+        for ep in divisors(world)
+        for microbatches, recompute in ((1, "full"), (3, "selective" if model == "t5" else "none"))
+        if (world < 4 or (kind, ep) in (("ddp", 2), ("fsdp", 4))) and (ep == world) == (microbatches == 1 or world == 1)
+    ]
+    found += [Case("t5", "dp", 1, 1, 1, "fp32"), Case("t5", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3, chunks=7)]
+    found += [Case("t5_untied", "ddp", 2, 1, 1, "fp32", etp=2), Case("t5", "fsdp", 2, 2, 1, "fp32", tp=2)] if nproc >= 2 else []
+    return found + [Case("t5", kind, 2, 2, 1, "bf16", "full") for kind in ("ddp", "fsdp", "zero1", "zero3") if nproc >= 2]
 
 
 ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")

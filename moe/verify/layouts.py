@@ -90,7 +90,7 @@ def _stepped(case: Case, run: Run, executor: Executor, mesh: Mesh, tape: Tape | 
         with older.at(step):
             numbers = accumulate(
                 executor,
-                shard.of_batch(batch(step, padded=case.padded, length=case.length, size=case.batch)),
+                shard.of_batch(batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)),
                 shard=shard,
                 microbatches=case.microbatches,
                 seed=run.train.seed,
@@ -246,7 +246,7 @@ def _import_engine(case: Case) -> str:
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
     for case in chosen:
-        tape = Tape(length=case.length, batch=case.batch) if taped else None
+        tape = Tape(length=case.run().model.read_length, batch=case.batch) if taped else None
         with inside():
             found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
         yield {"result": found, "tape": None if tape is None else plain(tape)}

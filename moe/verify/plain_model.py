@@ -105,7 +105,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             out = beside(seen, layer.y, weights, name, kind.ffn, cast)
             note(f"{name}.moe", out)
         else:
-            out = _dense(seen, weights, f"{name}.ffn", model.ffn, cast)
+            out = dense(seen, weights, f"{name}.ffn", model.ffn, cast)
             note(f"{name}.ffn", out)
         x = cast(x + dropped(out, f"{name}.ffn.dropout"))
         note(name, x)
@@ -198,7 +198,7 @@ def _buckets(length: int) -> Tensor:
     return torch.tensor([[bucket(q - k) for k in range(length)] for q in range(length)])
 
 
-def _dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
+def dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
     """A dense network; its matrices are stored [out, in]."""
     matrices = [weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")]
     return network(x, *(None if w is None else w.t() for w in matrices), ffn=ffn, cast=cast)
@@ -208,10 +208,10 @@ def beside(x: Tensor, y: Tensor, weights: Weights, name: str, ffn: str, cast: Ro
     """The experts' result with what every token passes besides."""
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
-        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * _dense(x, weights, f"{name}.residual", ffn, cast)))
+        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * dense(x, weights, f"{name}.residual", ffn, cast)))
     if f"{name}.shared.w1.weight" not in weights:
         return y
-    shared = _dense(x, weights, f"{name}.shared", ffn, cast)
+    shared = dense(x, weights, f"{name}.shared", ffn, cast)
     if f"{name}.shared_gate.weight" in weights:
         shared = cast(cast((wide(x) @ wide(weights[f"{name}.shared_gate.weight"]).t()).sigmoid()) * shared)
     return cast(y + shared)

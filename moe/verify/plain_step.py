@@ -18,6 +18,8 @@ from moe.verify.plain_layer import Weights
 
 _NO_DECAY = (
     "attention_norm",
+    "cross_norm",
+    "encoder_norm",
     "q_norm",
     "k_norm",
     "q_bias",

@@ -135,6 +135,7 @@ def listen(model: nn.Module, tape: Tape) -> None:
         assert isinstance(block, Block)
         block.register_forward_pre_hook(entered(number), with_kwargs=True)
         after(block.attention, f"layers.{number}.attention", lambda x: x)
+        after(block.cross, f"layers.{number}.cross", lambda x: x)
         after(block.ffn, f"layers.{number}.ffn", lambda x: x)
         if block.moe is not None:
             after(block.moe.router, f"layers.{number}.router", _gates)

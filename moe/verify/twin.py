@@ -1,7 +1,7 @@
 """The plain twin of `moe verify`: ten steps of whole batches in one loop, with a model and an update of its own.
 
     moe/verify/plain_layer.py   the MoE layer, from the papers       moe/verify/plain_model.py   everything around it
-    moe/verify/plain_step.py    decay groups, clipping, AdamW, the routers' biases
+    moe/verify/plain_step.py    decay groups, clipping, AdamW, the biases     moe/verify/plain_encoder_decoder.py   T5's two halves
 
 It shares with what it checks the recipe, the first values of the parameters and the hash of keyed random numbers; no module, kernel,
 engine, process group or optimizer. It computes in float64, so that what a layout may be off by is not taken by the twin's own rounding:
@@ -22,10 +22,11 @@ from moe.model.transformer import Transformer, extra_state
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
+from moe.verify import plain_encoder_decoder, plain_model
 from moe.verify.batches import PADDING, batch
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain_layer import Layer, Weights
-from moe.verify.plain_model import Rounding, forward
+from moe.verify.plain_model import Rounding
 from moe.verify.plain_step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
 from parallel.checkpoint import pieces
@@ -56,7 +57,7 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
     for step in range(steps):
         history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
-        sequences = batch(step, padded=case.padded, length=case.length, size=case.batch)
+        sequences = batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)
         made = _gradients(run, read, set(parameters), sequences, step=step, cast=cast, tape=tape)
         losses.append(made.loss)
         norm = norms(made.gradients)
@@ -96,14 +97,15 @@ class _Made:
 def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Made:
     """Forward and backward of one batch. The loss is a mean over predicted tokens, auxiliary ones are means over tokens that are read."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
-    predicted = (sequences[:, 1:] != PADDING).sum().item()
+    predicted = (sequences[:, 1 + run.model.source_length :] != PADDING).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
 
     def note(name: str, values: Tensor) -> None:
         if tape is not None:
             tape.note(step, name, places, values)
 
-    passed = forward(run, leaves, sequences, step=step, cast=cast, note=note)
+    twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
+    passed = twin.forward(run, leaves, sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
     (mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())).backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}

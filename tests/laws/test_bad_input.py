@@ -119,6 +119,17 @@ CASES: list[tuple[str, str, str]] = [
     ("bench dispatch --seeds 2", "--seeds: got it for dispatch", "remove --seeds"),
     ("bench sparse-vs-dense --steps 0", "--steps: got 0", "--steps 1"),
     ("--tyro-print-completion ksh", "--tyro-print-completion: got ksh", "--tyro-print-completion bash"),
+    # an encoder-decoder
+    ("train switch_t5_tiny --degrees.pp 2", "degrees.pp: got 2 with model.kind=encoder_decoder", "set degrees.pp to 1"),
+    ("train switch_t5_tiny --degrees.sp 2", "degrees.sp: got 2 with model.kind=encoder_decoder", "set degrees.sp to 1"),
+    ("train switch_t5_tiny --degrees.tp 2", "degrees.tp: got 2 with model.kind=encoder_decoder", "set degrees.tp to 1"),
+    ("train switch_t5_tiny --data.objective next_token", "data.objective: got next_token with", "set data.objective to span_corruption"),
+    ("train switch_t5_tiny --model.positions rotary", "model.positions: got rotary, needed t5", "set model.positions to t5"),
+    ("train switch_t5_tiny --model.encoder_layers 8", "model.encoder_layers: got 8, needed below", "set it to null"),
+    ("train switch_t5_tiny --model.vocab_size 260", "model.vocab_size: got 260, needed at least 270", "set model.vocab_size to null"),
+    ("train switch_t5_tiny --model.max_length 3", "model.max_length: got 3, needed at least 4", "set it to 4"),
+    ("train switch_t5_tiny --model.kind decoder", "data.objective: got span_corruption with model.kind=decoder", "encoder_decoder"),
+    ("plan switch_t5_tiny --nproc 2", "model.kind: got encoder_decoder, needed decoder", "moe train"),
     # the recipe's file
     ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
     ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),

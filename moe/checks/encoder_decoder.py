@@ -1,0 +1,68 @@
+"""What an encoder-decoder needs (model.kind), and what it does not go with; and what only an encoder-decoder has."""
+
+from __future__ import annotations
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+_HALVES = "nothing here cuts an encoder-decoder so"
+
+
+def check_encoder_decoder(run: Run) -> None:
+    """Refuse keys of one kind of model beside the other. Raises BadInput for the first reason found."""
+    m = run.model
+    halves, spans = m.kind == "encoder_decoder", run.data.objective == "span_corruption"
+    if spans and not halves:
+        fix = "set model.kind to encoder_decoder, or data.objective to next_token"
+        raise BadInput("data.objective", got="span_corruption with model.kind=decoder", needed="an encoder, which reads the text", fix=fix)
+    if not halves:
+        if m.encoder_layers is not None:
+            fix = "set it to null, or model.kind to encoder_decoder"
+            raise BadInput("model.encoder_layers", got=f"{m.encoder_layers} with model.kind=decoder", needed="null: there is none", fix=fix)
+        return
+    if not spans:
+        fix = "set data.objective to span_corruption"
+        raise BadInput("data.objective", got="next_token with model.kind=encoder_decoder", needed="inputs beside targets", fix=fix)
+    _check_model(run)
+    _check_layout(run)
+
+
+def _check_model(run: Run) -> None:
+    m = run.model
+    if m.positions != "t5":
+        needed = "t5: a half's layers share one bias of relative positions"
+        raise BadInput("model.positions", got=m.positions, needed=needed, fix="set model.positions to t5")
+    if not 0 < m.decoder_begins < m.num_layers:
+        what = "model.num_layers" if m.encoder_layers is None else "model.encoder_layers"
+        got, fix = (m.num_layers, "set it to 2 or more") if m.encoder_layers is None else (m.encoder_layers, "set it to null")
+        needed = "at least 2, one a half" if m.encoder_layers is None else f"below model.num_layers={m.num_layers}: the others decode"
+        raise BadInput(what, got=got, needed=needed, fix=fix)
+    if m.spans.inputs != m.max_length:
+        raise BadInput(
+            "model.max_length",
+            got=m.max_length,
+            needed=f"at least {m.spans.inputs}, for one hidden span",
+            fix=f"set it to {m.spans.inputs}",
+        )
+    if m.document_mask:
+        needed = "false: hidden spans and sentinels stand between documents"
+        raise BadInput("model.document_mask", got="true with model.kind=encoder_decoder", needed=needed, fix="set it to false")
+    if run.vocab_size < run.least_vocab_size:
+        needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {m.spans.num_spans} sentinels behind them"
+        raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix="set model.vocab_size to null")
+
+
+def _check_layout(run: Run) -> None:
+    d = run.degrees
+    for degree in ("pp", "sp", "tp"):
+        value = getattr(d, degree)
+        if value != 1 and not (degree == "tp" and run.tensor.kind == "copied"):
+            raise BadInput(
+                f"degrees.{degree}",
+                got=f"{value} with model.kind=encoder_decoder",
+                needed=f"1: {_HALVES}; dp, ep, etp, fsdp and zero share its weights and its work",
+                fix=f"set degrees.{degree} to 1",
+            )
+    if run.optimizer.kind == "kfac":
+        needed = "adamw, muon, adafactor or sgd: a factor of a cross layer would be of two inputs"
+        raise BadInput("optimizer.kind", got="kfac with model.kind=encoder_decoder", needed=needed, fix="set optimizer.kind to adamw")

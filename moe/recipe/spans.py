@@ -1,0 +1,46 @@
+"""Span corruption in numbers (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4): how many tokens and spans of a text are hidden.
+
+    text       t tokens, of which n = round(0.15 t) are hidden, in s = round(n / 3) spans
+    inputs     t - n tokens, a sentinel in the place of each span, the end          t - n + s + 1
+    targets    a sentinel and the hidden tokens of each span, the end                   n + s + 1
+
+All texts are equally long, so inputs and targets are too, and nothing is padded. A token more of the text is a token more of the inputs
+or none, so every length of inputs has a text; T5 takes the longest. Plain numbers: this file needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DENSITY, SPAN = 0.15, 3.0  # the share of tokens that are hidden, and the mean length of a span
+
+
+class Spans(NamedTuple):
+    """Of one sequence: `text` tokens, of which `hidden` are hidden in `num_spans` spans."""
+
+    text: int
+    hidden: int
+    num_spans: int
+
+    @property
+    def inputs(self) -> int:
+        """Tokens that the encoder reads."""
+        return self.text - self.hidden + self.num_spans + 1
+
+    @property
+    def targets(self) -> int:
+        """Tokens that the decoder writes."""
+        return self.hidden + self.num_spans + 1
+
+
+def _of_text(tokens: int) -> Spans:
+    hidden = max(1, round(tokens * DENSITY))
+    return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
+
+
+def spans_of(inputs: int) -> Spans:
+    """Of the longest text of which the encoder reads at most so many tokens; of a length too short for a text, a text of two tokens."""
+    tokens = max(2, int((inputs - 1) / (1 - DENSITY + DENSITY / SPAN)) - 8)  # a few below, then step by step
+    while _of_text(tokens + 1).inputs <= inputs:
+        tokens += 1
+    return _of_text(tokens)

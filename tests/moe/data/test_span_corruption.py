@@ -1,0 +1,115 @@
+"""Span corruption: the numbers of T5's rule, what inputs and targets say together, and the same rows on any number of ranks.
+
+What it alone would notice: a hidden token that is lost, a span too many, sentinels in another order, spans that depend on the rank.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moe.data.mixture import MixedTrain
+from moe.data.order import TrainSet, ValidationSet, Windows
+from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
+from moe.data.token_shard import TokenShard
+from moe.recipe.spans import spans_of
+from parallel.mesh import Degrees, Mesh
+
+V, END = 300, 7
+
+
+def objective(inputs: int, *, seed: int = 3) -> SpanCorruption:
+    return SpanCorruption(spans_of(inputs), V, END, seed)
+
+
+def train_of(inputs: int, *, tokens: int = 5000) -> CorruptedTrain:
+    stream = np.random.default_rng(0).integers(8, 200, tokens)
+    return CorruptedTrain(TrainSet(Windows(stream, spans_of(inputs).text, "train"), seed=3), objective(inputs))
+
+
+def test_the_published_lengths() -> None:
+    """512 inputs, 568 tokens of text and 114 targets: t5 and its pretraining."""
+    s = spans_of(512)
+    assert (s.text, s.hidden, s.num_spans, s.inputs, s.targets) == (568, 85, 28, 512, 114)
+
+
+def test_every_length_of_inputs_has_a_text() -> None:
+    for inputs in range(4, 1500):
+        s = spans_of(inputs)
+        assert s.inputs == inputs and s.text + 2 * s.num_spans + 2 == s.inputs + s.targets
+        assert abs(s.hidden - 0.15 * s.text) <= 0.85 and 1 <= s.num_spans <= s.hidden < s.text
+
+
+def put_together(row: np.ndarray, inputs: int) -> list[int]:
+    """The text that a row hides: each sentinel of the inputs replaced by what the targets say of it."""
+    read, start, written = row[:inputs].tolist(), row[inputs], row[inputs + 1 :].tolist()
+    assert start == 0 and read.pop() == END and written.pop() == END
+    spans: dict[int, list[int]] = {}
+    for token in written:
+        if token >= 200:
+            spans[token] = []
+        else:
+            spans[max(spans, key=lambda sentinel: -sentinel)].append(token)
+    sentinels = [token for token in read if token >= 200]
+    assert sentinels == list(spans) == [V - 1 - n for n in range(len(sentinels))] and all(spans.values())
+    return [t for token in read for t in (spans[token] if token >= 200 else [token])]
+
+
+@pytest.mark.parametrize("inputs", [5, 33, 128])
+def test_inputs_and_targets_together_are_the_text(inputs: int) -> None:
+    data, s = train_of(inputs), spans_of(inputs)
+    shard = TokenShard.whole(12, inputs + s.targets, source=inputs)
+    for step in (0, 7, 1000):
+        rows = data.batch(step, shard)
+        assert rows.shape == shard.shape
+        assert isinstance(data.inner, TrainSet)
+        texts = data.inner.batch(step, TokenShard.whole(12, s.text))[:, :-1]
+        assert [put_together(row, inputs) for row in rows] == texts.tolist()
+
+
+def test_a_sequence_hides_other_spans_each_time_it_is_read() -> None:
+    data = train_of(33, tokens=2 * spans_of(33).text + 1)  # two windows
+    rows = data.batch(0, TokenShard.whole(40, 33 + spans_of(33).targets, source=33))
+    assert len({tuple(row) for row in rows}) > 30
+    assert len({tuple(np.flatnonzero(row[:33] >= 200)) for row in rows}) > 15  # of 29: the last span ends the text
+
+
+def test_where_spans_begin_is_spread_evenly() -> None:
+    """Of 400 texts each place is hidden about as often as 15 in 100, but for the first, which never is."""
+    made = objective(128)
+    s = made.spans
+    rows = made.rows(np.tile(np.arange(8, 8 + s.text), (400, 1)), np.arange(400))
+    shown = np.array([np.isin(np.arange(8, 8 + s.text), row[:128]) for row in rows])
+    assert shown[:, 0].all() and not shown[:, -1].any()
+    hidden = 1 - shown[:, 8:-8].mean(0)
+    assert abs(hidden.mean() - 0.15) < 0.02 and hidden.min() > 0.06 and hidden.max() < 0.26
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ranks_together_read_what_one_reads(mixed: bool) -> None:
+    data, s = train_of(33), spans_of(33)
+    if mixed:
+        assert isinstance(data.inner, TrainSet)
+        other = TrainSet(Windows(np.arange(8, 150), s.text, "train"), seed=3)
+        data = CorruptedTrain(MixedTrain((data.inner, other), (3.0, 1.0), seed=3), objective(33))
+    length = 33 + s.targets
+    whole = data.batch(5, TokenShard.whole(12, length, source=33))
+    parts = [data.batch(5, TokenShard.of(Mesh.of(Degrees(dp=4), rank), num_sequences=12, length=length, source=33)) for rank in range(4)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_evaluation_is_the_same_each_time_and_on_any_ranks() -> None:
+    s = spans_of(33)
+    stream = np.random.default_rng(1).integers(8, 200, 3000)
+    held = ValidationSet(Windows(stream, s.text, "validation"), np.full(200, 2, dtype=np.int64))
+    data, length = CorruptedValidation(held, objective(33)), 33 + s.targets
+    whole = data.held(TokenShard.whole(8, length, source=33))
+    parts = [data.held(TokenShard.of(Mesh.of(Degrees(dp=2), rank), num_sequences=8, length=length, source=33)) for rank in range(2)]
+    assert np.array_equal(np.concatenate([part.sequences for part in parts]), whole.sequences)
+    assert whole.bytes_per_token == parts[1].bytes_per_token == 2 * s.hidden / s.targets
+
+
+def test_targets_are_what_the_decoder_writes() -> None:
+    shard = TokenShard.whole(1, 6, source=4)
+    row = np.array([[11, 12, 13, 14, 0, 21, 22]])
+    assert shard.inputs(row).tolist() == [[11, 12, 13, 14, 0, 21]] and shard.targets(row).tolist() == [[21, 22]]

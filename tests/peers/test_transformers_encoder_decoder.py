@@ -1,0 +1,122 @@
+"""T5 and Switch of transformers, whole, with random weights, and ours with the same: logits and the gradient of every parameter.
+
+T5, v1.0     plain ReLU networks, tied embedding, logits scaled
+T5, v1.1     gated GELU; logits not scaled (transformers 5 ties its table all the same, so its gradient is the sum of our two)
+Switch       experts in every second layer of both halves, and tokens without a slot
+
+What it alone would notice: a bias in the wrong direction, a scale that is forgotten, keys that are made of the wrong half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe.model.transformer import Transformer
+from moe.nn.context import Context
+from moe.recipe import sections
+
+transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
+
+V, READ, WRITTEN, EXPERTS = 60, 140, 33, 4  # 140 places: beyond T5's exact buckets and its farthest one
+SIZES = {
+    "vocab_size": V, "d_model": 24, "d_kv": 5, "d_ff": 20, "num_layers": 4, "num_decoder_layers": 2, "num_heads": 3, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5", {"feed_forward_proj": "relu"}),
+    "t5_v1.1": ("T5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "switch": (
+        "SwitchTransformers",
+        {"num_experts": EXPERTS, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 1, "expert_capacity": 30}
+        | {"router_jitter_noise": 0.0},
+    ),
+}  # fmt: skip
+
+
+def theirs_of(kind: str) -> Any:
+    family, values = KINDS[kind]
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(**SIZES, **values))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + float("layer_norm" in name))
+    return model
+
+
+def ours_of(kind: str) -> Transformer:
+    gated, tied = kind == "t5_v1.1", kind != "t5_v1.1"
+    model = sections.Model(
+        kind="encoder_decoder", num_layers=6, encoder_layers=4, d_model=24, head_size=5, num_heads=3, d_ff=20, positions="t5",
+        ffn="geglu" if gated else "relu", moe_every=2 if kind == "switch" else 0, tied_embeddings=tied, max_length=READ,
+    )  # fmt: skip
+    router = sections.Router(preset="switch", capacity_factor=1e-9, min_capacity=30, balance_weight=0.0)  # 30 slots, whatever the length
+    return Transformer(model, sections.Experts(num_experts=EXPERTS), router, vocab_size=V).train()
+
+
+def named(ours: str) -> str:
+    """Of a parameter here, its name there; of a stack of experts with {} for the number."""
+    if not ours.startswith("layers."):
+        ends = {"encoder_norm": "encoder.final_layer_norm", "norm": "decoder.final_layer_norm", "embedding": "shared", "head": "lm_head"}
+        return ends[ours.removesuffix(".weight")] + ".weight"
+    layer, _, rest = ours.removeprefix("layers.").partition(".")
+    half, number = ("encoder", int(layer)) if int(layer) < 4 else ("decoder", int(layer) - 4)
+    last = 1 if half == "encoder" else 2
+    places = {"attention": "0.SelfAttention", "cross": "1.EncDecAttention"}
+    part, _, inside = rest.partition(".")
+    if part.endswith("_norm"):
+        found = f"{ {'attention_norm': 0, 'cross_norm': 1, 'ffn_norm': last}[part] }.layer_norm.weight"
+    elif part in places:
+        found = f"{places[part]}.{'relative_attention_bias.weight' if inside == 'bias.weight' else inside.replace('out', 'o')}"
+    elif part == "moe":
+        experts = {"w1": "experts.expert_{}.wi.weight", "w2": "experts.expert_{}.wo.weight"}
+        found = f"{last}.mlp.{'router.classifier.weight' if inside == 'router.weight' else experts[inside.removeprefix('experts.')]}"
+    else:
+        found = f"{last}.ffn.{inside}"
+    return f"{half}.block.{number}.layer.{found.replace(' ', '')}"
+
+
+def there(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """What stands there, in our form."""
+    if "{}" in name:
+        return torch.stack([tensors[name.format(expert)].t() for expert in range(EXPERTS)])
+    if ".ffn." in name:
+        gated = any("wi_0" in other for other in tensors)
+        stem, _, matrix = name.partition(".ffn.")
+        dense = "mlp" if f"{stem}.mlp.wi.weight" in tensors else "DenseReluDense"
+        return tensors[
+            f"{stem}.{dense}.{ {'w1': 'wi_0' if gated else 'wi', 'w3': 'wi_1', 'w2': 'wo'}[matrix[:2]] }.weight".replace(" ", "")
+        ]
+    return tensors[name if name in tensors else "shared.weight"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_every_gradient_are_theirs(kind: str) -> None:
+    theirs, ours = theirs_of(kind), ours_of(kind)
+    weights = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.copy_(there(weights, named(name)))
+    generator = torch.Generator().manual_seed(5)
+    read = torch.randint(1, V, (2, READ), generator=generator)
+    targets = torch.randint(1, V, (2, WRITTEN), generator=generator)
+    want = theirs(input_ids=read, labels=targets).logits
+    F.cross_entropy(want.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    tokens = torch.cat([read, torch.zeros(2, 1, dtype=torch.long), targets[:, :-1]], dim=1)
+    context = Context.of(tokens, source=READ)
+    torch.testing.assert_close(ours(tokens, context).logits_BLV, want, rtol=0, atol=2e-6 * want.abs().max().item())
+    found = ours(tokens, context, targets)
+    found.loss.backward()
+    if kind == "switch":
+        assert sum(int(layer.dropped) for layer in found.layers) > 0 and all(int(layer.kept) for layer in found.layers)
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
+    mine = {name: p.grad for name, p in ours.named_parameters()}
+    if kind == "t5_v1.1":
+        mine["embedding"] = mine["embedding"] + mine.pop("head.weight")
+    for name, gradient in mine.items():
+        wanted = there(gradients, named(name))
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=4e-6 * wanted.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
