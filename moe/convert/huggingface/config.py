@@ -11,6 +11,7 @@ import json
 import math
 from typing import Any
 
+from moe.convert.huggingface import encoder_decoder
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key
 from moe.recipe.load import flat
 from moe.recipe.sections import Rope, Run
@@ -31,7 +32,8 @@ def family_of(config: dict[str, Any]) -> Family:
         raise BadInput(
             "config.json: model_type", got=f"{kind} ({named})", needed=f"one of {', '.join(FAMILIES)}", fix="see: docs/use/huggingface.md"
         )
-    return FAMILIES[kind]
+    family = FAMILIES[kind]
+    return encoder_decoder.for_layers(family, config) if family.halves else family
 
 
 def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -63,6 +65,8 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
             raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
+    if family.halves:
+        return nested(values | encoder_decoder.recipe_values(family, config, values))
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         _refuse("layer_types", sorted(set(config["layer_types"])), "full_attention for all")
     values["model.max_length"] = min(values["model.max_length"], window_of(config) or LONGEST, LONGEST)
@@ -92,6 +96,8 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
     for key in family.keys:
         back = {ours: theirs for theirs, ours in (key.values or {}).items()}
         config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
+    if family.halves:
+        return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
     config |= {"hidden_act": "silu", "attention_bias": False, "rope_parameters": _rope_parameters(m.rope)}
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
     config |= {"sliding_window": None} if family.window != 0 else {}

@@ -25,6 +25,7 @@ from torch import Tensor
 from moe.checks.together import check_together
 from moe.convert.convert import find
 from moe.convert.huggingface.config import config_of, family_of, recipe_values, window_of
+from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, write, written
 from moe.data.tokenizer import Bpe, Bytes, Given, Ids
@@ -96,7 +97,9 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     values, window = recipe_values(config), window_of(config)
     tokenizer, said = _tokenizer(source, config, vocab_size=build_run(values).vocab_size)
     bytes_alone = tokenizer["kind"] == Bytes.name
-    values["data"] = {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
+    values["data"] = values.get("data", {}) | (
+        {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
+    )
     family, files = family_of(config), Source(source)
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
@@ -119,10 +122,12 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
         for name in _BESIDE:
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / KEPT / name)
-    most = min(config["max_position_embeddings"], window or config["max_position_embeddings"])
+    longest = config.get("max_position_embeddings", run.model.max_length)
+    most = min(longest, window or longest)
     if "model.max_length" not in overrides and run.model.max_length < most:
         said.append(f"model.max_length is {run.model.max_length} of {most}: --model.max_length changes that")
-    return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe generate {out}"]
+    verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
+    return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe {verb} {out}"]
 
 
 def _config(source: Path) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def from_run(source: Path, out: Path) -> list[str]:
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
     """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
     nearest: list[Change | str] | None = None
-    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) for kind in FAMILIES]:
+    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) for kind in of_kind(run)]:
         differs = _differences(run, shapes, config)
         if not differs:
             return config

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe.convert.huggingface.families import FAMILIES, Family, Row
-from moe.recipe.sections import Model, Run
+from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
 LENGTH = 512  # tokens that the encoder reads in the recipe: a T5 has no longest length
@@ -25,7 +25,8 @@ NO_MORE = 1e-9  # a capacity factor below one slot
 def for_layers(family: Family, config: dict[str, Any]) -> Family:
     """With the names of tensors that a model of so many layers has."""
     encoder = int(config["num_layers"])
-    rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None))
+    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    rows = tuple(_rows(encoder, _decoder_layers(config), switch=family.experts is not None, gated=gated))
     return replace(family, rows=rows)
 
 
@@ -34,7 +35,7 @@ def _decoder_layers(config: dict[str, Any]) -> int:
     return int(config["num_layers"] if there is None else there)
 
 
-def _rows(encoder: int, decoder: int, *, switch: bool) -> Iterator[Row]:
+def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[Row]:
     yield Row("shared.weight", "embedding")
     yield Row("lm_head.weight", "head.weight")
     yield Row("shared.weight", "head.weight")  # of a head that is not scaled and yet tied, as transformers 5 writes a T5 v1.1
@@ -52,7 +53,7 @@ def _rows(encoder: int, decoder: int, *, switch: bool) -> Iterator[Row]:
             yield Row(f"{theirs}0.SelfAttention.relative_attention_bias.weight", f"{ours}attention.bias.weight")
         yield Row(f"{theirs}{last}.layer_norm.weight", f"{ours}ffn_norm.weight")
         dense = f"{theirs}{last}.{'mlp' if switch else 'DenseReluDense'}."
-        for a, b in (("w1", "wi"), ("w1", "wi_0"), ("w3", "wi_1"), ("w2", "wo")):
+        for a, b in (*((("w1", "wi_0"), ("w3", "wi_1")) if gated else (("w1", "wi"),)), ("w2", "wo")):
             yield Row(f"{dense}{b}.weight", f"{ours}ffn.{a}.weight")
         if switch:
             yield Row(f"{dense}router.classifier.weight", f"{ours}router.weight")
@@ -107,10 +108,6 @@ def _sparse(layers: int, count: int) -> list[int]:
     return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
 
 
-def halves(model: Model) -> bool:
-    return model.kind == "encoder_decoder"
-
-
 def of_kind(run: Run) -> list[str]:
     """The families that could say a run: those with an encoder, or those without."""
-    return [kind for kind, family in FAMILIES.items() if family.halves == halves(run.model)]
+    return [kind for kind, family in FAMILIES.items() if family.halves == (run.model.kind == "encoder_decoder")]

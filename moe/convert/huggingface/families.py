@@ -62,6 +62,7 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
         Row(f"{_LAYER}mlp.shared_expert_gate.weight", f"{_OURS}shared_gate.weight"),
     ),
+    "switch": (),  # among the family's own rows
     "stacked": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.w1", turned=True, half=0),
@@ -69,7 +70,8 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2", turned=True),
     ),
 }
-NOT_READ = ("rotary_emb.inv_freq",)  # tensors that old files have and the recipe says
+# tensors that old files have and the recipe says, copies of another, and a table that no layer reads
+NOT_READ = ("rotary_emb.inv_freq", "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight")
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,29 @@ class Family:
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
     window: int | None = 0
+    halves: bool = False  # an encoder and a decoder: moe/convert/huggingface/encoder_decoder.py
+    rows: tuple[Row, ...] = ROWS
+    embedding: str = "model.embed_tokens.weight"
 
+
+_T5 = (
+    _key("vocab_size", "model.vocab_size"),
+    _key("d_model|hidden_size", "model.d_model"),
+    _key("d_kv", "model.head_size"),
+    _key("d_ff", "model.d_ff"),
+    _key("num_heads|num_attention_heads", "model.num_heads"),
+    _key("dropout_rate", "model.dropout", 0.1),
+    _key("layer_norm_epsilon", "model.norm_eps", 1e-6),
+    _key("tie_word_embeddings", "model.tied_embeddings", True),
+)
+_OF_T5 = {"model.kind": "encoder_decoder", "model.norm": "rmsnorm", "model.positions": "t5"}
+_MUST_OF_T5: dict[str, tuple[Any, ...]] = {
+    "relative_attention_num_buckets": (32,),
+    "relative_attention_max_distance": (128,),
+    "decoder_start_token_id": (0, None),
+    "is_encoder_decoder": (True,),
+    "quantization_config": (None,),
+}
 
 # by model_type; a run that several could say is written as the first of them
 FAMILIES: dict[str, Family] = {
@@ -191,11 +215,37 @@ FAMILIES: dict[str, Family] = {
         _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
         experts="mlp",
     ),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        (*_T5, _key("feed_forward_proj", "model.ffn", "relu", {"relu": "relu", "gated-gelu": "geglu"})),
+        _OF_T5,
+        must=_MUST_OF_T5,
+        halves=True,
+        embedding="shared.weight",
+    ),
+    "switch_transformers": Family(
+        "SwitchTransformersForConditionalGeneration",
+        (
+            *_T5,
+            _key("num_experts", "experts.num_experts", 8),
+            _key("router_jitter_noise", "router.jitter", 0.01),
+            _key("router_aux_loss_coef", "router.balance_weight", 0.001),
+            _key("router_z_loss_coef", "router.z_weight", 0.001),
+        ),
+        _OF_T5 | {"model.ffn": "relu", "router.preset": "switch"},
+        experts="switch",
+        must=_MUST_OF_T5 | {"dense_act_fn": ("relu",), "router_bias": (False,), "router_dtype": ("float32",)},
+        halves=True,
+        embedding="shared.weight",
+    ),
 }
 # keys that change nothing that a model computes here
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     use_cache output_router_logits attention_dropout max_window_layers layer_types sliding_window rope_parameters rope_theta rope_scaling
-    decoder_sparse_step mlp_only_layers tokenizer_class auto_map _attn_implementation_autoset unsloth_fixed unsloth_version
+    num_layers num_decoder_layers num_sparse_encoder_layers num_sparse_decoder_layers encoder_sparse_step expert_capacity n_positions
+    is_gated_act initializer_factor classifier_dropout task_specific_params add_router_probs dense_act_fn scale_decoder_outputs
+    router_ignore_padding_tokens decoder_sparse_step mlp_only_layers tokenizer_class auto_map
+    _attn_implementation_autoset unsloth_fixed unsloth_version
 """
 HARMLESS = frozenset(_HARMLESS.split())

@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe.convert.huggingface.families import EXPERTS, NOT_READ, ROWS, Family, Row
+from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
 from parallel.files import read_text
 from parallel.layout import Box
@@ -58,7 +58,7 @@ class Place:
 def places(name: str, family: Family, *, stacked: bool = True) -> Iterator[Place]:
     """Where a parameter by its name here can be, the place where the family is written first."""
     kinds = [] if family.experts is None else [family.experts, "shared", "stacked"] if stacked else [family.experts, "shared"]
-    for row in (*ROWS, *(row for kind in kinds for row in EXPERTS[kind])):
+    for row in (*family.rows, *(row for kind in kinds for row in EXPERTS[kind])):
         found = _pattern(row.ours).fullmatch(name)
         if found is not None:
             expert = found.groupdict().get("e")
@@ -122,8 +122,8 @@ class Source:
                 needed="tensors that have a parameter here",
                 fix="this model is not covered: see docs/use/huggingface.md",
             )
-        if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read("model.embed_tokens.weight")):
-            got = "another matrix than model.embed_tokens.weight with tie_word_embeddings"
+        if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
+            got = f"another matrix than {family.embedding} with tie_word_embeddings"
             raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
 
     def tensor(self, name: str) -> Tensor:
