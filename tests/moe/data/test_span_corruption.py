@@ -34,7 +34,7 @@ def test_the_published_lengths() -> None:
 
 
 def test_every_length_of_inputs_has_a_text() -> None:
-    for inputs in range(4, 1500):
+    for inputs in range(3, 1500):
         s = spans_of(inputs)
         assert s.inputs == inputs and s.text + 2 * s.num_spans + 2 == s.inputs + s.targets
         assert abs(s.hidden - 0.15 * s.text) <= 0.85 and 1 <= s.num_spans <= s.hidden < s.text
