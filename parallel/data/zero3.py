@@ -79,10 +79,12 @@ class Birth:
         init = Init(
             data_parallel_group=self.told.get_data_parallel_group(),
             config_dict_or_path=self.settings,
-            dtype=torch.float32,
             mem_efficient_linear=False,
             mpu=self.told,
-        )
+        )  # its own `dtype` is not fp32 on every processor, whatever is asked for: settings without 16 bits say so
+        assert init.dtype == torch.float32, f"{init.dtype} would round what lies on a disk"
+        if init.param_swapper is not None:
+            _ask_once(init.param_swapper)
         return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
@@ -232,6 +234,16 @@ class Zero3(DeepSpeed):
                         fill_run(part, wanted, shape=tuple(parameter.ds_shape), first=begin)
                 zero.optimizer.state[master]["step"].fill_(float(steps))
                 zero._reassign_or_swap_out_partitioned_parameters(number)
+
+
+def _ask_once(swapper: Any) -> None:
+    """Have each weight read once that DeepSpeed asks of the disk ahead of time: it asks twice for one that is soon used twice, and ends."""
+    read = swapper.swap_in
+
+    def swap_in(params: list[nn.Parameter], **options: Any) -> None:
+        read(list({id(parameter): parameter for parameter in params}.values()), **options)
+
+    swapper.swap_in = swap_in
 
 
 def _hook_dataclass(module: Any, _: Any, output: Any) -> Any:
