@@ -140,13 +140,19 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.mutations:
-        for name in ("nproc", "kinds", "timeout_s"):
+        for name in ("nproc", "kinds", "timeout_s", "go_on"):
             if getattr(flags, name) != getattr(Verify, name):
                 got = f"{getattr(flags, name)} with --mutations"
                 raise BadInput(f"--{name}", got=got, needed="nothing: each mutation names its layout", fix=f"remove --{name}")
         return _call("moe.verify.mutations.run", json=_text(flags.json), only=flags.only)
     return _call(
-        "moe.verify.verify", nproc=flags.nproc, json=_text(flags.json), only=flags.only, kinds=flags.kinds, timeout_s=flags.timeout_s
+        "moe.verify.verify",
+        nproc=flags.nproc,
+        json=_text(flags.json),
+        only=flags.only,
+        kinds=flags.kinds,
+        timeout_s=flags.timeout_s,
+        go_on=flags.go_on,
     )
 
 

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from moe.launch import exit_codes
-from moe.records.results import write_json
+from moe.records.speed import source_commit
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
+from moe.verify.table import Table
 from moe.verify.where import Standard
 
 Say = Callable[[str], None]
@@ -38,38 +39,42 @@ def main(
     only: str | None = None,
     kinds: str = ",".join(KINDS),
     timeout_s: float | None = None,
+    go_on: bool = False,
     say: Say = say_now,
 ) -> int:
     """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it.
 
-    A layout of up to four ranks that takes longer than `timeout_s` seconds has failed (None: 120); of eight ranks, twice that.
+    A layout of up to four ranks that takes longer than `timeout_s` seconds has failed (None: 120); of eight ranks, twice that. `json`
+    is written every few seconds; with `go_on` the rows in it that passed are kept, and the others run (moe/verify/table.py).
     """
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
     started = time.perf_counter()
     chosen = [c for c in cases(nproc, kinds=tuple(kinds.split(","))) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
     expected: dict[Case, Expected] = {}  # each made while the ranks are at the first row that needs it
-    rows: list[dict[str, Any]] = []
+    table = Table(chosen, json, go_on=go_on)
     failed: list[tuple[Case, dict[str, Any]]] = []
+    if go_on:
+        say(table.begins(source_commit()))
     say(_line("layout", "kind", "world", "precision", *NUMBERS, "of bound", ""))
     for world in sorted({c.world for c in chosen}):
-        for case, ran in run_world([c for c in chosen if c.world == world], world, timeout_s=timeout_s):
+        for case, ran in run_world(table.left(world), world, timeout_s=timeout_s):
             twin = twin_of(case)
             if twin not in expected:
                 expected[twin] = Expected.of(twin)
+                if twin.precision != "fp32":
+                    table.tolerances[name_of(twin)] = expected[twin].tolerance
             row = judged(case, ran, expected[twin])
-            rows.append(row)
+            table.add(case, row)
             failed += [] if row["passed"] else [(case, row)]
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]
             say(_line(row["layout"], row["kind"], world, row["precision"], *cells, "pass" if row["passed"] else "FAIL"))
     _say_where(failed, expected, say)
-    _say_sums(rows, expected, nproc, time.perf_counter() - started, say)
+    _say_sums(table.rows, expected, nproc, time.perf_counter() - started, say)
     pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
     for line in [] if pairs is None else described(pairs):
         say(line)
-    if json:
-        tolerances = {name_of(twin): e.tolerance for twin, e in expected.items() if twin.precision != "fp32"}
-        write_json(json, verb="verify", rows=rows, tolerances=tolerances, **({} if pairs is None else as_json(pairs)))
-    return exit_codes.of(bool(rows) and not failed)
+    table.write(**({} if pairs is None else as_json(pairs)))
+    return exit_codes.of(bool(table.rows) and not failed)
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:

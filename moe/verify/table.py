@@ -1,0 +1,92 @@
+"""The rows of `moe verify --json FILE`: written while they are made, so that a table of hours that was interrupted goes on.
+
+FILE with rows that passed   --go_on-->   they are kept, each with the commit that made it; the others are run
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe.records.results import write_json
+from moe.verify.cases import Case
+from parallel.errors import BadInput
+
+EVERY_S = 10.0  # between two writings of the whole table
+
+Key = tuple[str, str, int, str]
+
+
+class Table:
+    """Rows of these cases, in their order. `file`: where they go, None: nowhere; `go_on`: begin with those in it that passed.
+
+    Raises BadInput where there is nothing to go on from.
+    """
+
+    def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
+        self.chosen, self.file, self.kept = list(chosen), file, 0
+        self.tolerances: dict[str, Any] = {}
+        self.commits: set[str] = set()
+        self._rows: dict[int, dict[str, Any]] = {}  # by place among the chosen
+        self._written = time.monotonic()
+        if go_on:
+            self._keep(_read(file))
+
+    def _keep(self, before: dict[str, Any]) -> None:
+        there: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+        for row in before["rows"]:
+            if row["passed"]:
+                there[row["layout"], row["kind"], row["world"], row["precision"]].append({"commit": before["commit"]} | row)
+        for place, case in enumerate(self.chosen):
+            if same := there[case.layout, case.kind, case.world, case.precision]:
+                self._rows[place] = same.pop(0)
+        self.kept, self.tolerances = len(self._rows), before["tolerances"]
+        self.commits = {str(row["commit"]) for row in self._rows.values()}
+
+    def begins(self, now: str | None) -> str:
+        """What to say of the rows that were kept, at the commit `now`."""
+        others = sorted(self.commits - {str(now)})
+        made = f", made at {', '.join(others)}, which say nothing of what changed since" if others else ""
+        return f"{self.kept} rows kept from {self.file}{made}; {len(self.chosen) - self.kept} left"
+
+    def left(self, world: int) -> list[Case]:
+        """The cases of so many processes that have no row yet."""
+        return [case for place, case in enumerate(self.chosen) if case.world == world and place not in self._rows]
+
+    def add(self, case: Case, row: dict[str, Any]) -> None:
+        """The row of a case that was left; every few seconds all are written."""
+        self._rows[next(place for place, one in enumerate(self.chosen) if one == case and place not in self._rows)] = row
+        if time.monotonic() - self._written > EVERY_S:
+            self.write()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Those there are, in the order of the cases."""
+        return [self._rows[place] for place in sorted(self._rows)]
+
+    def write(self, **more: Any) -> None:
+        """All that there is; `left` counts what is missing."""
+        self._written = time.monotonic()
+        if self.file is not None:
+            write_json(
+                self.file, verb="verify", rows=self.rows, tolerances=self.tolerances, left=len(self.chosen) - len(self._rows), **more
+            )
+
+
+def _read(file: str | None) -> dict[str, Any]:
+    needed, fix = "--json FILE with the table that an interrupted run has left", "--json docs/benchmarks/verify-hybrid.json"
+    if file is None:
+        raise BadInput("--go_on", got="no --json", needed=needed, fix=fix)
+    try:
+        before = json.loads(Path(file).read_text(encoding="utf-8"))
+        known = before["verb"] == "verify" and {"rows", "tolerances", "commit"} <= before.keys()
+        complete = known and all({"layout", "kind", "world", "precision", "passed"} <= row.keys() for row in before["rows"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput("--go_on", got=f"{file}: {error}", needed=needed, fix="leave --go_on out") from None
+    if not complete:
+        raise BadInput("--go_on", got=f"{file}, which is not a table of moe verify", needed=needed, fix="leave --go_on out")
+    return before  # type: ignore[no-any-return]
