@@ -317,7 +317,7 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
     assert called == [
         ("moe.train.generate", ("runs/a",), {"tokens": 5}),
         ("moe.report", ("runs/a",), {"json": None}),
-        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": kinds, "timeout_s": None}),
+        ("moe.verify.verify", (), {"nproc": 2, "json": "f.json", "only": "ep 2", "kinds": kinds, "timeout_s": None, "go_on": False}),
         ("moe.bench.how_fast", (), {"steps": 4}),
     ]
 
