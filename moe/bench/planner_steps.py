@@ -37,7 +37,7 @@ from moe.train.executor import start_executor
 from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Cluster
-from parallel.plan.cost import stage_layers, stage_times
+from parallel.plan.cost import rank_layers, stage_times
 from parallel.process import World
 
 WITHIN = 0.10
@@ -163,7 +163,7 @@ def core_seconds(found: Prediction, cluster: Cluster) -> float:
     """The predicted step without waits between stages: all ranks' work over the cores, and what they send."""
     network, plan, time = found.network, found.plan, found.time
     assert time is not None
-    stages = stage_times(network, plan, cluster, stage_layers(network, plan))
+    stages = stage_times(network, plan, cluster, tuple(map(sum, rank_layers(network, plan))))
     work = sum(stage.work for stage in stages) / len(stages)
     sent = sum(stage.total for stage in stages) / len(stages) - work
     passes = plan.microbatches * (cluster.crowd(plan.world) * work + sent)

@@ -17,7 +17,7 @@ def check_pipeline(run: Run) -> None:
     if pp == 1:
         _check_without_stages(run)
         return
-    if pp > run.model.num_layers:  # before a schedule of so many ranks is made
+    if pp > run.model.num_layers + (0 if run.pipeline.layers is None else 2):  # before a schedule of so many ranks is made
         raise BadInput(
             "degrees.pp",
             got=pp,
@@ -39,11 +39,11 @@ def _check_without_stages(run: Run) -> None:
             kind_of(p.schedule)
         except BadInput as unknown:
             raise BadInput("pipeline.schedule", got=unknown.got, needed=unknown.needed, fix=unknown.fix) from None
-    if p.layers is not None and (sum(p.layers) != layers or min(p.layers, default=0) < 1):
+    if p.layers is not None and (sum(p.layers) != layers or min(p.layers, default=-1) < 0):
         raise BadInput(
             "pipeline.layers",
             got=list(p.layers),
-            needed=f"numbers above 0 that add up to model.num_layers={layers}",
+            needed=f"numbers from 0 that add up to model.num_layers={layers}",
             fix="set it to null, for a cut by FLOPs",
         )
     if p.energy_plan is not None:

@@ -42,7 +42,7 @@ def _layers(row: dict[str, Any], stages: tuple[int, ...]) -> str:
     counts = row["layers_by_stage"]
     firsts = [sum(counts[:stage]) for stage in stages]
     ranges = [(first, first + counts[stage] - 1) for first, stage in zip(firsts, stages, strict=True)]
-    return "layers " + ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+    return "layers " + ", ".join(f"{first}-{last}" if last > first else str(first) if last == first else "none" for first, last in ranges)
 
 
 def _memory(row: dict[str, Any], rank: int) -> str:

@@ -82,7 +82,8 @@ class OfRecipe:
 
     def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
         layers, stages = self.recipe.model.num_layers, schedule.num_stages
-        if stages > layers:
+        listed = self.recipe.pipeline.layers or ()  # which may leave stages without any
+        if stages > layers and (len(listed) != stages or sum(listed) != layers):
             chunks = stages // schedule.num_ranks
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
             fewer = f"--stages {layers // chunks} or " if layers >= chunks and not self.of_file else ""

@@ -55,9 +55,15 @@ def head_bytes(run: Run, device: Device = "cuda") -> float:
     return held + (4 * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
 
 
-def input_bytes(run: Run, layer: int) -> float:
-    """Bytes held per token for a stage's input, if the stage's first block does not hold that tensor itself."""
-    own = run.recompute.of_layer(layer) == "full" or compute_bytes(run) == 4
+def input_bytes(run: Run, layer: int | None, *, first: bool, last: bool) -> float:
+    """Bytes held per token for a stage's input, if nothing in the stage holds that tensor itself. `layer`: the stage's first, or None.
+
+    `first`, `last`: whether the model begins or ends there. A stage of the embedding alone keeps no more than tokens.
+    """
+    if layer is None and first:
+        return 0
+    in_fp32 = compute_bytes(run) == 4 and (layer is not None or last)  # a norm keeps it
+    own = in_fp32 or (layer is not None and run.recompute.of_layer(layer) == "full")
     return 0 if own else compute_bytes(run) * run.model.d_model
 
 

@@ -10,6 +10,7 @@ from moe.plan.optimizer import optimizer_bytes
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from parallel.errors import BadInput
+from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES
 from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
@@ -75,7 +76,7 @@ def plan_of(run: Run) -> Plan:
         sequence=run.sequence.kind,
         order=run.sequence.places,
         schedule=run.pipeline.schedule,
-        chunks=run.pipeline.chunks or 1,
+        chunks=_chunks(run),
         stage_layers=run.pipeline.layers,
         microbatch=max(1, run.train.global_batch // replicas),
         microbatches=run.pipeline.microbatches,
@@ -89,6 +90,16 @@ def plan_of(run: Run) -> Plan:
         tiles=run.tiling.ffn,
         reshard=run.sharding.reshard,
     )
+
+
+def _chunks(run: Run) -> int:
+    """Stages a rank: the recipe's, else the schedule's own; of an order in a file as many as pipeline.layers says."""
+    p, pp = run.pipeline, run.degrees.pp
+    if pp == 1:
+        return p.chunks or 1
+    if p.schedule not in SCHEDULES:
+        return p.chunks or (len(p.layers) // pp if p.layers and len(p.layers) % pp == 0 else 1)
+    return SCHEDULES[p.schedule].chunks or p.chunks or DEFAULT_CHUNKS
 
 
 def _engine(run: Run) -> Any:

@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from moe.plan.stages import layer_flops
+from moe.plan.stages import layer_flops, stage_flops
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.files import user_path
@@ -20,7 +20,7 @@ from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
-from parallel.plan.cut import cut
+from parallel.plan.cut import cut, empty_rank
 
 
 def continuous(run: Run) -> bool:
@@ -95,9 +95,9 @@ def _from_file(run: Run) -> Schedule:
 
 
 def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
-    """The layers of each stage. Raises BadInput for more stages than layers, and for a list that does not fit."""
+    """The layers of each stage. Raises BadInput for more stages than layers without a list of them, and for a list that does not fit."""
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
-    if stages > layers:
+    if given is None and stages > layers:
         chunks = stages // schedule.num_ranks
         fewer = layers // schedule.num_ranks
         smaller = f"set degrees.pp to {max(1, layers // chunks)}"
@@ -106,23 +106,47 @@ def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
         raise BadInput(
             "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=f"{smaller}, or add layers"
         )
-    if given is not None and (len(given) != stages or sum(given) != layers or min(given) < 1):
-        near = list(cut(layer_flops(run), stages))
+    if given is not None:
+        _check_list(run, schedule, given)
+    return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
+
+
+def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...]) -> None:
+    """Refuse a pipeline.layers that is not of this schedule's stages, or leaves a rank without weights."""
+    layers, stages = run.model.num_layers, schedule.num_stages
+    if len(given) != stages or sum(given) != layers or min(given) < 0:
+        near = _some_list(run, stages)
         raise BadInput(
             "pipeline.layers",
             got=list(given),
-            needed=f"{stages} numbers above 0, one a stage, that add up to model.num_layers={layers}",
-            fix=f"set it to {near}, or to null for a cut by FLOPs",
+            needed=f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}",
+            fix=f"set it to {near}, or to null for a cut by FLOPs" if near else f"set degrees.pp to {layers} or less, and it to null",
         )
-    return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
+    empty = empty_rank(given, schedule.homes)
+    if empty is not None:
+        near = _some_list(run, stages)
+        raise BadInput(
+            "pipeline.layers",
+            got=f"{list(given)}, which leaves rank {empty} of the pipeline without weights",
+            needed="a layer, the embedding (first stage) or the head (last stage) on every rank",
+            fix=f"set it to {near}" if near else f"set degrees.pp to {layers} or less, and it to null",
+        )
+
+
+def _some_list(run: Run, stages: int) -> list[int] | None:
+    """Layers cut by FLOPs; of a stage or two more than layers, the head and then the embedding alone."""
+    layers = run.model.num_layers
+    if stages <= layers:
+        return list(cut(layer_flops(run), stages))
+    return {1: [*[1] * layers, 0], 2: [0, *[1] * layers, 0]}.get(stages - layers)
 
 
 def described(run: Run) -> str:
     """The stages in words, with the schedule's idle share: simulated by FLOPs, backward as twice forward, without transfers."""
     batches = run.pipeline.drain_every if continuous(run) else 1
     schedule = schedule_of(run, batches=batches)
-    layers, flops = layers_of(run, schedule), layer_flops(run)
-    forward = [sum(flops[layer] for layer in held) for held in layers]
+    layers = layers_of(run, schedule)
+    forward = stage_flops(run, layers)
     timeline = simulate(schedule, costs(forward, [2 * time for time in forward]))
     idle = 1 - sum(map(timeline.busy, range(schedule.num_ranks))) / (timeline.makespan * schedule.num_ranks)
     m, counts = run.pipeline.microbatches, ", ".join(str(len(held)) for held in layers)

@@ -1,6 +1,7 @@
 """The cost of each stage of a recipe's model, computed without the model: pipelines are cut and simulated by it.
 
     layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes the head's
+    stage_flops(run, layers)  the same of each stage; the head's are those of the last, which may have no layer
     stages_of(run, ...)       the layers cut into stages (parallel/plan/cut.py) -> FLOPs and bytes of one micro-batch on each
     Device.cost(stages)       the same in seconds: FLOPs over a speed, bytes over a link's bandwidth
 
@@ -73,6 +74,13 @@ def layer_flops(run: Run) -> tuple[float, ...]:
     return tuple(flops)
 
 
+def stage_flops(run: Run, layers: Sequence[range]) -> tuple[float, ...]:
+    """Forward FLOPs per token of each stage that has these layers, with the vocabulary projection's in the last."""
+    head, of_layer = head_forward(run.model, vocab_size=run.vocab_size), layer_flops(run)
+    of_stage = [sum(of_layer[layer] - (head if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
+    return (*of_stage[:-1], of_stage[-1] + head)
+
+
 def micro_batch(run: Run, microbatches: int) -> int:
     """Number of sequences in one micro-batch of one replica. Raises BadInput if the batch cannot be cut into `microbatches`."""
     replicas = run.degrees.dp if isinstance(run.degrees.dp, int) else 1
@@ -96,18 +104,20 @@ def stages_of(run: Run, num_stages: int, *, sequences: int) -> tuple[Stage, ...]
     given = run.pipeline.layers or ()
     counts = given if len(given) == num_stages and sum(given) == run.model.num_layers else cut(layer_flops(run), num_stages)
     places = [range(first, end) for first, end in pairwise((0, *accumulate(counts)))]
-    return tuple(_stage(run, layers, sequences * run.model.max_length) for layers in places)
+    tokens, last = sequences * run.model.max_length, num_stages - 1
+    return tuple(_stage(run, layers, tokens, first=stage == 0, last=stage == last) for stage, layers in enumerate(places))
 
 
-def _stage(run: Run, layers: range, tokens: int) -> Stage:
-    model, first, last = run.model, layers.start == 0, layers.stop == run.model.num_layers
+def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> Stage:
+    model = run.model
     table = run.vocab_size * model.d_model
     flops = head_forward(model, vocab_size=run.vocab_size) if last else 0.0
     again = flops if run.recompute.loss_chunks > 1 else 0.0
     core = core_forward(model) * len(layers)
     forward = flops + sum(block_size(model, run.experts, run.router, layer=layer).forward for layer in layers)
     again += sum(_recomputed(run, layer) for layer in layers)
-    held = sum(block_bytes(run, layer) for layer in layers) + input_bytes(run, layers.start) + (head_bytes(run) if last else 0)
+    came = input_bytes(run, layers.start if layers else None, first=first, last=last)
+    held = sum(block_bytes(run, layer) for layer in layers) + came + (head_bytes(run) if last else 0)
     ends = (table if first else 0) + ((model.d_model + (0 if first and model.tied_embeddings else table)) if last else 0)
     return Stage(
         layers=layers,

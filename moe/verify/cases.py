@@ -125,6 +125,7 @@ class Case:
     pp: int = 1
     schedule: str = "1f1b"
     layers: int = 2
+    stages: tuple[int, ...] | None = None  # how many layers each has; None: cut by FLOPs
     padded: bool = False  # sequences end early: moe/verify/batches.py
     overflow: bool = False  # a gradient that one rank alone has is infinite at step OVERFLOWS
     tp: int = 1  # ranks with the same tokens
@@ -141,6 +142,7 @@ class Case:
     @property
     def layout(self) -> str:
         parts = [f"{self.schedule} pp{self.pp}" if self.pp > 1 else ""]
+        parts += ["layers" + "-".join(map(str, self.stages)) if self.stages else ""]
         parts += [f"{self.model} dp{self.dp}", f"tp{self.tp}-{self.tensor}" if self.tp > 1 else "", f"ep{self.ep}"]
         parts += [f"sp{self.sp} {self.attention}" if self.sp > 1 else ""]
         parts += [f"etp{self.etp}" if self.etp > 1 else "", f"m{self.microbatches}"]
@@ -168,7 +170,7 @@ class Case:
             "tensor": FORMS.get(self.tensor, {"kind": self.tensor}),
             "dispatch": ROWS[self.rows] if self.ep > 1 else {},
             "sharding": sharding_of(self.kind) | {"replicas": self.replicas, "allow_slow": self.pp > 1},
-            "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule},
+            "pipeline": {"microbatches": self.microbatches, "schedule": self.schedule, "layers": self.stages},
             "tiling": {"ffn": self.tiles, "head": self.head_tiles},
             "recompute": {"kind": self.recompute, "loss_chunks": self.chunks},
             "precision": {"compute": self.precision, "loss_scale": 1024.0 if self.precision == "fp16" else "none"},
@@ -531,6 +533,34 @@ def pipeline_cases(nproc: int) -> list[Case]:
     for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
         for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
             found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
+    return found + _empty_stage_cases(nproc)
+
+
+def _empty_stage_cases(nproc: int) -> list[Case]:
+    """The head in a stage of its own, the embedding in one, both, and a stage in the middle through which activations only go."""
+
+    def one(
+        model: str, engine: str, world: int, schedule: str, stages: tuple[int, ...], precision: str = "fp32", recompute: str = "none"
+    ) -> Case:
+        pp = len(stages) // (SCHEDULES[schedule].chunks or 2)
+        return replace(_staged(model, engine, world, pp, schedule, precision, recompute), layers=sum(stages), stages=stages)
+
+    found = [
+        *(one(model, "ddp", 2, "1f1b", stages) for model in ("dense", "gshard", "deepseek") for stages in ((3, 0), (0, 3))),
+        one("gshard", "ddp", 2, "zb_h1", (3, 0), "fp16"),
+        one("dense", "ddp", 2, "two_bw", (0, 3)),
+        one("gshard", "ddp", 2, "pipedream", (3, 0)),
+        one("dense", "ddp", 2, "interleaved", (2, 0, 1, 0), "bf16", "full"),
+        one("gshard", "ddp", 2, "zb_v", (0, 2, 1, 0), "bf16"),
+    ]
+    if nproc >= 4:
+        found += [
+            one("gshard", "ddp", 4, "1f1b", (0, 2, 1, 0)),
+            one("dense", "ddp", 4, "chimera", (1, 2, 1, 0)),
+            one("gshard", "ddp", 4, "dualpipe", (0, 2, 1, 0), "bf16"),
+            *(one("gshard", engine, 4, "1f1b", stages, "bf16") for engine in ("zero1", "fsdp") for stages in ((3, 0), (0, 3))),
+            one("gshard", "zero1", 4, "zb_h1", (3, 0)),
+        ]
     return found
 
 

@@ -47,14 +47,14 @@ def twin_of(case: Case) -> Case:
         twin = replace(twin, head_tiles=case.head_tiles * parts, chunks=case.chunks, slices=int(case.sp > 1))
         twin = replace(twin, parts=parts, blocks=blocks)
     if case.delayed:
-        return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches)
+        return replace(twin, pp=case.pp, schedule=case.schedule, microbatches=case.microbatches, stages=case.stages)
     own = case.dp * case.microbatches
     return replace(twin, microbatches=own) if case.precision != "fp32" and own not in (1, *CUTS) else twin
 
 
 def alone(twin: Case) -> Case:
     """The same model in one piece, for what is computed on one process by the trainer's own code."""
-    return replace(twin, pp=1, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
+    return replace(twin, pp=1, stages=None, microbatches=1, head_tiles=1, chunks=1, parts=1, blocks=1, slices=0)
 
 
 def reorderings(twin: Case) -> Iterator[tuple[Case, str]]:

@@ -141,6 +141,8 @@ def listen(model: nn.Module, tape: Tape) -> None:
             after(block.moe.router, f"layers.{number}.router", _gates)
             after(block.moe, f"layers.{number}.moe", lambda out: out[0])
         after(block, f"layers.{number}", lambda out: out[0])
+    if held is None:  # the head alone: no layer says which tokens these are
+        model.register_forward_pre_hook(entered(-1), with_kwargs=True)
     after(model.norm, "norm", lambda x: x)
 
 

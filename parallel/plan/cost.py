@@ -16,11 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from parallel.pipeline.schedules.catalog import placed
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
+from parallel.plan.counts import sizes_of
 from parallel.plan.job import Network, Plan
 from parallel.plan.layer_time import Layer, Pass, head_time, layer_time, of_layer, tokens_of
-from parallel.plan.pipeline_time import How, crossings, head_rank, pipeline_time
+from parallel.plan.pipeline_time import How, crossings, head_rank, homes_of, pipeline_time
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -106,13 +108,13 @@ def step_time(
     cluster's number of nodes is not checked.
     """
     program = program or own_program(cluster)
-    counts, last = stage_layers(network, plan), head_rank(plan)
-    held = [_held(network, plan, n, first=i == 0, last=i == last) for i, n in enumerate(counts)]
+    ranks, last = rank_layers(network, plan), head_rank(plan)
+    held = [_held(network, plan, *n, first=i == 0, last=i == last) for i, n in enumerate(ranks)]
     adds = [_accumulated(plan, cluster, program, *own) for own in held]
     if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
-        both = _held(replace(network, tied=False), plan, counts[last], first=True, last=True)
+        both = _held(replace(network, tied=False), plan, *ranks[last], first=True, last=True)
         adds[last] = _accumulated(plan, cluster, program, *both)
-    kinds = _kinds(network, counts, last)
+    kinds = [(*n, i == last) for i, n in enumerate(ranks)]
     alike = {
         key: _stage(network, plan, cluster, program, imbalance, *key)
         for key in dict.fromkeys((*kind, more) for kind, more in zip(kinds, adds, strict=True))
@@ -129,7 +131,7 @@ def step_time(
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
     passes = pipeline_time(plan, *times, sent, head=head, how=pipeline)
     sums = max(
-        (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(counts) - 1, stages.index(slowest)}), key=sum
+        (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(ranks) - 1, stages.index(slowest)}), key=sum
     )
     optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
     crowd = cluster.crowd(plan.world)
@@ -159,12 +161,12 @@ def step_time(
 def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program | None = None) -> list[Stage]:
     """One micro-batch on each of the stages that have so many layers; the last has the head."""
     program = program or own_program(cluster)
-    last = len(counts) - 1
-    held = [_held(network, plan, n, first=i == 0, last=i == last) for i, n in enumerate(counts)]
-    return [
-        _stage(network, plan, cluster, program, 1.0, *key, _accumulated(plan, cluster, program, *own))
-        for key, own in zip(_kinds(network, counts, last), held, strict=True)
-    ]
+    found = []
+    for i, (dense, sparse) in enumerate(_kinds(network, counts)):
+        last = i == len(counts) - 1
+        held = _held(network, plan, dense, sparse, first=i == 0, last=last)
+        found.append(_stage(network, plan, cluster, program, 1.0, dense, sparse, last, _accumulated(plan, cluster, program, *held)))
+    return found
 
 
 def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: float) -> float:
@@ -182,23 +184,29 @@ def own_program(cluster: Cluster) -> Program:
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
-def stage_layers(network: Network, plan: Plan) -> tuple[int, ...]:
-    """Layers of each of a rank's stages together, by place in the pipeline; where they do not divide, the ends get fewer."""
-    if plan.stage_layers and len(plan.stage_layers) == plan.pp:
-        return plan.stage_layers
-    share, more = divmod(network.layers, plan.pp)
-    first = (plan.pp - more) // 2
-    return tuple(share + (1 if first <= i < first + more else 0) for i in range(plan.pp))
+def rank_layers(network: Network, plan: Plan) -> tuple[tuple[int, int], ...]:
+    """(dense layers, sparse layers) of each rank of a pipeline, whose stages count together; of each stage where two ranks hold it."""
+    if placed(plan.schedule) == "both_ways":
+        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, tuple((stage,) for stage in range(plan.pp)))
+    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, tuple(homes_of(plan)))
 
 
-def _kinds(network: Network, counts: tuple[int, ...], last: int) -> list[tuple[int, int, bool]]:
-    """(dense layers, sparse layers, whether it has the head) of each stage."""
-    sparse, out, at = set(network.sparse_layers), [], 0
-    for i, count in enumerate(counts):
-        with_experts = sum(1 for layer in range(at, at + count) if layer in sparse) if sparse else 0
-        out.append((count - with_experts, with_experts, i == last))
-        at += count
-    return out
+@lru_cache(maxsize=5_000)
+def _of_ranks(
+    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, homes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, int], ...]:
+    found, at = [[0, 0] for _ in range(1 + max(max(ranks) for ranks in homes))], 0
+    with_experts = set(sparse)
+    for size, (rank,) in zip(sizes_of(layers, len(homes), given), homes, strict=True):
+        for layer in range(at, at + size):
+            found[rank][layer in with_experts] += 1
+        at += size
+    return tuple((dense, experts) for dense, experts in found)
+
+
+def _kinds(network: Network, counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(dense layers, sparse layers) of each of so many layers one after another."""
+    return list(_of_ranks(network.layers, network.sparse_layers, counts, tuple((stage,) for stage in range(len(counts)))))
 
 
 @lru_cache(maxsize=50_000)
@@ -283,8 +291,8 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
     return one
 
 
-def _held(network: Network, plan: Plan, layers: int, *, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, expert) parameters of a rank with so many layers and these ends, after tensor parallelism and the cut of experts."""
+def _held(network: Network, plan: Plan, plain: int, sparse: int, *, first: bool, last: bool) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank with so many layers without and with experts and these ends, as tp and ep cut them."""
     d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
     attention = d * (2 * a + 2 * k)
     if network.latent:
@@ -293,13 +301,12 @@ def _held(network: Network, plan: Plan, layers: int, *, first: bool, last: bool)
         q = q if late.query_rank else d * h * (network.channels + late.rotary_size)
         attention = q + d * (late.key_rank + late.rotary_size) + late.key_rank * h * (network.channels + late.value_size)
         attention += h * late.value_size * d
-    share = len(network.sparse_layers) / network.layers if network.layers else 0.0
     e = network.experts
     dense_ffn = d * network.hidden * (3 if network.gated else 2)
     beside = d * e.shared_hidden * (3 if e.gated else 2) + d * e.count if e else 0
-    dense = layers * (attention + (1 - share) * dense_ffn + share * beside)
+    dense = (plain + sparse) * attention + plain * dense_ffn + sparse * beside
     ends = first + last - (first and last and network.tied)
-    expert = layers * share * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
+    expert = sparse * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
     parts = plan.tp // plan.depth if plan.tensor == "2.5d" else 1 if plan.tensor == "copied" else plan.tp
     return (dense + ends * network.vocab * d) / parts, expert
 

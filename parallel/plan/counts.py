@@ -117,9 +117,14 @@ def parameters(network: Network) -> float:
 
 def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
     """The layers of each of `count` stages."""
-    given = plan.stage_layers or ()
-    sizes = given if len(given) == count and sum(given) == network.layers else even(network.layers, count)
+    sizes = sizes_of(network.layers, count, plan.stage_layers)
     return tuple(range(a, b) for a, b in pairwise((0, *accumulate(sizes))))
+
+
+def sizes_of(layers: int, stages: int, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Layers of each stage: as given, if that is of so many stages and layers, else as even as can be."""
+    fits = given is not None and len(given) == stages and sum(given) == layers
+    return given if fits and given is not None else even(layers, stages)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:

@@ -27,6 +27,12 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return _best(ends, stages, limit=max(ends[b] - ends[a] for a, b in zip(_places(slowest), _places(slowest)[1:], strict=False)))
 
 
+def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | None:
+    """The first rank with neither a layer nor the first or last stage, which would hold no weights. `homes`: of each stage its ranks."""
+    held = {rank for stage, ranks in enumerate(homes) if sizes[stage] or stage in (0, len(sizes) - 1) for rank in ranks}
+    return next((rank for rank in sorted({rank for ranks in homes for rank in ranks}) if rank not in held), None)
+
+
 def _places(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)]
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from parallel.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.plan.cut import empty_rank
 from parallel.plan.job import Network, Plan
+from parallel.plan.pipeline_time import homes_of
 
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
 
@@ -166,10 +168,13 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     if pp == 1:
         return
     stages = pp * plan.chunks
-    if stages > network.layers:
+    given = plan.stage_layers
+    if given is None and stages > network.layers:
         yield f"{stages} stages are more than model.num_layers={network.layers}"
-    if plan.stage_layers is not None and (len(plan.stage_layers) != stages or sum(plan.stage_layers) != network.layers):
+    if given is not None and (len(given) != stages or sum(given) != network.layers or min(given) < 0):
         yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
+    elif given is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
+        yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
     kind = SCHEDULES.get(name)  # None: a file of actions
     if kind is not None and kind.chunks not in (None, plan.chunks):
         yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"

@@ -168,9 +168,7 @@ class _Job:
         bodies = [sum(n * of.kept for of, n in mine) for mine in layers.values()]
         ends = [ends_kept(network, plan, stack, first=stage == 0, last=stage == last) for stage in layers]
         crossing = plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
-        read_wide = stack.norm > plan.compute_bytes and plan.recompute != "full"  # the first norm keeps a wider copy, not what arrived
-        crossings = (stack.outputs == "kept" and plan.pp > 1) + read_wide
-        ends = [end + crossings * crossing for end in ends]
+        ends = [end + self._inputs(stage) * crossing for stage, end in zip(layers, ends, strict=True)]
         work = max((of.work for mine in layers.values() for of, _ in mine), default=0.0)
         found = []
         for count in rank.most:
@@ -185,6 +183,14 @@ class _Job:
                 table = plan.compute_bytes * counts.embedding(network, plan)
                 found.append({"activations": kept, "loss and logits": beside, "embedding's gradient": table})
         return max(found, key=lambda moment: sum(moment.values()))
+
+    def _inputs(self, stage: int) -> int:
+        """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
+        sent = int(self.stack.outputs == "kept" and self.plan.pp > 1)
+        wider = self.stack.norm > self.plan.compute_bytes  # the first norm keeps a wider copy, not what arrived
+        if self.stages[stage] or stage == len(self.stages) - 1:
+            return sent + (wider and not (self.stages[stage] and self.plan.recompute == "full"))
+        return sent + (stage > 0)  # the embedding alone reads tokens; a stage without anything keeps what goes through
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

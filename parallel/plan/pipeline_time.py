@@ -40,6 +40,14 @@ def head_rank(plan: Plan) -> int:
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
+def homes_of(plan: Plan) -> list[tuple[int, ...]]:
+    """Of each stage the ranks that have it."""
+    where, p = placed(plan.schedule), plan.pp
+    if where == "both_ways":
+        return [tuple(sorted({stage, p - 1 - stage})) for stage in range(p)]
+    return [*folded(p)] if where == "v" else [(stage % p,) for stage in range(p * plan.chunks)]
+
+
 def pipeline_time(
     plan: Plan,
     forward: Sequence[float],
@@ -94,7 +102,7 @@ def _least(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], 
     whole = [f + b for f, b in zip(forward, backward, strict=True)]
     if placed(plan.schedule) == "both_ways":  # replicas share a stage's micro-batches as they like
         return max(m * sum(whole) / p, sum(whole) - share * sum(backward) + 2 * (p - 1) * sent)
-    homes = [rank for (rank,) in folded(p)] if placed(plan.schedule) == "v" else [stage % p for stage in range(len(forward))]
+    homes = [rank for (rank,) in homes_of(plan)]
     inputs = [(1 - share) * b for b in backward]
     links = [sent if a != b else 0.0 for a, b in zip(homes, homes[1:], strict=False)]
     before, after = ([0.0, *accumulate(x + y for x, y in zip(way, links, strict=False))] for way in (forward, inputs))

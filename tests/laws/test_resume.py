@@ -39,9 +39,12 @@ LAYOUTS: dict[str, Layout] = {
     "dp 2 ep 2 fsdp": (2, {"degrees": {"ep": 2}, "sharding": {"kind": "fsdp"}}),
     "tp 2": (2, {"degrees": {"tp": 2}}),
     "tp 2 dp 2 zero": (4, {"degrees": {"tp": 2}, "sharding": {"kind": "zero"}}),
-    "pp 2 1f1b": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4}}),
+    "pp 2, the head alone": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4, "layers": (2, 0)}}),
     "pp 2 chimera": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2, "schedule": "chimera"}}),
-    "pp 2 dp 2 ep 2 zero": (4, {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1"}, "sharding": {"kind": "zero"}}),
+    "pp 2 dp 2 ep 2 zero, the embedding alone": (
+        4,
+        {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1", "layers": (0, 2)}, "sharding": {"kind": "zero"}},
+    ),
 }
 
 # what one run goes through, two steps on each (a signal ends a life after its second step at the earliest)
@@ -129,9 +132,9 @@ def copied(folder: Path, to: Path) -> Path:
         ("dp 2 ep 2", "tp 2 dp 2 zero"),
         ("dp 2 ep 2", "pp 2 chimera"),
         ("pp 2 chimera", "dp 2 ep 2 zero"),
-        ("pp 2 chimera", "pp 2 1f1b"),
-        ("pp 2 1f1b", "pp 2 dp 2 ep 2 zero"),
-        ("pp 2 dp 2 ep 2 zero", "dp 1"),
+        ("pp 2 chimera", "pp 2, the head alone"),
+        ("pp 2, the head alone", "pp 2 dp 2 ep 2 zero, the embedding alone"),
+        ("pp 2 dp 2 ep 2 zero, the embedding alone", "dp 1"),
     ],
 )
 def test_another_layout_goes_on_with_the_same_state_and_losses(

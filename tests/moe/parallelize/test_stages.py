@@ -60,7 +60,22 @@ def held(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_element_has_one_owner(name: str, pp: int, dp: int, tied: bool) -> None:
     """Also where stages have replicas, an embedding lies on two of them, and experts are spread within a stage."""
-    run = staged(name, pp=pp, dp=dp, tied=tied)
+    check_owners(staged(name, pp=pp, dp=dp, tied=tied))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "layers"), [("1f1b", (0, 3, 5, 0)), ("chimera", (3, 3, 2, 0)), ("zb_v", (0, 2, 0, 2, 1, 1, 2, 0))])
+def test_stages_without_layers_hold_the_ends_of_the_model(name: str, layers: tuple[int, ...], tied: bool) -> None:
+    """The whole model is held, by as many ranks as read it; a stage without layers in the middle adds nothing to its rank."""
+    run = staged(name, pp=4, dp=2, tied=tied, layers=layers)
+    check_pipeline(run)
+    check_owners(run)
+    last = set(held(run)[-1 if name == "1f1b" else 0])
+    ends = {"norm.weight", "embedding" if tied else "head.weight"} | ({"embedding"} if name == "zb_v" else set())
+    assert (last == ends) == (name != "chimera")  # where the last stage's ranks have the first one, with layers, too
+
+
+def check_owners(run: Run) -> None:
     owners: Counter[tuple[str, str]] = Counter()
     for layouts in held(run):
         owners.update((parameter, str(region)) for parameter, (owner, region) in layouts.items() if owner)
@@ -89,6 +104,8 @@ def test_the_head_counts_where_layers_are_cut() -> None:
     run = recipe(model={"vocab_size": 4096, "tied_embeddings": False}, degrees={"pp": 2})
     first, last = (len(part) for part in layers_of(run, schedule_of(run)))
     assert first > last and described(run).startswith(f"1f1b: stages of {first}, {last} layers, 1 micro-batch, ranks idle")
+    alone = staged("1f1b", pp=2, layers=[8, 0])
+    assert described(alone).startswith("1f1b: stages of 8, 0 layers")
     listed = staged("1f1b", pp=2, layers=[2, 6])
     assert [len(part) for part in layers_of(listed, schedule_of(listed))] == [2, 6]
 
@@ -102,6 +119,13 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
     ),
     "a list too short": ({"degrees": {"pp": 4}, "pipeline": {"layers": [4, 4]}}, "pipeline.layers", "set it to [2, 2, 3, 1]"),
     "a list of too many": ({"degrees": {"pp": 2}, "pipeline": {"layers": [4, 5]}}, "pipeline.layers", "for a cut by FLOPs"),
+    "below nothing": ({"degrees": {"pp": 2}, "pipeline": {"layers": [9, -1]}}, "pipeline.layers", "set it to [5, 3], or to null"),
+    "a rank with nothing": ({"degrees": {"pp": 4}, "pipeline": {"layers": [4, 4, 0, 0]}}, "pipeline.layers", "set it to [2, 2, 3, 1]"),
+    "a short list of many": (
+        {"degrees": {"pp": 10}, "pipeline": {"layers": [4, 4]}},
+        "pipeline.layers",
+        "set it to [0, 1, 1, 1, 1, 1, 1, 1, 1, 0]",
+    ),
     "chimera odd": (
         {"degrees": {"pp": 3}, "pipeline": {"schedule": "chimera", "microbatches": 6}},
         "degrees.pp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,25 @@ def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool) -> Non
             assert (refusal(network, plan) is None) == (runs is None), f"{described(plan)}: {refusal(network, plan)} | {runs}"
             accepted, refused = accepted + (runs is None), refused + (runs is not None)
     assert accepted > 30 and refused > 30
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "chimera"])
+def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
+    """Six layers thrown into stages at random, in every fourth list one too many: what leaves a rank without weights runs with neither."""
+    run, draw, accepted = run_of(sparse=False), random.Random(3), 0
+    count = 8 if schedule in ("interleaved", "zb_v") else 4
+    for _ in range(40):
+        thrown = Counter(draw.randrange(count) for _ in range(draw.choice((6, 6, 6, 7))))
+        values = {"schedule": schedule, "microbatches": 8, "layers": [thrown[stage] for stage in range(count)]}
+        made = build_run({**run.model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}}).resolve(4)
+        try:
+            check_run(made, 4)
+            runs = None
+        except BadInput as wrong:
+            runs = str(wrong)
+        assert (refusal(network_of(made), plan_of(made)) is None) == (runs is None), f"{values}: {runs}"
+        accepted += runs is None
+    assert 5 < accepted < 35
 
 
 @pytest.mark.parametrize(("options", "works"), [({"qk_norm": "whole"}, False), ({"qkv_bias": True}, False), ({"qk_norm": "heads"}, True)])

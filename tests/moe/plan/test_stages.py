@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.plan.flops import size
-from moe.plan.stages import layer_flops
+from moe.plan.stages import layer_flops, stage_flops
 from moe.recipe import load as recipe
 from parallel.errors import BadInput
-from parallel.plan.cut import cut
+from parallel.plan.cut import cut, empty_rank
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.5, 3.0, 7.0]) | st.floats(0.01, 100), min_size=1, max_size=9), st.data())
@@ -59,6 +59,21 @@ def test_layers_cost_what_the_model_costs(name: str) -> None:
     flops = layer_flops(run)
     assert len(flops) == run.model.num_layers and min(flops) > 0
     assert sum(flops) == pytest.approx(size(run.model, run.experts, run.router, vocab_size=run.vocab_size).forward, rel=1e-12)
+
+
+def test_the_head_costs_the_same_in_a_stage_of_its_own() -> None:
+    run, _ = recipe.load("switch_tiny")
+    layers = layer_flops(run)
+    with_it, alone = (stage_flops(run, cut) for cut in ((range(3), range(3, 4)), (range(3), range(3, 4), range(4, 4))))
+    assert with_it == (sum(layers[:3]), layers[3]) and alone[:2] == (with_it[0], with_it[1] - alone[2])
+    assert alone[2] == 2 * run.vocab_size * run.model.d_model
+
+
+def test_a_rank_holds_something_or_is_named() -> None:
+    line = [(stage % 3,) for stage in range(6)]
+    assert empty_rank((0, 1, 1, 2, 0, 0), line) is None  # embedding, head: stages 0 and 5
+    assert empty_rank((3, 0, 1, 0, 0, 0), line) == 1 and empty_rank((0, 0, 0, 4, 0, 0), line) == 1
+    assert empty_rank((4, 0, 0, 0), [(0, 3), (1, 2), (1, 2), (0, 3)]) == 1
 
 
 def test_a_layer_with_experts_costs_its_choices_and_not_its_experts() -> None:

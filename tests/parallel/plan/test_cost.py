@@ -11,7 +11,7 @@ from parallel.pipeline.schedules.catalog import make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cluster import load_cluster
 from parallel.plan.collective_times import all_reduce, gather, group_of
-from parallel.plan.cost import PARTS, stage_layers, step_time
+from parallel.plan.cost import PARTS, rank_layers, stage_times, step_time, transfer_time
 from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.pipeline_time import pipeline_time
 from parallel.plan.program import OWN, PROGRAMS
@@ -176,8 +176,33 @@ def test_a_ring_over_contiguous_places_waits_for_its_last_rank() -> None:
     assert times["contiguous"] > 1.3 * times["zigzag"] and times["zigzag"] > 0.9 * products
 
 
+def test_a_head_in_a_stage_of_its_own_takes_its_time_out_of_the_one_before() -> None:
+    """1F1B, sum t + (m - 1) max t: with a vocabulary as dear as layers, three stages of 12, 12 and the head beat 8, 8 and 8 with it."""
+    wide = replace(DENSE, vocab=600_000)
+    m, plan = 64, Plan(pp=3, microbatch=4, microbatches=64)
+    times = {sizes: stage_times(wide, plan, A100, sizes, FUSED) for sizes in ((8, 8, 8), (12, 12, 0))}
+    for sizes, stages in times.items():
+        total = [stage.total for stage in stages]
+        step = step_time(wide, replace(plan, stage_layers=sizes), A100, FUSED)
+        sent = 4 * transfer_time(wide, plan, A100, FUSED)
+        once = step.gradients + step.parameters + step.optimizer
+        assert step.step == pytest.approx(sum(total) + (m - 1) * max(total) + (m + 2) * sent / 2 + once, rel=1e-6)
+    (_, body, joined), (_, more, head) = times.values()
+    assert joined.total - body.total == pytest.approx(head.total, rel=0.05) and more.total == pytest.approx(1.5 * body.total, rel=0.05)
+    assert max(s.total for s in times[12, 12, 0]) < max(s.total for s in times[8, 8, 8])
+
+
+def test_experts_count_on_the_ranks_that_have_them() -> None:
+    """On a V rank 0 has the first and the last eighth: experts there alone leave the ranks in the middle with dense layers only."""
+    only_ends = replace(SPARSE, sparse_layers=(0, 1, 2, 21, 22, 23))
+    assert SPARSE.layers == 24
+    assert rank_layers(only_ends, Plan(pp=4, schedule="zb_v", chunks=2)) == ((0, 6), (6, 0), (6, 0), (6, 0))
+    assert rank_layers(only_ends, Plan(pp=4)) == ((3, 3), (6, 0), (6, 0), (3, 3))
+    assert rank_layers(only_ends, Plan(pp=4, schedule="interleaved", chunks=2)) == ((3, 3), (6, 0), (6, 0), (3, 3))
+
+
 def test_layers_that_do_not_divide_leave_the_ends_the_fewest() -> None:
     for layers in range(5, 24):
         for p in (2, 3, 4, 5):
-            counts = stage_layers(replace(DENSE, layers=layers), Plan(pp=p))
+            counts = [sum(kinds) for kinds in rank_layers(replace(DENSE, layers=layers), Plan(pp=p))]
             assert sum(counts) == layers and max(counts) - min(counts) <= 1 and counts[-1] == min(counts)

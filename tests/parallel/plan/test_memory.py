@@ -59,6 +59,23 @@ def test_ranks_hold_the_whole_model_once_but_for_copies(name: str, tp: int, pp: 
     assert parameters(network) + copies <= whole + 1 < (parameters(network) + copies) * 1.05  # norms, routers, low ranks: on all of tp
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
+    """Of whatever model: nothing is held twice or lost, the last stage keeps no layer's activations, and the one before it no logits."""
+    network = with_layers(PUBLISHED[name][1], name)
+    middle = network.layers // 2
+    at_work = Plan(pp=3, microbatches=6, stage_layers=(middle, network.layers - middle, 0))
+    joined = Plan(pp=2, microbatches=6, stage_layers=(middle, network.layers - middle))
+    alone, both = memory(network, at_work), memory(network, joined)
+    for part in ("parameters", "gradients", "optimizer"):
+        assert alone[1].parts[part] + alone[2].parts[part] == pytest.approx(both[1].parts[part])
+    assert alone[0].parts["activations"] == pytest.approx(both[0].parts["activations"] * 3 / 2)  # of one micro-batch more in flight
+    assert alone[2].parts["activations"] == 0 == alone[2].parts["layer at work"] < alone[2].parts["loss and logits"]
+    assert alone[1].parts["loss and logits"] < 0.5 * both[1].parts["loss and logits"]
+    first = memory(network, Plan(pp=3, microbatches=6, stage_layers=(0, middle, network.layers - middle)))[0]
+    assert first.parts["activations"] == 0 and first.parts["parameters"] < 0.5 * both[0].parts["parameters"]
+
+
 def test_uneven_stages_take_from_the_ends() -> None:
     assert even(8, 4) == (2, 2, 2, 2)
     assert even(126, 8) == (15, *[16] * 6, 15)  # as Llama 3 405B was cut
