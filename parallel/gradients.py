@@ -2,6 +2,7 @@
 
     sum_gradients(grads, layouts, mesh)     each over its layout's summed_over()         after a backward pass
     sum_over_holders(...)                   each over the stages that hold it            what several stages of a pipeline have
+    start_sums(grads, layouts, mesh)        the same as sum_gradients, on their way     what a stage has while others compute
     start_sum(grads, axis)  ...  .finish()  one bucket, on its way while others compute
 
 Which ranks they are is not decided here: layouts say it (parallel/layout.py). Sums, never means: the losses are shares of the
@@ -27,6 +28,11 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     """Sum gradients in place over the ranks whose copies of a parameter saw other tokens. Collective: all of them sum the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
+
+
+def start_sums(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> list[Started]:
+    """What `sum_gradients` does, all of it on its way at once: until each is finished, its gradients are there twice. Collective."""
+    return list(_started(grads, lambda name: data_axis(layouts[name], mesh)))
 
 
 def sum_over_holders(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
@@ -77,7 +83,12 @@ def start_flat(flat: Tensor, axis: Axis, *, first: str) -> dist.Work:
 
 
 def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
-    """What has one axis together, bucket by bucket."""
+    for one in _started(grads, axis_of):
+        one.finish()
+
+
+def _started(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> Iterator[Started]:
+    """What has one axis together, bucket by bucket, each started when it is asked for."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     axes: dict[tuple[str, tuple[int, ...]], Axis] = {}
     for name in grads:
@@ -86,7 +97,7 @@ def _sum(grads: Mapping[str, Tensor], axis_of: Callable[[str], Axis]) -> None:
         names.setdefault((axis.name, axis.ranks), []).append(name)
     for key, axis in axes.items():
         for bucket in _buckets(names[key], grads) if axis.size > 1 else ():
-            start_sum([grads[name] for name in bucket], axis, first=bucket[0]).finish()
+            yield start_sum([grads[name] for name in bucket], axis, first=bucket[0])
 
 
 def _buckets(names: Iterable[str], grads: Mapping[str, Tensor]) -> Iterator[list[str]]:

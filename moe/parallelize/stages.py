@@ -13,12 +13,14 @@ from torch import nn
 from moe.model.transformer import Part, Transformer
 from moe.plan.pipeline import layers_of, schedule_of, splits_backward
 from moe.recipe.sections import Run
+from parallel.data.engine import Engine
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.pipeline.links import Links
 from parallel.pipeline.replicas import StageReplicas
 from parallel.pipeline.runtime import Runtime
 from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.sums import SumsBeside
 from parallel.weight_gradient import splittable
 
 
@@ -74,6 +76,14 @@ def _names_of(model: Transformer, parts: tuple[Part, ...]) -> dict[int, list[str
         if len(stages) == 1:
             found.setdefault(stages[0], []).append(name)
     return found
+
+
+def sums_beside(run: Run, engine: Engine, runtime: Runtime) -> SumsBeside:
+    """What starts the sums over data-parallel ranks of each stage's own parameters, as soon as their gradients are whole."""
+    assert isinstance(engine.module, Transformer)
+    names = _names_of(engine.module, parts_of(run, runtime.schedule))
+    alone = {stage: [name for name in of if not engine.layouts[name].holders] for stage, of in names.items()}
+    return SumsBeside(runtime.schedule, runtime.axis.index, alone, start=engine.start_sums)
 
 
 def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Runtime:

@@ -69,7 +69,8 @@ def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh:
 def pipelined(run: Run, engine: Engine, mesh: Mesh, *, watchers: Sequence[Watcher] = ()) -> Pipelined:
     """This rank's stages. Collective: groups are made."""
     runtime = stages.start_runtime(run, engine.module, engine.layouts, mesh)
-    return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers)
+    sums = stages.sums_beside(run, engine, runtime)
+    return Pipelined(engine, runtime, crossing=lambda tokens: stages.crossing_shape(run, tokens), watchers=watchers, sums=sums)
 
 
 def fillers(run: Run, engine: Engine, mesh: Mesh) -> list[Filler]:
@@ -104,15 +105,19 @@ class Single:
 
 
 class Pipelined:
-    """A rank's stages. `crossing`: the shape of what crosses between them; `watchers` see every action in training."""
+    """A rank's stages. `crossing`: the shape of what crosses between them; `watchers` see every action in training, `sums` those of a
+    batch whose gradients are summed at its end: it begins sooner for stages that are done."""
 
-    def __init__(self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = ()) -> None:
+    def __init__(
+        self, engine: Engine, runtime: Runtime, *, crossing: Crossing, watchers: Sequence[Watcher] = (), sums: Watcher | None = None
+    ) -> None:
         assert isinstance(engine.module, Transformer)
+        self.sums = () if sums is None else (sums,)
         self.engine, self.model, self.pp_axis = engine, engine.module, runtime.axis
         self.runtime, self.crossing, self.watchers = runtime, crossing, tuple(watchers)
 
     def run(self, passes: Sequence[Pass], each: Each) -> None:
-        self.runtime.run(self._work(passes, each, self._train), watchers=self.watchers)
+        self.runtime.run(self._work(passes, each, self._train), watchers=(*self.sums, *self.watchers))
         self.engine.reduce()
 
     def stream(

@@ -8,8 +8,8 @@ Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parallel.data.engine import Load, Rule
 from parallel.data.load import fill_stepped, kept_of
 from parallel.data.whole import Whole
-from parallel.gradients import data_axis, start_flat, sum_gradients
+from parallel.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
 from parallel.layout import Layout, dense
 from parallel.mesh import Axis, Mesh
 
@@ -32,7 +32,7 @@ class DDP:
     """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank.
 
     `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py). Where the model is
-    cut into stages, torch's buckets are not used: sums follow each rank's last action.
+    cut into stages, torch's buckets are not used: sums begin when `start_sums` says so, at the latest after each rank's last action.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class DDP:
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.module, self.model = model, forward or model
+        self.flying: deque[Started] = deque()  # sums that began beside a pipeline's actions, oldest first
+        self.started: set[str] = set()  # whose sums began in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged:
@@ -64,8 +66,18 @@ class DDP:
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
 
+    def start_sums(self, names: Sequence[str]) -> None:
+        while self.flying and self.flying[0].work.is_completed():
+            self.flying.popleft().finish()
+        grads = {name: grad for name in names if (grad := self.parameters[name].grad) is not None}
+        self.flying.extend(start_sums(grads, self.layouts, self.mesh))
+        self.started |= grads.keys()
+
     def reduce(self) -> None:
-        grads = {name: self.parameters[name].grad for name in self.apart}
+        while self.flying:
+            self.flying.popleft().finish()
+        grads = {name: self.parameters[name].grad for name in self.apart if name not in self.started}
+        self.started.clear()
         sum_gradients({name: grad for name, grad in grads.items() if grad is not None}, self.layouts, self.mesh)
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ seen the tokens of its whole ep group needs no correction, and ep never changes 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,7 +63,10 @@ class AdamW(Rule):
 
 
 class Engine(Protocol):
-    """Where the model is cut into stages, `backward_from` for each stage and micro-batch and then `reduce` take the place of `backward`."""
+    """Where the model is cut into stages, `backward_from` for each stage and micro-batch and then `reduce` take the place of `backward`.
+
+    `start_sums` may come between, once for each stage whose gradients are whole.
+    """
 
     module: nn.Module
     layouts: dict[str, Layout]
@@ -77,6 +80,11 @@ class Engine(Protocol):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         """Backward of one stage and micro-batch; `gradient`: of the stage's output, None where that is the loss."""
+        ...
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        """Begin what `reduce` would do for these parameters, which get no more gradients in this batch, and put in place what has arrived
+        of sums begun before. An engine that cannot leaves it all to `reduce`. Collective."""
         ...
 
     def reduce(self) -> None:

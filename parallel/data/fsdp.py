@@ -218,6 +218,9 @@ class FSDP:
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
 
+    def start_sums(self, names: Sequence[str]) -> None:
+        return  # cut parameters' gradients are scattered in each micro-batch, and whole ones are few
+
     def reduce(self) -> None:
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 

@@ -17,7 +17,7 @@ uses, micro-batches and ranks. A copy of the master equals a master cast where i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +60,9 @@ class DeepSpeed(ABC):
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         torch.autograd.backward(output, gradient)
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        return  # DeepSpeed's sums have their rank wait, so they would delay its other stages' actions
 
     def reduce(self) -> None:
         self.engine.set_gradient_accumulation_boundary(True)

@@ -11,7 +11,7 @@ moments, in the same checkpoints. Parameters outside K-FAC, and linears without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,9 @@ class Curved:
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
         self.engine.backward_from(output, gradient)
+
+    def start_sums(self, names: Sequence[str]) -> None:
+        self.engine.start_sums(names)
 
     def reduce(self) -> None:
         self.engine.reduce()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from math import inf
 
 from parallel.pipeline.schedules.catalog import placed
 from parallel.plan.cluster import Cluster
@@ -22,7 +23,7 @@ from parallel.plan.collective_times import Group, all_reduce, gather, group_of, 
 from parallel.plan.counts import sizes_of
 from parallel.plan.job import Network, Plan
 from parallel.plan.layer_time import Layer, Pass, head_time, layer_time, of_layer, tokens_of
-from parallel.plan.pipeline_time import How, crossings, head_rank, homes_of, pipeline_time
+from parallel.plan.pipeline_time import SPLIT, How, crossings, head_rank, homes_of, pipeline_time, tails
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -130,9 +131,8 @@ def step_time(
     m = plan.microbatches
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
     passes = pipeline_time(plan, *times, sent, head=head, how=pipeline)
-    sums = max(
-        (_sharing(network, plan, cluster, program, *held[i], stages[i]) for i in {0, len(ranks) - 1, stages.index(slowest)}), key=sum
-    )
+    some = {0, len(ranks) - 1, stages.index(slowest)}
+    sums = max((_sharing(network, plan, cluster, program, *held[i], stages[i], _spare(plan, stages, i)) for i in some), key=sum)
     optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
     crowd = cluster.crowd(plan.world)
     waits = _for_cores(crowd, m, stages, passes)
@@ -312,9 +312,10 @@ def _held(network: Network, plan: Plan, plain: int, sparse: int, *, first: bool,
 
 
 def _sharing(
-    network: Network, plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float, stage: Stage
+    network: Network, plan: Plan, cluster: Cluster, program: Program, dense: float, expert: float, stage: Stage, spare: Spare
 ) -> tuple[float, float, float]:
     """Seconds of gradients' sums and of parameters' gathers that nothing hides, and of both that products hide."""
+    by_stage = plan.pp > 1 and program.staged == "by stage"
     world, per_node = plan.world, cluster.devices_per_node
     copies = group_of(plan.dp * plan.sp, plan.tp, per_node, world)
     apart = plan.ep * plan.etp
@@ -323,14 +324,14 @@ def _sharing(
     wide = narrow if program.sent_gradients == "computed" else wide
     if plan.stage == 0:
         sums = all_reduce(cluster, copies, dense * wide) + all_reduce(cluster, expert_copies, expert * wide)
-        exposed = _beside_backward(sums, stage, program)
+        exposed = spare.left(sums) if by_stage else _beside_backward(sums, stage, program)
         return exposed, 0.0, max(0.0, sums - exposed)
     parts = ((copies, dense), (expert_copies, expert))
     reduced = sum(_limited(program, gather(cluster, g, p * wide), g, p * wide, plan) for g, p in parts)
     gathered = sum(_limited(program, gather(cluster, g, p * narrow), g, p * narrow, plan) for g, p in parts)
     m = plan.microbatches
-    if plan.stage == 1:
-        exposed = _beside_backward(reduced, stage, program)
+    if plan.stage == 1:  # by stage: DeepSpeed sums after the rank's last action
+        exposed = max(0.0, reduced - spare.others) if by_stage else _beside_backward(reduced, stage, program)
         if program.parameters == "beside":
             waited, hidden = _beside(gathered, stage.ahead, program)
             return exposed, waited, max(0.0, reduced - exposed) + hidden
@@ -346,6 +347,42 @@ def _sharing(
     backward, hidden_backward = _beside(again + reduced, stage.back, program)
     first = gathered / max(1, network.layers)
     return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Seconds that pass on a rank before the step's last action ends: `after` each of its stages is done, in order; and after all of its
+    own actions are, when `others` still have some."""
+
+    after: tuple[float, ...]
+    others: float
+
+    def left(self, seconds: float) -> float:
+        """Of sums of so many seconds, a share for each stage, one after another: what the last action does not hide."""
+        each, queued = seconds / max(1, len(self.after)), -inf
+        for window in self.after:
+            queued = max(queued, -window) + each
+        return max(0.0, queued - self.others)
+
+
+def _spare(plan: Plan, stages: list[Stage], rank: int) -> Spare:
+    """By the order of actions, without their waits. A rank's last input gradient is followed by one on each rank before it, and there by
+    what weights' gradients are left; not where ranks hold stages twice."""
+    if plan.pp == 1:
+        return Spare((0.0,), 0.0)
+    of_ranks = tails(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
+
+    def seconds(counts: tuple[tuple[str, int], ...], of: Stage) -> float:
+        each = {"F": of.ahead, "B": of.back, "I": of.back - of.weights, "W": of.weights}
+        return sum(number * each[op] for op, number in counts) / plan.chunks
+
+    others = 0.0
+    if placed(plan.schedule) != "both_ways":
+        split = plan.schedule in SPLIT
+        inputs = sum(of.back - (of.weights if split else 0.0) for of in stages[:rank]) / plan.chunks
+        left = [seconds(of_ranks[r].late, stages[r]) for r in (0, rank)]
+        others = max(0.0, inputs + left[0] - left[1])
+    return Spare(tuple(seconds(counts, stages[rank]) for counts in of_ranks[rank].after), others)
 
 
 def _limited(program: Program, seconds: float, group: Group, num_bytes: float, plan: Plan) -> float:

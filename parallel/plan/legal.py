@@ -17,9 +17,7 @@ from parallel.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.plan.cut import empty_rank
 from parallel.plan.job import Network, Plan
-from parallel.plan.pipeline_time import homes_of
-
-SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
+from parallel.plan.pipeline_time import SPLIT, homes_of
 
 
 @dataclass(frozen=True)

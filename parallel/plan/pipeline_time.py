@@ -13,20 +13,23 @@ Sources: Narayanan et al. (arXiv 2104.04473) for the closed forms; the bound fol
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from parallel.pipeline.schedule import Schedule, folded
+from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, folded
 from parallel.pipeline.schedules.catalog import make_schedule, placed
 from parallel.pipeline.simulator.simulate import costs, makespan
+from parallel.pipeline.sums import whole_at
 from parallel.plan.job import Plan
 
 STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
 NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages do
 MOST_WEIGHTS = 0.99  # of a backward pass
 CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
 How = Literal["simulated", "least"]  # where no closed form is known
 
 
@@ -141,6 +144,33 @@ def _makespan(
 ) -> float:
     made = _made(schedule, ranks, microbatches, chunks)
     return makespan(made, costs(forward, backward, weight_share=share), transfer_time=sent)
+
+
+class Tail(NamedTuple):
+    """How a rank ends a step, as (kind of action, number): `after` each of its stages, in the order in which their gradients are whole, and
+    `late`, after its last input gradient."""
+
+    after: tuple[tuple[tuple[str, int], ...], ...]
+    late: tuple[tuple[str, int], ...]
+
+
+def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
+    """Of each rank. A step ends alike however long it is."""
+    if chunks == 1 and schedule in CLOSED:  # a rank's one stage ends with its actions
+        return (Tail(((),), ()),) * ranks
+    return _tails(schedule, ranks, min(microbatches, STEADY * ranks + microbatches % ranks), chunks)
+
+
+@lru_cache(maxsize=500)
+def _tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Tail, ...]:
+    def after(order: Sequence[Action], at: int) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(Counter(action.op.name for action in order[at + 1 :] if action.op in COMPUTE).items()))
+
+    found = []
+    for order in _made(schedule, ranks, microbatches, chunks).orders:
+        last = max(at for at, action in enumerate(order) if action.op in (Op.B, Op.I))
+        found.append(Tail(tuple(after(order, at) for at in sorted(whole_at(order))), after(order, last)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4)

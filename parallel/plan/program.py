@@ -24,6 +24,7 @@ class Program:
     step_ms        the host's time for what each step has once: data, the gradient norm, the scale, logging
     pointwise      bytes that norms, activations and sums of residuals move, against kernels that fuse what can be fused
     gradients      sums `after` the backward pass, or `beside` its last micro-batch
+    staged         sums where there are stages: as above, or `by stage`, each when its stage is done, beside the rank's other actions
     gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces; `waited` for
     alone          the part of the faster of host and device that is not beside the slower (1: one core does both, one after the other)
     gather_gb_s    the most that one rank receives in such gathers (None: what its links carry)
@@ -51,6 +52,7 @@ class Program:
     step_ms: float = 1.0
     pointwise: float = 1.0
     gradients: Literal["after", "beside"] = "beside"
+    staged: Literal["as gradients", "by stage"] = "as gradients"
     gathers: Literal["beside", "partly", "waited"] = "beside"
     alone: float = ALONE
     gather_gb_s: float | None = None
@@ -72,7 +74,7 @@ PROGRAMS = {
     program.name: program
     for program in (
         # this project: torch's eager mode and fused attention; selective recomputation repeats the second half of a layer
-        Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second"),
+        Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage"),
         # ... on processes of a host without accelerators: a core computes and sends, one after the other
         Program(
             "moe-parallel-cpu",

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from parallel.pipeline.schedule import Op
+from parallel.pipeline.simulator.sums import exposed
 from parallel.plan.cluster import load_cluster
 from parallel.plan.cost import step_time
 from parallel.plan.job import Network, Plan
@@ -48,6 +49,20 @@ def test_each_stage_has_its_own_layers_and_the_head_is_with_the_last() -> None:
     seconds = {s.action.stage: s.end - s.start for spans in drawn.spans for s in spans if s.action.op is Op.F}
     assert drawn.schedule.stages_of(0) == (0, 7) and seconds[7] > 1.2 * seconds[0]
     assert len({round(seconds[stage], 9) for stage in range(7)}) == 1
+
+
+@pytest.mark.parametrize("dp", [2, 64, 1024])
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 6), ("zb_v", 2), ("zb_h1", 1)])
+def test_sums_beside_the_last_actions_are_those_of_the_clock(schedule: str, chunks: int, dp: int) -> None:
+    """Without the vocabulary, whose head a rank's stages do not share, the step waits as long as the simulator's clock says."""
+    network, cluster = replace(NETWORK, vocab=8, length=256), CLUSTER.of(dp * 4 // 8)
+    plan = replace(LINE, schedule=schedule, chunks=chunks, dp=dp, microbatch=1)
+    drawn, predicted = timeline(network, plan, cluster), step_time(network, plan, cluster)
+    whole = predicted.gradients + predicted.hidden  # of the rank that waits longest, which is as much as any has
+    waits = exposed(drawn, lambda rank, stage: whole / chunks)
+    assert predicted.gradients == pytest.approx(waits, rel=0.03, abs=1e-3 * whole)
+    assert chunks > 1 or predicted.gradients == pytest.approx(whole)
+    assert chunks == 1 or dp > 2 or predicted.gradients < 0.6 * whole
 
 
 @pytest.mark.parametrize("pp", [1, 2, 16, 64])
