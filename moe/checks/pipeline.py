@@ -70,13 +70,14 @@ def _check_sharding(run: Run, schedule: Schedule) -> None:
             needed="a schedule whose backward is whole: weight gradients that are put off would come after FSDP has summed",
             fix="set pipeline.schedule to 1f1b, or sharding.kind to ddp",
         )
-    if s.offload.optimizer != "none" or s.offload.parameters != "none":
-        raise BadInput(
-            "sharding.offload",
-            got=f"with degrees.pp={pp}",
-            needed="none: stages are how this model fits",
-            fix="set it to none, or degrees.pp to 1",
-        )
+    for key, place in (("optimizer", s.offload.optimizer), ("parameters", s.offload.parameters)):
+        if place != "none" and (key, place, s.stage) != ("optimizer", "cpu", 1):
+            raise BadInput(
+                f"sharding.offload.{key}",
+                got=f"{place} with sharding.stage={s.stage} and degrees.pp={pp}",
+                needed="with stages the optimizer on cpu with stage 1: FSDP carries out stages 2 and 3 there, and it does not offload",
+                fix="set sharding.offload to {optimizer: cpu} and sharding.stage to 1, or degrees.pp to 1",
+            )
 
 
 def slow_sharding(run: Run) -> BadInput | None:

@@ -81,10 +81,11 @@ def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mes
 
 
 def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are stages of a pipeline without replicas."""
+    """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are a pipeline's stages without replicas or offload."""
     assert isinstance(model, Transformer)
     wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
-    if run.sharding.stage == 0 or (mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1):
+    alone = mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1
+    if run.sharding.stage == 0 or (alone and offload.optimizer == "none"):
         return _start_ddp(run, model, layouts, mesh)
     assert isinstance(optimizer, AdamW)
     kept = read_in_fp32(model)

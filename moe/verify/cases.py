@@ -533,6 +533,9 @@ def pipeline_cases(nproc: int) -> list[Case]:
     for world, pp, microbatches in ((2, 2, 3), (4, 4, 6), (4, 2, 3)):  # that pp does not divide
         for model in ("dense", "gshard", "deepseek") if world <= nproc else ():
             found += [replace(_staged(model, "ddp", world, pp, "interleaved", "fp32"), microbatches=microbatches)]
+    for model in ("dense", "gshard", "deepseek"):  # optimizers on the host
+        found += [_staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")] if nproc >= 2 else []
+        found += [_staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")] if nproc >= 4 else []
     return found + _empty_stage_cases(nproc)
 
 

@@ -147,7 +147,7 @@ class Zero(DeepSpeed):
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
-        if self.offloads and not last:
+        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # stages add up on the device
             self._make_room()
         return super().forward(*args, last=last)
 

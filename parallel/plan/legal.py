@@ -181,8 +181,9 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
         yield f"{name} updates its stages at different times: ddp alone does"
     if name in SPLIT and plan.stage >= 2:
         yield f"{name} puts weight gradients off, and {plan.engine} has summed them before"
-    if (plan.offload_optimizer, plan.offload_parameters) != ("none", "none"):
-        yield "offload does not go with degrees.pp: stages are how the model fits"
+    offload = plan.offload_optimizer, plan.offload_parameters
+    if offload != ("none", "none") and (*offload, plan.engine) != ("cpu", "none", "zero1"):
+        yield f"with degrees.pp={pp} the optimizer goes to cpu with zero1 alone: FSDP carries out the other stages, and it does not offload"
 
 
 def _microbatches(plan: Plan) -> Iterator[str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import ge
@@ -197,15 +197,22 @@ class _Job:
 
 
 def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
-    """On the device, and on the host. The host updates what it has, so the gradients of an offloaded optimizer are there as well."""
-    dense = model_states(held.dense, stage=plan.stage, copies=plan.dp * plan.sp, storage=plan.storage)
-    whole = dense + model_states(held.expert, stage=plan.stage, copies=max(1, plan.edp), storage=plan.storage.expert)
+    """On the device, and on the host. The host updates what it has, so the gradients of an offloaded optimizer are there as well; with
+    stages they add up on the device first, and the host gets the sums of its part."""
+
+    def states(stage: int) -> States:
+        dense = model_states(held.dense, stage=stage, copies=plan.dp * plan.sp, storage=plan.storage)
+        return dense + model_states(held.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
+
+    whole = states(plan.stage)
     moved = States(
         whole.parameters if plan.offload_parameters != "none" else 0.0,
         whole.gradients if plan.offload_optimizer != "none" else 0.0,
         whole.optimizer if plan.offload_optimizer != "none" else 0.0,
     )
     left = States(whole.parameters - moved.parameters, whole.gradients - moved.gradients, whole.optimizer - moved.optimizer)
+    if plan.pp > 1 and plan.offload_optimizer != "none":
+        moved, left = replace(moved, gradients=states(2).gradients), replace(left, gradients=whole.gradients)
     return left, {name: size for name, size in vars(moved).items() if size}
 
 

@@ -25,6 +25,7 @@ from tests.support import trained
 
 STEPS, AT = 9, 4  # AT: where a run is left; no multiple of save_every
 
+HOST = {"kind": "zero", "offload": {"optimizer": "cpu"}}
 Layout = tuple[int, dict[str, dict[str, Any]]]  # ranks, and what the recipe says about them
 LAYOUTS: dict[str, Layout] = {
     "dp 1": (1, {"degrees": {"ep": 1}}),
@@ -41,9 +42,9 @@ LAYOUTS: dict[str, Layout] = {
     "tp 2 dp 2 zero": (4, {"degrees": {"tp": 2}, "sharding": {"kind": "zero"}}),
     "pp 2, the head alone": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 4, "layers": (2, 0)}}),
     "pp 2 chimera": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2, "schedule": "chimera"}}),
-    "pp 2 dp 2 ep 2 zero, the embedding alone": (
+    "pp 2 dp 2 ep 2 zero, the embedding alone, host": (
         4,
-        {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1", "layers": (0, 2)}, "sharding": {"kind": "zero"}},
+        {"degrees": {"pp": 2, "ep": 2}, "pipeline": {"schedule": "zb_h1", "layers": (0, 2)}, "sharding": HOST},
     ),
 }
 
@@ -133,8 +134,8 @@ def copied(folder: Path, to: Path) -> Path:
         ("dp 2 ep 2", "pp 2 chimera"),
         ("pp 2 chimera", "dp 2 ep 2 zero"),
         ("pp 2 chimera", "pp 2, the head alone"),
-        ("pp 2, the head alone", "pp 2 dp 2 ep 2 zero, the embedding alone"),
-        ("pp 2 dp 2 ep 2 zero, the embedding alone", "dp 1"),
+        ("pp 2, the head alone", "pp 2 dp 2 ep 2 zero, the embedding alone, host"),
+        ("pp 2 dp 2 ep 2 zero, the embedding alone, host", "dp 1"),
     ],
 )
 def test_another_layout_goes_on_with_the_same_state_and_losses(

@@ -149,10 +149,15 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str, str]] = {
         "pipeline.schedule",
         "set pipeline.schedule to 1f1b",
     ),
-    "offload": (
-        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "offload": {"optimizer": "cpu"}}},
-        "sharding.offload",
-        "set it to none, or degrees.pp to 1",
+    "offload by FSDP": (
+        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"optimizer": "cpu"}}},
+        "sharding.offload.optimizer",
+        "sharding.stage to 1, or degrees.pp to 1",
+    ),
+    "parameters on the host": (
+        {"degrees": {"pp": 2}, "sharding": {"kind": "zero", "stage": 3, "allow_slow": True, "offload": {"parameters": "cpu"}}},
+        "sharding.offload.parameters",
+        "{optimizer: cpu}",
     ),
     "no file": ({"degrees": {"pp": 2}, "pipeline": {"schedule": "nowhere.csv"}}, "schedule", "moe simulate"),
 }

@@ -78,6 +78,20 @@ def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
     assert 5 < accepted < 35
 
 
+def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_on_the_host() -> None:
+    """Nothing on a disk here: whether one is there is no matter of a plan."""
+    run, works = run_of(sparse=False), []
+    for stage, optimizer, parameters in ((s, o, p) for s in (1, 2, 3) for o in ("none", "cpu") for p in ("none", "cpu")):
+        sharding = {"kind": "zero", "stage": stage, "allow_slow": True, "offload": {"optimizer": optimizer, "parameters": parameters}}
+        degrees = {"pp": 2, "dp": 2}
+        made = build_run({**run.model_dump(), "sharding": sharding, "degrees": degrees, "pipeline": {"microbatches": 4}}).resolve(4)
+        accepted = refusal(network_of(made), plan_of(made)) is None
+        with nullcontext() if accepted else pytest.raises(BadInput, match="offload"):
+            check_run(made, 4)
+        works += [(stage, optimizer, parameters)] * accepted
+    assert works == [(1, "none", "none"), (1, "cpu", "none"), (2, "none", "none"), (3, "none", "none")]
+
+
 @pytest.mark.parametrize(("options", "works"), [({"qk_norm": "whole"}, False), ({"qkv_bias": True}, False), ({"qk_norm": "heads"}, True)])
 def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], works: bool) -> None:
     run = build_run({"model": {**MODEL, **options}, "degrees": {"tp": 2, "dp": 1}}).resolve(2)

@@ -76,6 +76,14 @@ def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
     assert first.parts["activations"] == 0 and first.parts["parameters"] < 0.5 * both[0].parts["parameters"]
 
 
+def test_with_stages_the_host_has_a_part_of_the_optimizer_and_the_device_all_gradients() -> None:
+    network = PUBLISHED["GPT-3"][1]
+    plan = Plan(dp=8, pp=4, engine="zero1", microbatches=8)
+    for here, off in zip(memory(network, plan), memory(network, replace(plan, offload_optimizer="cpu")), strict=True):
+        assert off.parts == here.parts | {"optimizer": 0.0}
+        assert off.host == pytest.approx({"optimizer": here.parts["optimizer"], "gradients": here.parts["gradients"] / 8})
+
+
 def test_uneven_stages_take_from_the_ends() -> None:
     assert even(8, 4) == (2, 2, 2, 2)
     assert even(126, 8) == (15, *[16] * 6, 15)  # as Llama 3 405B was cut
