@@ -10,11 +10,14 @@ Exit codes (moe/launch/exit_codes.py): DONE; BAD_INPUT with one line; STOPPED by
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe.checks.advice import check_for_user
@@ -88,32 +91,72 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
     return code
 
 
+@dataclass(frozen=True)
+class _TooEarly:
+    """A signal's handler for the time before training, which does not put it back afterwards (moe/train/place.py)."""
+
+    place: list[Path]
+    rank: int
+    before_training = True
+
+    def __call__(self, number: int, _: object) -> None:
+        if number == signal.SIGINT:  # ends as it would by itself
+            ctypes.CDLL(None).signal(number, 0)  # the default; Python would allow it in the main thread alone
+            os.kill(os.getpid(), number)
+        if self.place:
+            status.leave(self.place[0], self.rank, STOPPED, status.TOO_EARLY)
+        if TOKEN not in os.environ and self.rank == 0:
+            os.write(2, f"exit code {STOPPED}: a signal came before training began, and {status.NOTHING_LOST}\n".encode())
+        os._exit(STOPPED)
+
+
 @contextlib.contextmanager
 def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
-    """Until training catches them, SIGTERM, SIGUSR1 and SIGHUP end this process at once, with word that nothing is lost.
+    """Until training catches them, SIGTERM, SIGUSR1 and SIGHUP end this process at once, with word that nothing is lost. So does Ctrl-C in
+    a rank, without a word.
 
     No exception is raised: it would come out of the middle of an import, which some libraries cannot be left in. `place`: the run's
     folder, once it is known.
     """
 
-    def stop(number: int, _: object) -> None:
-        if place:
-            status.leave(place[0], rank, STOPPED, status.TOO_EARLY)
-        if TOKEN not in os.environ and rank == 0:
-            os.write(2, f"exit code {STOPPED}: a signal came before training began, and {status.NOTHING_LOST}\n".encode())
-        os._exit(STOPPED)
-
-    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    stop = _TooEarly(place, rank)
+    heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     with contextlib.suppress(ValueError):  # not the main thread: a library caller keeps its own handlers
         for number in heard:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, stop)
     try:
-        yield
+        with _heard_at_once(stop):
+            yield
     finally:
         for number in heard:
             if signal.getsignal(number) is stop:
                 signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
+    """Have a thread call the handler as well: Python's own call waits while the main thread is in C, such as for ranks that never come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def listen() -> None:
+        while number := os.read(heard, 1):
+            now: object = signal.getsignal(number[0])
+            if now is stop:
+                stop(number[0], None)
+        os.close(heard)
+
+    threading.Thread(target=listen, daemon=True, name="early-signals").start()
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)
 
 
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:

@@ -110,4 +110,6 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(seen)
     finally:
         for number, old in before.items():
+            if getattr(old, "before_training", False):  # moe/launch/launch.py's, which would say that nothing had begun
+                old = signal.SIG_IGN
             signal.signal(number, signal.SIG_DFL if old is None else old)  # None: it was not Python's, and cannot be put back

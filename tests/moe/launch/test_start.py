@@ -6,6 +6,7 @@ on and exits with 0 whatever its ranks did), which starts in no time; torchrun a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -23,9 +24,11 @@ import pytest
 
 from moe.cli import main as cli
 from moe.launch import environment, start, status
+from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import Rank
 from moe.launch.verdict import verdict
+from moe.train.place import asked_to_stop
 from parallel import extensions
 from parallel.errors import BadInput
 
@@ -311,6 +314,32 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, killed=True)[0] == 1
     failed = {0: {"exit": 1, "error": "ValueError", "pid": 4}}
     assert verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """As in torch's store, which waits for the others minutes long: a mutex that is locked twice never returns."""
+    if not (pid := os.fork()):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with _early_signals([tmp_path], 0):
+            mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+            (tmp_path / "waits").touch()
+            while True:
+                libc.pthread_mutex_lock(mutex)
+    while not (tmp_path / "waits").exists():
+        time.sleep(0.01)
+    os.kill(pid, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
+def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -> None:
+    if not (pid := os.fork()):
+        with _early_signals([tmp_path], 0):
+            with asked_to_stop():
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
