@@ -20,7 +20,14 @@ from typing import Any
 from moe.launch import exit_codes
 from parallel.errors import BadInput, did_you_mean
 
-KINDS = {"hangs": "moe.bench.hangs", "recipes": "moe.bench.recipes", "damage": "moe.bench.damage"}
+KINDS = {
+    "hangs": "moe.bench.hangs",
+    "recipes": "moe.bench.recipes",
+    "damage": "moe.bench.damage",
+    "kills": "moe.bench.kills",
+    "preemption": "moe.bench.preemption",
+    "restarts": "moe.bench.restarts",
+}
 
 
 @dataclass

@@ -35,6 +35,8 @@ READS_THE_ENVIRONMENT = {
     "moe/data/tokens.py": "the user's cache folder",
     "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
     "moe/bench/hangs.py": "what a forked rank inherits, as from a launcher",
+    "moe/bench/lives.py": "likewise",
+    "moe/bench/restarts.py": "what it passes on to the command that it kills",
     "moe/bench/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {

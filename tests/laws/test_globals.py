@@ -28,6 +28,8 @@ CHANGED = {
     "moe/bench/hang_faults.py: collectives._exchange": "likewise",
     "moe/bench/hang_faults.py: Record.announce": "likewise",
     "moe/bench/hang_faults.py: Record.enter": "likewise",
+    "moe/bench/kills.py: trainer._loop": "a forked rank saves what it has loaded before it trains, and ends with it",
+    "moe/bench/preemption.py: Record.enter": "likewise, of a rank that tells where it is",
     "parallel/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
     "parallel/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
