@@ -11,12 +11,13 @@ STAMP := .venv/.installed
 SOURCES := moe parallel tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean
+.PHONY: help setup train test docs lint format clean
 
 help:
 	@echo "make train    train $(RECIPE) on $(NPROC) processes; RECIPE=glam_tiny NPROC=4 EP=2 FLAGS='--train.steps 50' change it"
 	@echo "make test     ruff, mypy and the tests, on every core; WORKERS=1 on one"
 	@echo "make setup    only make .venv; PYTHON=python3.12 chooses the interpreter"
+	@echo "make docs     the documentation as a site, build/docs/index.html; fails where a link leads nowhere"
 	@echo "make lint     ruff and mypy; make format rewrites the files as ruff wants them"
 	@echo "make clean    remove .venv and caches; runs/ stays"
 
@@ -29,6 +30,9 @@ train: setup
 
 test: lint
 	.venv/bin/pytest -n $(WORKERS) --dist worksteal
+
+docs: setup
+	.venv/bin/python -m sphinx -q -W --keep-going -b html -c docs/site docs build/docs
 
 lint: setup
 	.venv/bin/ruff check $(SOURCES)

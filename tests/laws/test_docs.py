@@ -85,3 +85,16 @@ def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -
     files = {path.stem for path in (ROOT / "docs/pictures").glob("*.png")}
     shown = {name for page in PAGES for name in re.findall(r"pictures/(\w+)\.png\)", page.read_text(encoding="utf-8"))}
     assert files == drawn == shown
+
+
+def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> None:
+    """As `make docs` builds it: every warning is an error. It alone would notice a docstring or a page that Sphinx cannot read."""
+    pytest.importorskip("sphinx", reason="the extra `docs` is not installed")
+    words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs/site", "docs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "sphinx", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    assert all((tmp_path / page).is_file() for page in pages)
+    front = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert all(f'href="{page.as_posix()}"' in front for page in pages if page.name != "index.html")  # each is in the contents
+    assert "moe.train.trainer." in (tmp_path / "site/api.html").read_text(encoding="utf-8")
