@@ -548,14 +548,18 @@ def _empty_stage_cases(nproc: int) -> list[Case]:
         pp = len(stages) // (SCHEDULES[schedule].chunks or 2)
         return replace(_staged(model, engine, world, pp, schedule, precision, recompute), layers=sum(stages), stages=stages)
 
-    found = [
-        *(one(model, "ddp", 2, "1f1b", stages) for model in ("dense", "gshard", "deepseek") for stages in ((3, 0), (0, 3))),
-        one("gshard", "ddp", 2, "zb_h1", (3, 0), "fp16"),
-        one("dense", "ddp", 2, "two_bw", (0, 3)),
-        one("gshard", "ddp", 2, "pipedream", (3, 0)),
-        one("dense", "ddp", 2, "interleaved", (2, 0, 1, 0), "bf16", "full"),
-        one("gshard", "ddp", 2, "zb_v", (0, 2, 1, 0), "bf16"),
-    ]
+    found = (
+        []
+        if nproc < 2
+        else [
+            *(one(model, "ddp", 2, "1f1b", stages) for model in ("dense", "gshard", "deepseek") for stages in ((3, 0), (0, 3))),
+            one("gshard", "ddp", 2, "zb_h1", (3, 0), "fp16"),
+            one("dense", "ddp", 2, "two_bw", (0, 3)),
+            one("gshard", "ddp", 2, "pipedream", (3, 0)),
+            one("dense", "ddp", 2, "interleaved", (2, 0, 1, 0), "bf16", "full"),
+            one("gshard", "ddp", 2, "zb_v", (0, 2, 1, 0), "bf16"),
+        ]
+    )
     if nproc >= 4:
         found += [
             one("gshard", "ddp", 4, "1f1b", (0, 2, 1, 0)),
