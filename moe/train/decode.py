@@ -21,6 +21,7 @@ from torch import Tensor
 from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.attention import Attention
 from moe.nn.cache import KeyValueCache
+from moe.nn.context import Context
 from moe.train.sampling import Sampling
 
 # B texts, S tokens of a context, V vocabulary
@@ -83,6 +84,18 @@ class Cached:
             for layer, core in zip(self.layers, cores, strict=True):
                 layer.core = core
             self.model.whole_sequences = whole
+
+
+class Written:
+    """An encoder-decoder: the first `source` tokens of a context are the encoder's. Both halves are read again for every token."""
+
+    def __init__(self, model: Transformer, source: int) -> None:
+        self.model, self.source = model, source
+
+    def __call__(self, context_BS: Tensor, start: int) -> Tensor:
+        assert start == 0, "an encoder's text is read whole"
+        logits_BLV: Tensor = self.model(context_BS, Context.of(context_BS, source=self.source)).logits_BLV
+        return logits_BLV[:, -1]
 
 
 def can_cache(model: Transformer) -> bool:

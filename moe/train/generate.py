@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
+from moe.data.sentinels import WithSentinels
 from moe.model.transformer import Output, Transformer
+from moe.recipe.shapes import START
 from moe.records.results import write_json
-from moe.train.decode import Cached, Reads, Recomputed, can_cache, continued, for_continuing
+from moe.train.decode import Cached, Reads, Recomputed, Written, can_cache, continued, for_continuing
 from moe.train.restore import load_model
 from moe.train.sampling import Sampling
 from parallel.errors import BadInput
@@ -76,19 +78,22 @@ def generate(
 
     Prompts of the same number of tokens are continued together, at most `max_batch` texts at once. `heard` gets a single text piece by
     piece, as soon as it is whole characters. Nothing is dropped for lack of capacity. Where experts choose their tokens, every token
-    reads the whole context again.
+    reads the whole context again. An encoder reads a prompt, and its decoder writes; sentinels are spelled <extra_id_0>, <extra_id_1>, ...
     """
     for_continuing(model)
-    asked = [(tuple(tokenizer.beginning(prompt)), prompt, n) for prompt in prompts for n in range(samples)]
+    m, halves = model.config, model.config.kind == "encoder_decoder"
+    if halves:
+        tokenizer = WithSentinels(tokenizer, vocab_size=model.vocab_size, num_sentinels=m.spans.num_spans)
+    asked = [(_read(model, tokenizer.beginning(prompt)), prompt, n) for prompt in prompts for n in range(samples)]
     found: dict[int, Continued] = {}
     listens = heard if len(asked) == 1 else None
-    for group in _groups(asked, max_batch, model.config.max_length):
-        reads: Reads = Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
+    for group in _groups(asked, max_batch, m.max_length + halves):
+        length = len(asked[group[0]][0])
         steps = continued(
-            reads,
+            _reads(model, length),
             [asked[i][0] for i in group],
             num_tokens=num_tokens,
-            max_length=model.config.max_length,
+            max_length=length + num_tokens if halves else m.max_length,
             vocab_size=tokenizer.vocab_size,
             sampling=sampling or Sampling(),
             seeds=[seed + asked[i][2] for i in group],
@@ -97,6 +102,19 @@ def generate(
         for i, (ids, ended) in zip(group, _until_separators(steps, len(group), tokenizer, listens), strict=True):
             found[i] = Continued(asked[i][1], asked[i][2], ids, tokenizer.decode(ids), ended)
     return [found[i] for i in range(len(asked))]
+
+
+def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
+    """What is there before the first token is written: of an encoder-decoder, what the encoder reads, and what its decoder begins with."""
+    m = model.config
+    return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
+
+
+def _reads(model: Transformer, length: int) -> Reads:
+    """How the model reads texts that begin with so many tokens."""
+    if model.config.kind == "encoder_decoder":
+        return Written(model, length - 1)
+    return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
 
 
 def _groups(asked: Sequence[tuple[tuple[int, ...], str, int]], most: int, max_length: int) -> Iterator[list[int]]:
@@ -151,14 +169,13 @@ def main(
     if prompt is not None and prompt_file is not None:
         raise BadInput("--prompt_file", got="--prompt as well", needed="one of the two", fix="remove --prompt")
     sampling = Sampling(temperature, top_k, top_p)
-    prompts = ["def " if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     model, tokenizer, at = load_model(Path(run_dir), step=step)
-    if model.config.kind != "decoder":
-        needed = "a decoder: nothing here reads a prompt by an encoder and writes by a decoder"
-        raise BadInput("model.kind", got=model.config.kind, needed=needed, fix=f"moe convert {run_dir} hf:PATH, and transformers' generate")
+    halves = model.config.kind == "encoder_decoder"
+    usual = "def <extra_id_0>(self):" if halves else "def "
+    prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
     one = len(prompts) * samples == 1
     if one:
-        _say(prompts[0])
+        _say(prompts[0] + ("\n" if halves else ""))
     started = time.perf_counter()
     found = generate(model, tokenizer, prompts, num_tokens=tokens, samples=samples, sampling=sampling, seed=seed, heard=_say)
     seconds = time.perf_counter() - started

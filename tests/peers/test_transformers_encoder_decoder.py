@@ -19,6 +19,8 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.recipe import sections
+from moe.train.decode import Written, continued, for_continuing
+from moe.train.sampling import Sampling
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
 
@@ -94,13 +96,32 @@ def there(tensors: dict[str, Tensor], name: str) -> Tensor:
     return tensors[name if name in tensors else "shared.weight"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_every_gradient_are_theirs(kind: str) -> None:
+def pair(kind: str) -> tuple[Any, Transformer]:
     theirs, ours = theirs_of(kind), ours_of(kind)
     weights = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, p in ours.named_parameters():
             p.copy_(there(weights, named(name)))
+    return theirs, ours
+
+
+@pytest.mark.parametrize("kind", ["t5", "switch"])
+def test_greedy_texts_are_theirs(kind: str) -> None:
+    theirs, ours = (model.eval() for model in pair(kind))
+    for_continuing(ours)
+    read = torch.randint(1, V, (2, 25), generator=torch.Generator().manual_seed(5))  # fewer than an expert's slots there
+    want = theirs.generate(read, max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, eos_token_id=V - 1, pad_token_id=0)
+    prompts = [[*row, 0] for row in read.tolist()]
+    steps = continued(
+        Written(ours, 25), prompts, num_tokens=12, max_length=99, vocab_size=V - 1, sampling=Sampling(temperature=0.0), seeds=[0, 1]
+    )
+    assert torch.tensor(list(steps)).t().tolist() == want[:, 1:].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_every_gradient_are_theirs(kind: str) -> None:
+    theirs, ours = pair(kind)
+    weights = dict(theirs.named_parameters())
     generator = torch.Generator().manual_seed(5)
     read = torch.randint(1, V, (2, READ), generator=generator)
     targets = torch.randint(1, V, (2, WRITTEN), generator=generator)

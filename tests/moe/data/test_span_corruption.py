@@ -10,8 +10,10 @@ import pytest
 
 from moe.data.mixture import MixedTrain
 from moe.data.order import TrainSet, ValidationSet, Windows
+from moe.data.sentinels import WithSentinels
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.token_shard import TokenShard
+from moe.data.tokenizer import Bytes
 from moe.recipe.spans import spans_of
 from parallel.mesh import Degrees, Mesh
 
@@ -113,3 +115,12 @@ def test_targets_are_what_the_decoder_writes() -> None:
     shard = TokenShard.whole(1, 6, source=4)
     row = np.array([[11, 12, 13, 14, 0, 21, 22]])
     assert shard.inputs(row).tolist() == [[11, 12, 13, 14, 0, 21]] and shard.targets(row).tolist() == [[21, 22]]
+
+
+def test_sentinels_are_text_and_back() -> None:
+    tokenizer = WithSentinels(Bytes(), vocab_size=270, num_sentinels=3)
+    text = "de\u00e9 <extra_id_0>(x):<extra_id_2><extra_id_3> <extra_id_x>"
+    ids = tokenizer.encode(text).tolist()
+    assert ids[5] == 269 and ids.count(267) == 1 and 268 not in ids and tokenizer.decode(ids) == text
+    assert tokenizer.beginning(text) == [*ids, 0] and tokenizer.vocab_size == 270 and tokenizer.decode([260, 266]) == ""
+    assert tokenizer.beginning("") == [0]
