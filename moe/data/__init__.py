@@ -24,7 +24,7 @@ from moe.data.tokenizer import Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START
-from moe.recipe.spans import spans_of
+from moe.recipe.spans import spans_of, spans_of_text
 from parallel.errors import BadInput
 
 __all__ = [
@@ -66,13 +66,14 @@ def open_data(
     tokenizer: dict[str, Any] | None = None,
     verify: bool = False,
     log: Callable[[str], object] = print,
+    as_key: Callable[[int], int] = int,
 ) -> Dataset:
     """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
     `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
     the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
-    wants one. `verify` also hashes token files that existed already. Raises BadInput for an unusable path or text, text shorter than one
-    sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
+    wants one. `verify` also hashes token files that existed already; `as_key` as of Windows. Raises BadInput for an unusable path or text,
+    text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
     """
     cache = cache or cache_folder()
     if data_config.objective == "span_corruption":
@@ -86,6 +87,7 @@ def open_data(
             tokenizer=tokenizer,
             verify=verify,
             log=log,
+            as_key=lambda tokens: spans_of_text(tokens).inputs,
         )
         return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
     if data_config.sources:
@@ -95,7 +97,15 @@ def open_data(
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
             each.append(
                 open_data(
-                    one, max_length=max_length, vocab_size=vocab_size, seed=seed, cache=cache, tokenizer=tokenizer, verify=verify, log=log
+                    one,
+                    max_length=max_length,
+                    vocab_size=vocab_size,
+                    seed=seed,
+                    cache=cache,
+                    tokenizer=tokenizer,
+                    verify=verify,
+                    log=log,
+                    as_key=as_key,
                 )
             )
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
@@ -107,8 +117,8 @@ def open_data(
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")
     return Dataset(
-        train=TrainSet(Windows(files.train, max_length, "train"), seed),
-        validation=ValidationSet(Windows(files.validation, max_length, "validation"), files.tokenizer.bytes_per_id),
+        train=TrainSet(Windows(files.train, max_length, "train", as_key), seed),
+        validation=ValidationSet(Windows(files.validation, max_length, "validation", as_key), files.tokenizer.bytes_per_id),
         tokenizer=files.tokenizer,
         index=files.index,
         key=files.key,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,20 +63,26 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Windows:
-    """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window."""
+    """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
+
+    `as_key`: the model.max_length of windows of so many tokens, where that is another number.
+    """
 
     tokens: npt.NDArray[np.integer]
     max_length: int
     name: str
+    as_key: Callable[[int], int] = int
 
     def __post_init__(self) -> None:
         if len(self.tokens) < self.max_length + 1:
+            key = self.as_key(self.max_length)
+            longer = "" if key == self.max_length else f", {self.max_length + 1} for model.max_length {key}"
             more = "give more text" if self.name == "train" else "give more text, or a larger data.validation_share"
-            shorter = f", or set model.max_length to at most {len(self.tokens) - 1}" if len(self.tokens) > 2 else ""
+            shorter = f", or set model.max_length to at most {self.as_key(len(self.tokens) - 1)}" if len(self.tokens) > 2 else ""
             raise BadInput(
                 f"{self.name} text",
                 got=f"{len(self.tokens)} tokens",
-                needed=f"at least one sequence, model.max_length + 1 = {self.max_length + 1}",
+                needed=f"at least one sequence{longer or f', model.max_length + 1 = {self.max_length + 1}'}",
                 fix=more + shorter,
             )
 

@@ -33,7 +33,8 @@ class Spans(NamedTuple):
         return self.hidden + self.num_spans + 1
 
 
-def _of_text(tokens: int) -> Spans:
+def spans_of_text(tokens: int) -> Spans:
+    """Of a text of so many tokens, at least 2."""
     hidden = max(1, round(tokens * DENSITY))
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
@@ -41,6 +42,6 @@ def _of_text(tokens: int) -> Spans:
 def spans_of(inputs: int) -> Spans:
     """Of the longest text of which the encoder reads at most so many tokens; of a length too short for a text, a text of two tokens."""
     tokens = max(2, int((inputs - 1) / (1 - DENSITY + DENSITY / SPAN)) - 8)  # a few below, then step by step
-    while _of_text(tokens + 1).inputs <= inputs:
+    while spans_of_text(tokens + 1).inputs <= inputs:
         tokens += 1
-    return _of_text(tokens)
+    return spans_of_text(tokens)

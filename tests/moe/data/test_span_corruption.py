@@ -5,16 +5,22 @@ What it alone would notice: a hidden token that is lost, a span too many, sentin
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from moe.data import open_data
 from moe.data.mixture import MixedTrain
 from moe.data.order import TrainSet, ValidationSet, Windows
 from moe.data.sentinels import WithSentinels
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
+from moe.recipe.sections import Data
 from moe.recipe.spans import spans_of
+from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 
 V, END = 300, 7
@@ -124,3 +130,17 @@ def test_sentinels_are_text_and_back() -> None:
     assert ids[5] == 269 and ids.count(267) == 1 and 268 not in ids and tokenizer.decode(ids) == text
     assert tokenizer.beginning(text) == [*ids, 0] and tokenizer.vocab_size == 270 and tokenizer.decode([260, 266]) == ""
     assert tokenizer.beginning("") == [0]
+
+
+def test_a_text_that_is_too_short_is_told_the_length_that_fits(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefghi\n" * 20)
+    open_it = partial(open_data, Data(path=str(tmp_path / "a.txt"), objective="span_corruption"), seed=0, cache=tmp_path / "cache")
+    with pytest.raises(BadInput, match="set model.max_length to at most") as refused:
+        open_it(max_length=190, vocab_size=300, log=lambda _: None)
+    fitting = int(str(refused.value).split()[-1])
+    with pytest.raises(BadInput, match="train text"):
+        open_it(max_length=fitting + 1, vocab_size=300, log=lambda _: None)
+    with pytest.raises(BadInput, match="validation text"):
+        open_it(max_length=fitting, vocab_size=300, log=lambda _: None)
+    data = open_it(max_length=9, vocab_size=257, log=lambda _: None)
+    assert data.train.batch(0, TokenShard.whole(4, 9 + spans_of(9).targets, source=9)).max() == 256  # the vocabulary's top
