@@ -170,7 +170,7 @@ class Conversion:
 def feed_forward(name: str) -> bool:
     """Whether a tensor belongs to the feed-forward half of a block, the part that conversions change."""
     part = name.split(".")
-    return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "ffn_norm")
+    return part[0] == "layers" and part[2] not in ("attention", "attention_norm", "cross", "cross_norm", "ffn_norm")
 
 
 def _experts(layer: int, networks: list[Network]) -> Values:
