@@ -43,7 +43,12 @@ def sum_over_holders(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout],
 
 def holders(layout: Layout, mesh: Mesh) -> Axis:
     """The stages that hold a parameter, of which there are several, as an axis."""
-    axis = mesh.part("pp", layout.holders, label="replicas")
+    return on_stages(layout.holders, mesh)
+
+
+def on_stages(places: tuple[int, ...], mesh: Mesh) -> Axis:
+    """These places on the pp axis, this rank's among them, as an axis. Every rank must ask for the same ones in the same order, once."""
+    axis = mesh.part("pp", places, label="replicas")
     assert axis is not None, "asked by a rank that does not hold it"
     return axis
 

@@ -26,13 +26,14 @@ KINDS = {
     "damage": "moe.bench.damage",
     "kills": "moe.bench.kills",
     "preemption": "moe.bench.preemption",
+    "corruption": "moe.bench.corruption",
     "restarts": "moe.bench.restarts",
 }
 
 
 @dataclass
 class Row:
-    """One fault, tried several times. `problems`: what went wrong, in a line for each that was lost."""
+    """One fault, tried several times. `problems`: what went wrong, in a line for each that was lost. `more`: what a kind tells beside."""
 
     fault: str
     tried: int = 0
@@ -41,6 +42,7 @@ class Row:
     seconds_median: float | None = None
     problems: list[str] = field(default_factory=list)
     skipped: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(fault: str, tries: int, once: Callable[[int], tuple[str, float]]) -> Row:

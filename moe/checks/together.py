@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
@@ -44,6 +45,7 @@ def check_together(run: Run) -> None:
     check_tiling(run)
     check_sharding(run)
     check_optimizer(run)
+    check_audit(run)
 
 
 def _check_model(run: Run) -> None:

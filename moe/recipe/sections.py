@@ -434,6 +434,10 @@ class Train(Section):
         None, gt=0, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"
     )
     seed: int = Field(0, ge=0)
+    audit_every: int = Field(
+        0, ge=0, description="steps between two that are computed twice and compare copies, to find silent corruption; 0: never"
+    )
+    deterministic: bool = Field(False, description="the same run twice gives the same bits, or says what cannot")
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")
     sample_tokens: int = Field(160, ge=0, description="of a text that the model writes after the last step; 0: none")

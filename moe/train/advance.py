@@ -7,6 +7,7 @@ several     batches through a pipeline that is not drained between them (moe/tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,8 +42,10 @@ class Made(NamedTuple):
 def _step(job: Job, asked: Callable[[], bool]) -> Made:
     run, counters = job.run, job.counters
     rate, scale = learning_rate(counters.updates, run.optimizer, total=run.train.steps), job.scale.value
+    auditor = job.auditor if job.auditor is not None and job.auditor.due(counters.step + 1) else None
     with during(PASSES):
-        numbers = accumulate(
+        passes = partial(
+            accumulate,
             job.executor,
             _batch(job, counters.step),
             shard=job.shard,
@@ -52,6 +55,7 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             loss_scale=scale,
             flag=_flag(job, asked),
         )
+        numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
     with during(STEP):
         norm = finish(
             job.engine,
@@ -62,6 +66,8 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             clip_norm=run.optimizer.clip_norm,
             device=job.world.device,
         )
+        if auditor is not None:
+            auditor.compare_copies(counters.step + 1, "after the update")
     return Made(numbers, norm, rate, scale)
 
 

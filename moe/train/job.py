@@ -11,6 +11,7 @@ from moe.plan.predicted import Prediction
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
+from moe.train.audit import Auditor
 from moe.train.executor import Executor
 from moe.train.prediction import Measured
 from moe.train.profile import Recording
@@ -52,6 +53,7 @@ class Job:
     predicted: Prediction | None = None
     measured: Measured | None = None
     recording: Recording | None = None
+    auditor: Auditor | None = None  # of a rehearsal there is none
     schedules: dict[int, Schedule] = field(default_factory=dict)
 
     @property

@@ -38,6 +38,7 @@ from moe.records.summary import dropped_shares
 from moe.records.title import title
 from moe.train import state
 from moe.train.advance import Made, advance
+from moe.train.audit import Auditor
 from moe.train.energy_clocks import planned_clocks
 from moe.train.executor import Executor, logits_of, start_executor
 from moe.train.generate import sample
@@ -54,6 +55,7 @@ from moe.train.step import validation_loss
 from parallel import process, watchdog
 from parallel.clip import GradientNorm
 from parallel.collectives import max_over, sum_over
+from parallel.deterministic import deterministic
 from parallel.errors import BadInput
 from parallel.lock import alone_in
 from parallel.mesh import Mesh
@@ -100,7 +102,7 @@ def train(
     out = out or Path("runs") / name
     say: Callable[[str], None] = print if world.rank == 0 and display else _silent
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=say)
-    with contextlib.nullcontext() if world.rank else alone_in(out):
+    with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
         return _train(run, name, out, origins or {}, fresh, allow_changes, world, display, predicted, init_from, restart, profile)
 
 
@@ -208,7 +210,10 @@ def _open(
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, saver, counters)
+    auditor = Auditor(
+        executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
+    )
+    return Job(run, name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, saver, counters, auditor=auditor)
 
 
 def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
@@ -346,6 +351,8 @@ def _was_evaluated(job: Job) -> bool:
 
 
 def _save(job: Job, *, wait: bool) -> None:
+    if job.auditor is not None:
+        job.auditor.before_save(job.counters.step)
     watchdog.enter("saving after the step", patience=watchdog.FIRST)
     parts = state.parts(
         job.engine,

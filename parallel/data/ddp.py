@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
+from parallel.audit import Held, copies_of
 from parallel.data.engine import Load, Rule
-from parallel.data.load import fill_stepped, kept_of
+from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.whole import Whole
 from parallel.gradients import Started, data_axis, start_flat, start_sums, sum_gradients
 from parallel.layout import Layout, dense
@@ -51,7 +52,10 @@ class DDP:
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
-            self.model.register_comm_hook(_Sums(dp, {id(p): name for name, p in self.parameters.items()}), _sum_bucket)
+            sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
+            self.model.register_comm_hook(sums, _sum_bucket)
+            if dp.size > 2:  # a sum of two does not depend on where in a bucket it is made
+                _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
         if isinstance(self.model, DistributedDataParallel):
@@ -84,6 +88,19 @@ class DDP:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and self.layouts[name].is_owner(self.mesh):
                 yield self.layouts[name].family, parameter.grad
+
+    def tensors(self) -> Iterator[Held]:
+        for name, parameter in self.parameters.items():
+            for kind, tensor in held_of(parameter, self.optimizer):
+                yield copies_of(name, kind, tensor, self.layouts[name])
+
+    def summed_gradients(self) -> Iterator[Held]:
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                yield copies_of(name, "gradient", parameter.grad, self.layouts[name])
+
+    def copy_again(self) -> bool:
+        return False
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
@@ -134,17 +151,40 @@ def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
     return axes[elements.most_common(1)[0][0]] if elements else data_axis(dense(()), mesh)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Sums:
-    """What DDP's hook needs: the axis, and the name of each parameter by id."""
+    """What DDP's hook needs: the axis, and the name of each parameter by id. `still`: nothing is sent."""
 
     axis: Axis
     names: dict[int, str]
+    still: bool = False
+
+
+def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
+    """Have torch put gradients into the buckets in which they stay, by a backward pass of zeros of which nothing is sent.
+
+    It does so after the first backward pass of a process. All-reduces in a ring add up each run of a buffer from another rank on, so the
+    first step would round otherwise than the same step of a run that was not started anew.
+    """
+
+    class Touch(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.stack([p.flatten()[:1].sum().float() * 0.0 for p in parameters]).sum()
+
+    module, model.module, sums.still = model.module, Touch(), True
+    try:
+        model().backward()
+    finally:
+        model.module, sums.still = module, False
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Sum one bucket in fp32; DDP would average."""
     buffer = bucket.buffer()
+    if sums.still:
+        there: torch.futures.Future[Tensor] = torch.futures.Future()
+        there.set_result(buffer)
+        return there
     wide = buffer.float()
     future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
 

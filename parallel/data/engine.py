@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from parallel.audit import Held
 from parallel.data.whole import Whole
 from parallel.layout import Box, Layout
 
@@ -93,6 +94,19 @@ class Engine(Protocol):
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(family, summed gradient) of every element this rank owns, once over the whole world."""
+        ...
+
+    def tensors(self) -> Iterator[Held]:
+        """Every tensor in memory that this rank keeps from step to step: weights, and what the optimizer keeps; with who holds the same
+        bits. In the same order on all ranks that hold copies."""
+        ...
+
+    def summed_gradients(self) -> Iterator[Held]:
+        """The same of the summed gradients, before a step."""
+        ...
+
+    def copy_again(self) -> bool:
+        """Make the weights that the model reads again from those that the optimizer keeps; False where they are the same. Collective."""
         ...
 
     def scale_gradients(self, factor: float) -> None: ...

@@ -29,9 +29,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # no public module has them
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel.audit import Held, copies_of
 from parallel.collectives import gather_into, scatter_sum_into
 from parallel.data.engine import Load, Rule
-from parallel.data.load import fill_stepped, kept_of
+from parallel.data.load import fill_stepped, held_of, kept_of
 from parallel.data.whole import Cut, Whole
 from parallel.first_values import Fill
 from parallel.gradients import data_axis, sum_gradients
@@ -236,6 +237,23 @@ class FSDP:
             if grad.numel() and (layout.shard_counts(self.mesh) if name in self.cut else layout.is_owner(self.mesh)):
                 yield layout.family, grad
 
+    def tensors(self) -> Iterator[Held]:
+        for name, parameter in self.held.items():
+            for kind, tensor in held_of(parameter, self.optimizer):
+                yield self._copies_of(name, kind, tensor)
+
+    def summed_gradients(self) -> Iterator[Held]:
+        return (self._copies_of(name, "gradient", grad) for name, grad in self._gradients())
+
+    def _copies_of(self, name: str, kind: str, tensor: Tensor) -> Held:
+        """Of a cut parameter the ranks that it is cut over have other parts."""
+        layout = self.layouts[name]
+        return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
+
+    def copy_again(self) -> bool:
+        self._reshard()
+        return False
+
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([grad for _, grad in self._gradients()], factor)
 
@@ -260,14 +278,18 @@ class FSDP:
         return {kind: self._gathered(name, part) for kind, part in parts.items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what is still gathered holds the old values
+        self._reshard()
         for name in names:
             held = self.held[name]
             if held.numel():
                 kept = self.rule.kept(name, held.ndim)
                 fill_stepped(held, self.optimizer, partial(load, name), kept=kept, steps=steps, start=self._start(name))
+
+    def _reshard(self) -> None:
+        """Forget what is still gathered: it holds the old values."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _start(self, name: str) -> list[int]:
         """Where this rank's part begins in what `_gathered` gives."""

@@ -42,6 +42,14 @@ def fill_run(into: Tensor, load: Callable[[Box], Tensor], *, shape: tuple[int, .
         into.narrow(0, at - first, part.numel()).copy_(part)
 
 
+def held_of(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor) of a parameter that torch's optimizer steps: the weight, and everything kept of it so far, counters too."""
+    yield "weight", parameter.detach()
+    for kind, kept in sorted(optimizer.state.get(parameter, {}).items()):
+        if isinstance(kept, Tensor):
+            yield kind, kept
+
+
 def fill_stepped(
     parameter: nn.Parameter,
     optimizer: torch.optim.Optimizer,

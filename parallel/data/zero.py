@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from parallel.audit import Held, copies_of
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
-from parallel.data.load import fill_run
+from parallel.data.load import fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.gradients import data_axis
 from parallel.layout import Layout
@@ -71,6 +72,15 @@ class DeepSpeed(ABC):
 
     @abstractmethod
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Held]: ...
+
+    @abstractmethod
+    def summed_gradients(self) -> Iterator[Held]: ...
+
+    @abstractmethod
+    def copy_again(self) -> bool: ...
 
     @abstractmethod
     def scale_gradients(self, factor: float) -> None: ...
@@ -181,6 +191,20 @@ class Zero(DeepSpeed):
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
 
+    def tensors(self) -> Iterator[Held]:
+        """The model's weights are copies; partitions are cut by what a rank's groups are, so no other rank's can be compared."""
+        for name, parameter in self.parameters.items():
+            yield copies_of(name, "weight", parameter, self.layouts[name])
+        for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
+            yield from in_partition(number, partition, self.zero.optimizer)
+
+    def summed_gradients(self) -> Iterator[Held]:
+        return (Held(f"partition {number}", "gradient", part) for number, part in self._partitions())
+
+    def copy_again(self) -> bool:
+        self.zero.update_lp_params()
+        return True
+
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([part for _, part in self._partitions()], factor)
 
@@ -218,6 +242,12 @@ class Zero(DeepSpeed):
         for state in self.zero.optimizer.state.values():
             state["step"].fill_(float(steps))
         self.zero.update_lp_params()
+
+
+def in_partition(number: int, master: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
+    """A flat partition of master weights, and what the optimizer keeps of it."""
+    for kind, tensor in held_of(master, optimizer):
+        yield Held(f"partition {number}", kind, tensor)
 
 
 def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.audit import Held
 from parallel.data.deepspeed import group_of, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load
 from parallel.data.load import boxes, fill_run
 from parallel.data.offload import Offload
-from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, settings
+from parallel.data.zero import BUCKET_ELEMENTS, DeepSpeed, Group, Working, group_parameters, in_partition, settings
 from parallel.first_values import Fill
 from parallel.gradients import data_axis
 from parallel.layout import Layout
@@ -174,6 +175,24 @@ class Zero3(DeepSpeed):
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
+
+    def tensors(self) -> Iterator[Held]:
+        """Nothing here has a copy, but for a part's weights in 16 bits beside those in 32. What lies on a disk is not read."""
+        zero = self.zero
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):
+            if not zero._swappable_optimizer_subgroup(number):
+                yield from in_partition(number, master, zero.optimizer)
+            working = zero.fp16_partitioned_groups_flat[number]
+            if working is not None and working.numel():
+                yield Held(f"partition {number}", "working weight", working)
+
+    def summed_gradients(self) -> Iterator[Held]:
+        return (
+            Held(f"a parameter of {group.family}, number {n}", "gradient", part) for n, (group, _, part) in enumerate(self._gradients())
+        )
+
+    def copy_again(self) -> bool:
+        return False
 
     def scale_gradients(self, factor: float) -> None:
         zero = self.zero

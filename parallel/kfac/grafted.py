@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from parallel.audit import Held
 from parallel.data.engine import Engine, Load
 from parallel.kfac.factors import direction
 from parallel.kfac.kfac import Kfac
@@ -95,6 +96,15 @@ class Curved:
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return self.engine.owned_gradients()
+
+    def tensors(self) -> Iterator[Held]:
+        return self.engine.tensors()
+
+    def summed_gradients(self) -> Iterator[Held]:
+        return self.engine.summed_gradients()
+
+    def copy_again(self) -> bool:
+        return self.engine.copy_again()
 
     def scale_gradients(self, factor: float) -> None:
         self.engine.scale_gradients(factor)

@@ -26,6 +26,7 @@ READS_THE_ENVIRONMENT = {
     "parallel/data/deepspeed.py": "DeepSpeed takes its device and its rank from there: set before it is imported",
     "moe/cli/main.py": "whether this process is already a rank of somebody's launcher",
     "moe/cli/doctor.py": "reports what the launchers and torch would see",
+    "parallel/deterministic.py": "cuBLAS reads its workspace there: set, not read",
     "parallel/lock.py": "whether the parent of these ranks holds their folder",
     "parallel/extensions.py": "where compiled extensions are kept",
     "moe/launch/environment.py": "what ranks inherit: cores, devices, port, torch's libraries",

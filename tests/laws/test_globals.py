@@ -31,6 +31,7 @@ CHANGED = {
     "moe/bench/kills.py: trainer._loop": "a forked rank saves what it has loaded before it trains, and ends with it",
     "moe/bench/preemption.py: Record.enter": "likewise, of a rank that tells where it is",
     "parallel/weight_gradient.py: _open": "autograd calls a product's backward with nothing of ours, and on a GPU in a thread of its own",
+    "parallel/deterministic.py: os.environ": "cuBLAS reads its workspace there",
     "parallel/process.py: os.environ": "torch, DeepSpeed and what they start read the rank and the meeting place there",
     "parallel/data/deepspeed.py: os.environ": "DeepSpeed takes its device from there while it is imported",
     "parallel/data/deepspeed.py: deepspeed.ops": "DeepSpeed's own table of ops that may be compiled",
@@ -47,6 +48,7 @@ CHANGED = {
 CACHED = {
     "moe/bench/planner_time.py: _file": "a cluster file as it is read once",
     "moe/bench/planner_time.py: _nodes": "of a cluster file and a number of nodes",
+    "parallel/audit.py: _weights": "fixed numbers, on a device",
     "parallel/plan/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "parallel/plan/cost.py: _cached": "seconds follow from the sizes that are its arguments",
     "parallel/plan/cost.py: _of_ranks": "layers of ranks follow from the sizes that are its arguments",
@@ -98,6 +100,7 @@ SETTINGS = {
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "resource.setrlimit": dict.fromkeys(("moe/bench/fit.py", "moe/bench/long_context.py"), "of a process that is started for it"),
+    "torch.use_deterministic_algorithms": {"parallel/deterministic.py": "torch has one such setting; put back after training"},
     "torch.manual_seed": {"moe/bench/step.py": "a peer draws its weights from torch's generator"},
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}

@@ -1,0 +1,34 @@
+"""Where a step cannot be computed twice with the same bits: for `train.audit_every` and for `train.deterministic`."""
+
+from __future__ import annotations
+
+from moe.plan.pipeline import continuous
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+
+def check_audit(run: Run) -> None:
+    """Refuse audits of steps that cannot be made again, and what is not deterministic. Raises BadInput."""
+    threads = "ranks: replicas' gradients are added in the order in which their threads end"
+    if run.train.deterministic and run.sharding.kind == "dp":
+        raise BadInput(
+            "train.deterministic",
+            got="true with sharding.kind=dp",
+            needed=threads,
+            fix="set sharding.kind to ddp, or train.deterministic to false",
+        )
+    if not run.train.audit_every:
+        return
+    offload = run.sharding.offload
+    reasons = {
+        f"it with pipeline.schedule={run.pipeline.schedule}": (continuous(run), "a step that ends before its update, to be computed twice"),
+        "it with sharding.kind=dp": (run.sharding.kind == "dp", threads),
+        "it with optimizer.kind=kfac": (
+            run.optimizer.kind == "kfac",
+            "passes that leave nothing but gradients: K-FAC's factors would see twice",
+        ),
+        "it with states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
+    }
+    for got, (refused, needed) in reasons.items():
+        if refused:
+            raise BadInput("train.audit_every", got=got, needed=needed, fix="set train.audit_every to 0")

@@ -1,0 +1,209 @@
+"""`train.audit_every: n`: every n-th step looks for silent corruption, by what parallel/audit.py can compare.
+
+    before the step     copies of weights and of what the optimizer keeps have equal hashes, or the odd ones are replaced
+    passes, once        gradients and the step's numbers are hashed, and dropped
+    passes, again       ... and must come out the same, bit by bit, on every rank; what nobody wrote meanwhile has not changed
+    after the update    copies are equal again; and so before every save, so that no checkpoint holds one that differs
+
+Noise, dropout and routing are functions of a token's place in the run, so nothing need be put back between the two. Passes that differ are
+made until two of them agree: those gradients stay, and are the ones of an undisturbed step. Where no copy is known to be intact, all ranks
+end in one line that names the checkpoint to go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from moe.model.transformer import Block, Transformer, extra_state
+from moe.train.numbers import Numbers
+from parallel import watchdog
+from parallel.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, mend, said_by_all
+from parallel.collectives import largest
+from parallel.data.engine import Engine
+from parallel.errors import Ended
+from parallel.layout import dense
+from parallel.mesh import Mesh
+
+ATTEMPTS = 6  # at most so many passes of one step
+MOST_NAMED = 3
+
+
+class Auditor:
+    """One rank's part of the audits. `record` writes an event, `note` says a line; `checkpoints`: the run's folder of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        *,
+        every: int,
+        record: Callable[[dict[str, Any]], None],
+        note: Callable[[str], None],
+        checkpoints: Path,
+    ) -> None:
+        self.engine, self.mesh, self.every, self.world = engine, mesh, every, mesh.axis("world", label="the audit")
+        self.record, self.note, self.checkpoints = record, note, checkpoints
+        self.step = 0  # the last one of which copies were compared
+
+    def due(self, step: int) -> bool:
+        """Whether the step of this number, from 1, is audited."""
+        return self.every > 0 and step % self.every == 0
+
+    def passes(self, compute: Callable[[], Numbers], *, step: int) -> Numbers:
+        """What `compute`, an accumulate, gives where two of its calls agree; the engine holds the gradients of the second. Collective.
+
+        Raises Ended on all ranks where weights cannot be mended, or no two calls agree.
+        """
+        held, before = self.compare_copies(step, "before the step")
+        seen: list[tuple[Tensor, dict[str, int]]] = []
+        reasons: list[str] = []
+        for attempt in range(ATTEMPTS):
+            with listening(self.engine.module) as heard:
+                numbers = compute()
+            watchdog.enter("the audit of the step", step=step)
+            grads = list(self.engine.summed_gradients())
+            mine = torch.cat((fingerprints(grads), torch.tensor([crc32(repr(numbers).encode())])))
+            if attempt:
+                changed = by_change(held, before, fingerprints(held), self.mesh)
+                if self._settle(changed, step, "during the step"):
+                    seen.clear()  # they read what has changed
+                elif reasons := self._unlike(grads, mine, heard, seen):
+                    self._tell(step, "computed otherwise the second time", reasons, "the passes are made again")
+                else:
+                    return numbers
+            seen.append((mine, heard))
+            self.engine.drop_gradients()
+        named = _few(reasons) or "weights"
+        raise Ended(f"step {step}: no two of {ATTEMPTS} equal passes agree ({named}); {self._otherwise()}", speaker=self.world.index == 0)
+
+    def compare_copies(self, step: int, when: str) -> tuple[list[Held], Tensor]:
+        """What this rank keeps, and its hashes, once all copies are equal. Collective. Raises Ended on all ranks where they cannot be."""
+        held = self._held()
+        prints = fingerprints(held)
+        if self._settle(by_majority(held, prints, self.mesh), step, when):
+            held = self._held()
+            prints = fingerprints(held)
+            left = by_majority(held, prints, self.mesh)
+            if said := said_by_all([str(one) for one in left], self.world):  # of stages' holders, or a fault that comes again
+                self._end(step, when, said)
+        self.step = step
+        return held, prints
+
+    def before_save(self, step: int) -> None:
+        """What is saved was compared in this step, now if not before. Collective."""
+        if self.every and self.step != step:
+            self.compare_copies(step, "before saving")
+
+    # --- findings ------------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> list[Held]:
+        """Weights, what the optimizer keeps, and routers' biases."""
+        extra = extra_state(self.engine.module)
+        holders = {f"layers.{n}": self.engine.layouts[f"layers.{n}.ffn_norm.weight"].holders for n in _layers(self.engine.module)}
+        return [
+            *self.engine.tensors(),
+            *(copies_of(name, "value", t, dense((), holders=holders[".".join(name.split(".")[:2])])) for name, t in extra.items()),
+        ]
+
+    def _settle(self, found: Sequence[Finding], step: int, when: str) -> bool:
+        """Replace what has an intact copy; whether any rank had found something. Raises Ended where one has none. Collective."""
+        said = said_by_all([str(one) for one in found], self.world)
+        if not said:
+            return False
+        again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy of what the model reads
+        lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
+        if beyond := said_by_all([str(one) for one in lost], self.world):
+            self._end(step, when, beyond)
+        for one in found:
+            if one.source is not None:
+                mend(one)
+        self.engine.copy_again()
+        self._tell(step, when, said, "replaced by an intact copy")
+        return True
+
+    def _unlike(self, grads: list[Held], mine: Tensor, heard: dict[str, int], seen: Sequence[tuple[Tensor, dict[str, int]]]) -> list[str]:
+        """Where these passes differ from each of the earlier ones on some rank, of all ranks; empty where they agree with one of them and
+        copies of gradients are equal. The same on every rank. Collective."""
+        apart = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
+        copies = said_by_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
+        if copies or all(apart):
+            earlier, heard_before = seen[-1] if seen else (mine, heard)
+            places = [name for name in heard if heard[name] != heard_before.get(name)]
+            first = _order(places[0]) if places else _NOWHERE
+            first_of_all = -largest(-float(first), self.world)
+            if first_of_all < _NOWHERE:
+                local = places[:1] if first == first_of_all else []
+            else:
+                local = [str(one) for one, now, before in zip(grads, mine, earlier, strict=False) if now != before]
+            return said_by_all([f"{place} on rank {self.mesh.rank}" for place in local], self.world) or copies or ["the step's numbers"]
+        return []
+
+    def _tell(self, step: int, when: str, found: Sequence[str], done: str) -> None:
+        self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": done})
+        self.note(f"step {step}: silent corruption, {when}: {_few(found)}; {done}")
+
+    def _end(self, step: int, when: str, found: Sequence[str]) -> None:
+        self.record({"kind": "event", "event": "corruption", "step": step, "found": f"{when}: {_few(found)}", "done": "the run ends"})
+        line = f"step {step}: silent corruption, {when}: {_few(found)}; no copy is known to be intact; {self._otherwise()}"
+        raise Ended(line, speaker=self.world.index == 0)
+
+    def _otherwise(self) -> str:
+        steps = [int(number) for path in self.checkpoints.glob("step-*") if (number := path.name.removeprefix("step-")).isdecimal()]
+        return f"the same command goes on from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
+
+
+def _few(found: Sequence[str]) -> str:
+    more = len(found) - MOST_NAMED
+    return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- where passes differ -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(model: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """While it lasts, hashes of what each block gives and of the gradient that comes back to it, summed over micro-batches."""
+    noted: dict[str, list[Tensor]] = {}
+    handles = []
+
+    def hook(layer: int) -> Callable[..., None]:
+        def after(module: Any, args: Any, output: Any) -> None:
+            x_BLD = output[0]
+            noted.setdefault(f"the forward pass of layers.{layer}", []).append(fingerprint(x_BLD))
+            if x_BLD.requires_grad:
+                backward = f"the backward pass behind layers.{layer}"
+                x_BLD.register_hook(lambda grad: noted.setdefault(backward, []).append(fingerprint(grad)))
+
+        return after
+
+    heard: dict[str, int] = {}
+    try:
+        for layer, block in _layers(model).items():
+            handles.append(block.register_forward_hook(hook(layer)))
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()
+    heard |= {name: int(torch.stack(noted[name]).sum()) for name in sorted(noted, key=_order)}
+
+
+def _layers(model: torch.nn.Module) -> dict[int, Block]:
+    """This rank's blocks by number."""
+    assert isinstance(model, Transformer)
+    return {number: block for number, block in enumerate(model.layers) if isinstance(block, Block)}
+
+
+_NOWHERE = 10**6
+
+
+def _order(name: str) -> int:
+    """As passes run: forward through the layers, and backward."""
+    layer = int(name.rpartition(".")[2])
+    return layer if "forward" in name else _NOWHERE - 1 - layer
