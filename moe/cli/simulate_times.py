@@ -144,6 +144,9 @@ def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], siz
         if speed <= 0:
             raise BadInput(f"--{flag}", got=speed, needed="a speed above 0", fix=f"--{flag} {WITH_RECIPE[flag]:g}")
     run, _ = load(recipe, overrides)
+    if run.model.kind == "encoder_decoder":
+        needed = "a decoder: where the encoder's output crosses every stage of the decoder there is no pipeline yet"
+        raise BadInput("--recipe", got=f"{recipe}, an encoder-decoder", needed=needed, fix="--recipe switch_tiny")
     if file is None:
         size["stages"] = size["stages"] or (run.degrees.pp if run.degrees.pp > 1 else None)
         size["microbatches"] = size["microbatches"] or (run.pipeline.microbatches if run.pipeline.microbatches > 1 else 8)

@@ -31,8 +31,7 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
     blocks = [block_size(model, experts, router, layer=layer) for layer in range(model.num_layers)]
     halves = 1 if model.kind == "decoder" else 2  # each with a norm at its end
     ends = vocab_size * model.d_model * (1 if model.tied_embeddings else 2) + halves * model.d_model
-    decoded = 1.0 if model.kind == "decoder" else model.target_length / model.read_length
-    forward = sum(block.forward for block in blocks) + decoded * head_forward(model, vocab_size=vocab_size)
+    forward = sum(block.forward for block in blocks) + head_forward(model, vocab_size=vocab_size)
     return Size(sum(block.total for block in blocks) + ends, sum(block.active for block in blocks) + ends, forward, 3.0 * forward)
 
 
@@ -114,8 +113,9 @@ def expert_size(model: sections.Model, experts: sections.Experts) -> int:
 
 
 def head_forward(model: sections.Model, *, vocab_size: int) -> float:
-    """Forward FLOPs per token of the projection to the vocabulary. The embedding lookup needs no product."""
-    return 2.0 * vocab_size * model.d_model
+    """Forward FLOPs per token of the projection to the vocabulary; an encoder's tokens have none. The embedding lookup needs no product."""
+    decoded = 1.0 if model.kind == "decoder" else model.target_length / model.read_length
+    return 2.0 * vocab_size * model.d_model * decoded
 
 
 def _ffn(d_model: int, d_ff: int, ffn: str) -> int:
