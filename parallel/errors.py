@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 800  # characters of what is shown of an input
+
 
 class BadInput(ValueError):
     """An error in the user's input; the message is one line that says what to write instead.
@@ -14,7 +16,17 @@ class BadInput(ValueError):
 
     def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix
-        super().__init__(" ".join(f"{what}: got {got}, needed {needed}; fix: {fix}".split()))
+        super().__init__(plain(" ".join(f"{_cut(what)}: got {_cut(got)}, needed {needed}; fix: {fix}".split())))
+
+
+def plain(text: str) -> str:
+    """One line that a terminal shows and does not obey: control characters, line ends and broken characters as \\x1b, \\n, \\udcff."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _cut(shown: object) -> str:
+    text = str(shown)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

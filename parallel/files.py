@@ -16,7 +16,9 @@ MOST_BYTES = 64 * 2**20  # of a recipe, an order, a plan, a hostfile: the larges
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
-    """`~` made a home. Raises BadInput, about `what`, for a path that the system cannot even look up."""
+    """`~` made a home. Raises BadInput, about `what`, for a path that the system cannot even look up, or a terminal cannot show."""
+    if not str(text).isprintable():
+        raise BadInput(what, got=repr(str(text)), needed="a path of printable characters", fix="rename it")
     try:
         path = Path(text).expanduser()
         os.lstat(path)

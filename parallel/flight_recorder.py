@@ -39,10 +39,23 @@ _PLAIN = (
 Group = tuple[str, str, tuple[int, ...]]  # name, description, ranks
 
 
+def _with_plain_keys(load: Any, keys: slice) -> Any:
+    """An opcode's function, after a look at the keys: tuples of tuples of the same few bytes would take for ever to hash."""
+
+    def checked(reader: Any) -> None:
+        if not all(isinstance(key, str | bytes | int) for key in reader.stack[keys]):
+            raise pickle.UnpicklingError("keys that are no text")
+        load(reader)
+
+    return checked
+
+
 class _Plain(pickle._Unpickler):
     """Python's own unpickler, in Python, without every opcode that names, calls or builds something."""
 
     dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN.split()}
+    for _opcode, _keys in ((pickle.SETITEM, slice(-2, -1)), (pickle.SETITEMS, slice(0, None, 2)), (pickle.DICT, slice(0, None, 2))):
+        dispatch[_opcode[0]] = _with_plain_keys(dispatch[_opcode[0]], _keys)
 
 
 @dataclass(frozen=True)

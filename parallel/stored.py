@@ -24,6 +24,7 @@ from parallel.errors import BadInput
 from parallel.layout import Box, Layout
 from parallel.mesh import Mesh
 
+HEADER_BYTES = 100_000_000  # the most that a safetensors file may have
 _DTYPES = {  # as the safetensors format names them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -59,7 +60,14 @@ class TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
                 raise ValueError("a header longer than the file")
-            header: dict[str, Any] = json.loads(file.read(length))
+            if length > HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes, more than the format allows")
+            try:
+                header: dict[str, Any] = json.loads(file.read(length))
+            except RecursionError:
+                raise ValueError("a header nested too deeply") from None
+        if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+            raise TypeError("a header that is no table of tensors")
         header.pop("__metadata__", None)
         self.places = {key: self._place(entry, data=8 + length, end=size) for key, entry in header.items()}
         runs = sorted(tuple(entry["data_offsets"]) for entry in header.values())

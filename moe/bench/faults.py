@@ -28,6 +28,7 @@ KINDS = {
     "preemption": "moe.bench.preemption",
     "corruption": "moe.bench.corruption",
     "restarts": "moe.bench.restarts",
+    "hostile": "moe.bench.hostile",
 }
 
 

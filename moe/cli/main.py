@@ -383,6 +383,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
+    user_path(Path(name) / holds, what=what)
     if (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
         return name
     runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []
@@ -428,6 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    _check_printable(words)
     if not words or words[0] in ("-h", "--help"):
         verbs.print_verbs(benches=bench_names())
         return exit_codes.DONE
@@ -451,6 +453,19 @@ def _run(words: list[str]) -> int:
     set_before_torch(os.environ)  # verify's ranks are forked from this process, generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
     return FUNCTIONS[verb](verbs.parse(verb, rest, benches=bench_names()), overrides)
+
+
+def _check_printable(words: list[str]) -> None:
+    """Refuse paths, names and values that a terminal would obey or UTF-8 cannot say; a prompt may have control characters."""
+    for before, word in zip(["", *words], words, strict=False):
+        fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else word.isprintable()
+        if not fits:
+            needed, fix = "words of printable characters, in UTF-8", "rename the file, or leave these characters out"
+            raise BadInput("the command line", got=repr(word), needed=needed, fix=fix)
+
+
+def _is_prompt(before: str, word: str) -> bool:
+    return before == "--prompt" or word.startswith("--prompt=")
 
 
 def _refuse_verb(verb: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
+from parallel.errors import plain
 from parallel.files import user_path
 from parallel.flight_recorder import Found, diagnose, read_folder
 
@@ -33,8 +34,8 @@ def main(folder: str, *, json: str | None = None) -> int:
 def line(found: Found) -> str:
     """What is found, in one line."""
     if not found.culprits:
-        return f"no culprit: {found.said}"
-    return f"rank{'s' if len(found.culprits) > 1 else ''} {' '.join(map(str, found.culprits))}: {found.said}"
+        return plain(f"no culprit: {found.said}")
+    return plain(f"rank{'s' if len(found.culprits) > 1 else ''} {' '.join(map(str, found.culprits))}: {found.said}")
 
 
 def _rows(found: Found) -> list[dict[str, Any]]:
@@ -46,8 +47,8 @@ def _rows(found: Found) -> list[dict[str, Any]]:
         rows.append(
             {
                 "rank": rank,
-                "collective": f"{wait.call.kind} {wait.call.number}",
-                "group": wait.group[1] or wait.group[0],
+                "collective": plain(f"{wait.call.kind} {wait.call.number}"),
+                "group": plain(wait.group[1] or wait.group[0]),
                 "waits_for": " ".join(map(str, wait.behind)),
             }
         )

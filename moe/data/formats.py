@@ -23,7 +23,7 @@ from parallel.errors import BadInput, did_you_mean
 PACKED = (".gz", ".zst")
 TABLES = (".parquet", ".arrow", ".feather")
 LONGEST_BYTES = 256 << 20  # of one unpacked document, line or cell
-_ZST_READ_BYTES = 4096  # an input block of 4 bytes can stand for 128 KiB: what this much gives still fits in memory
+_ZST_READ_BYTES = 1024  # an input block of 4 bytes can stand for 128 KiB: what this much gives still fits in memory
 _ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes (--long=31)
 _ROWS = 16  # of a Parquet file at once: a row holds anything
 _PARQUET_READ_BYTES = 1 << 16
@@ -107,7 +107,8 @@ class _Zst(io.RawIOBase):
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.library = file, path, needed_package("zstandard", path)
         self.frame: Any = None  # None: between two frames
-        self.packed = self.ready = b""
+        self.packed = b""
+        self.ready = memoryview(b"")  # of a bomb it is long, and cut in many pieces
 
     def readable(self) -> bool:
         return True
@@ -121,7 +122,7 @@ class _Zst(io.RawIOBase):
                 return 0
             self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES).decompressobj()
             try:
-                self.ready = self.frame.decompress(self.packed)
+                self.ready = memoryview(self.frame.decompress(self.packed))
             except self.library.ZstdError as error:
                 raise damaged(self.path, f"no whole Zstandard file ({error})") from None
             self.packed = self.frame.unused_data if self.frame.eof else b""

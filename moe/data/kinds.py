@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, plain
+from parallel.files import read_text
 
 LINK = "/"  # ends the name of a link to a folder, which is not followed
 _SHOWN = 4
@@ -57,7 +58,7 @@ def kind_of(name: str) -> str:
     if name.endswith(LINK):
         return "linked folder"
     path = PurePosixPath(name)
-    return path.suffix.lower() or path.name
+    return plain(path.suffix.lower() or path.name)
 
 
 def check_kinds(kinds: Kinds, *, path: str, text_alone: bool) -> None:
@@ -83,8 +84,8 @@ def saved_files(path: Path, names: Sequence[str]) -> list[str]:
     if saved[0] != PurePosixPath("."):
         raise BadInput("data.path", got=f"{path}, which holds saved datasets", needed="one", fix=f"--data.path {path / saved[0]}")
     try:
-        files = [str(entry["filename"]) for entry in json.loads((path / SAVED_STATE).read_text())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        files = [str(entry["filename"]) for entry in json.loads(read_text(path / SAVED_STATE))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         files = []
     missing = next((name for name in files if name not in names), None if files else "a list of files in it")
     if missing:

@@ -12,6 +12,7 @@ a separator. Everything else is restored exactly, including CRLF and emoji.
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,12 +107,7 @@ class Bpe(Tokenizer):
     name = "bpe"
 
     def __init__(self, model: dict[str, Any]) -> None:
-        from tokenizers import Tokenizer as Library
-
-        try:
-            self._library = Library.from_str(json.dumps(model))
-        except Exception as error:  # the library raises plain Exception for any error in its JSON
-            raise _bad_description(error) from None
+        self._library = _library(model)
         self._model = model
         vocabulary = sorted(self._library.get_vocab().items(), key=lambda item: item[1])
         if [i for _, i in vocabulary] != list(range(len(vocabulary))) or vocabulary[SEPARATOR][0] != SEPARATOR_TEXT:
@@ -122,8 +118,7 @@ class Bpe(Tokenizer):
             raise _bad_description(f"a token with {error}, which stands for no byte") from None
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int64) for one in found]
+        return _encoded(self._library, parts)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
@@ -136,14 +131,11 @@ class Given(Tokenizer):
     name = "given"
 
     def __init__(self, model: dict[str, Any], separator: int) -> None:
-        from tokenizers import Tokenizer as Library
-
-        try:
-            self._library = Library.from_str(json.dumps(model))
-        except Exception as error:  # the library raises plain Exception for any error in its JSON
-            raise _bad_description(error) from None
+        self._library = _library(model)
         self._model = model
         vocabulary = self._library.get_vocab()
+        if (largest := max(vocabulary.values(), default=0)) > _MOST_IDS:
+            raise _bad_description(f"the id {largest}")
         spelled = _spelled_by(model)
         special = {token["content"] for token in model.get("added_tokens") or ()}
         held = [b""] * (max(vocabulary.values(), default=-1) + 1)  # ids that no token has are never met
@@ -165,11 +157,55 @@ class Given(Tokenizer):
         return Given(model, ends)
 
     def encode_pieces(self, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-        found = self._library.encode_batch_fast(list(parts), add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int64) for one in found]
+        return _encoded(self._library, parts)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator, "model": self._model}
+
+
+_MOST_IDS = 2**24
+_MOST_GROWTH = 16
+
+
+def _library(model: dict[str, Any]) -> Any:
+    """The library's tokenizer of this JSON. Raises BadInput where there is none, and where its replacements let texts grow without end."""
+    from tokenizers import Tokenizer as Library
+
+    try:
+        if (growth := _growth(model.get("normalizer"))) > _MOST_GROWTH:
+            raise ValueError(f"replacements that make a text {growth:.2g} times as long")
+        return Library.from_str(json.dumps(model))
+    except BaseException as error:  # the library raises plain Exception for any error in its JSON, and where it panics no Exception
+        if not _from_library(error):
+            raise
+        raise _bad_description(error) from None
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times as long a text can become, at most: replacements one after another multiply."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    found = math.prod(_growth(each) for each in normalizer.get("normalizers") or ())
+    if normalizer.get("type") == "Replace":
+        replaced = normalizer["pattern"].get("String") or "."
+        found *= max(1.0, len(normalizer["content"]) / len(replaced))
+    return found
+
+
+def _encoded(library: Any, parts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+    """The ids of each part. Raises BadInput where the library gives up: on a pattern that is searched for ever, say."""
+    try:
+        found = library.encode_batch_fast(list(parts), add_special_tokens=False)
+    except BaseException as error:
+        if not _from_library(error):
+            raise
+        raise _bad_description(f"one that cannot encode this text ({error})") from None
+    return [np.array(one.ids, dtype=np.int64) for one in found]
+
+
+def _from_library(error: BaseException) -> bool:
+    """A panic of Rust is no Exception, and has no name that could be imported."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _spelled_by(model: dict[str, Any]) -> Callable[[str], bytes]:

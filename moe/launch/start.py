@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -246,6 +247,10 @@ def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, nu
     return True
 
 
+_SLOTS = re.compile(r"[1-9][0-9]{0,4}")
+_HOST = re.compile(r"[\w@\[][\w.:@%\[\]-]*", re.ASCII)  # launchers give it to ssh and to a shell: nothing that these would carry out
+
+
 def read_hostfile(path: Path) -> dict[str, int]:
     """{host: slots} from DeepSpeed's hostfile, which has one `host slots=N` per line and # for comments. Raises BadInput."""
     try:
@@ -263,7 +268,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         if not words:
             continue
         slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
-        if not slots.isdecimal() or int(slots) < 1 or words[0] in hosts:
+        if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
             got = f"{words[0]} twice" if words[0] in hosts else line.strip()
             raise BadInput(f"{path}, line {number}", got=got, needed="HOST slots=N, each host once", fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)

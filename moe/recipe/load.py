@@ -11,19 +11,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section
+from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import read_text, user_path
 
@@ -80,7 +79,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             break
         if not isinstance(parent, str):
             raise BadInput("extends", got=parent, needed="the name of one recipe", fix="write for example: extends: dense_tiny")
-        beside = path.parent / f"{parent}.yaml"
+        beside = user_path(path.parent / f"{parent}.yaml", what="extends")
         path = beside if beside.is_file() else recipe_path(parent)
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -124,38 +123,12 @@ def _drop_router(values: dict[str, Any], origins: dict[str, str]) -> None:
             origins[f"router.{key}"] = f"{_DROPPED}{json.dumps(value)}, which {origin} has for its own preset"
 
 
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # the last two: dates such as 2024-13-45, and deep nesting
-
-
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
-    """PyYAML's safe loader, but it refuses two equal keys, of which PyYAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.value)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name} twice", key.start_mark)
-            seen.add(name)
-        made: dict[Any, Any] = super().construct_mapping(node, deep)
-        return made
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        if _NOT_DECIMAL.match(node.value):
-            raise yaml.constructor.ConstructorError(None, None, f"{node.value}, which YAML reads as another number", node.start_mark)
-        return int(super().construct_yaml_int(node))
-
-
-_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # octal 0755 is 493, and 1:30, in base 60, is 90
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(read_text(path), _Loader)
+        values = yaml_text.load(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}", got=error, needed="a readable text file", fix="check the file") from None
-    except _NOT_YAML as error:
+    except yaml_text.NOT_YAML as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
         problem = getattr(error, "problem", None) or f"not YAML ({error or 'nested too deeply'})"
@@ -210,8 +183,8 @@ def _read_value(text: Any, annotation: Any) -> Any:
     if not text.strip() and str in (annotation, *get_args(annotation)):
         return ""  # YAML's null, but nobody types an empty word for it: see Section
     try:
-        value = yaml.load(text, _Loader)
-    except _NOT_YAML:
+        value = yaml_text.load(text)
+    except yaml_text.NOT_YAML:
         return text
     return text if value is not None and str in (annotation, *get_args(annotation)) else value
 

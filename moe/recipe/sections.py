@@ -38,6 +38,8 @@ class Section(BaseModel):
                 raise ValueError("a number or a name, not true or false")
             if isinstance(number, int) and abs(number) > _LARGEST:
                 raise ValueError(f"at most {_LARGEST}")
+            if isinstance(number, str) and not number.isprintable():
+                raise ValueError("text of printable characters")
             if number == "":
                 raise ValueError("text, or null: an empty one may come from a shell variable that is not set")
         return value

@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
+from parallel.files import read_text
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
+_LAST_SECOND = 2**36  # in the year 4147
 PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
 
@@ -49,6 +52,8 @@ class Records:
                     os.replace(self._path, self._path.with_name(PREVIOUS))
                 if (summary := self._path.with_name(SUMMARY)).exists():  # else it would pass for the new run's
                     os.replace(summary, summary.with_name(PREVIOUS_SUMMARY))
+            if self._path.exists():
+                _regular(self._path)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (closed by close(): it lives as long as the run)
         except OSError as error:
             raise _unwritable(self._path, error) from None
@@ -142,7 +147,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     path = Path(path) / METRICS if Path(path).is_dir() else Path(path)
     try:
-        raw = path.read_bytes().split(b"\n")
+        raw = _regular(path).read_bytes().split(b"\n")
     except OSError as error:
         raise BadInput(str(path), got=error.strerror or error, needed=f"a run's {METRICS}", fix="name the run's folder") from None
     lines = []
@@ -159,7 +164,7 @@ def cut_after(path: Path, step: int) -> None:
     """Keep the lines of steps up to `step`, byte for byte; remove later steps and incomplete lines. Atomic."""
     if not path.exists():
         return
-    old = path.read_bytes()
+    old = _regular(path).read_bytes()
     if (new := b"".join(text + b"\n" for text, line in _whole(old) if line["step"] <= step)) != old:
         replace_file(path, new)
 
@@ -205,11 +210,13 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadInput(str(path), got=error, needed="JSON", fix="delete it; the report is then made without it") from None
-    if not isinstance(summary, dict):
-        raise BadInput(str(path), got=type(summary).__name__, needed="a JSON object", fix="delete it; the report is then made without it")
+        summary = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        got = getattr(error, "strerror", None) or error
+        raise BadInput(str(path), got=got, needed="JSON", fix="delete it; the report is then made without it") from None
+    if not isinstance(summary, dict) or not _sizes(summary) or not isinstance(summary.get("predicted") or {}, dict):
+        got = "values that no run writes" if isinstance(summary, dict) else type(summary).__name__
+        raise BadInput(str(path), got=got, needed="a run's JSON object", fix="delete it; the report is then made without it")
     return summary
 
 
@@ -236,10 +243,44 @@ def _plain(value: Any, place: str, lost: list[str]) -> Any:
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    whole = isinstance(line, dict) and isinstance(line.get("step"), int)
-    return line if whole else None
+    return line if isinstance(line, dict) and _typed(line) and _sizes(line) else None
+
+
+def _typed(line: dict[str, Any]) -> bool:
+    """Whether what readers count with has the types that runs write; other keys may hold anything."""
+    layers, parts, places = (line.get(key) or kind() for key, kind in (("moe", list), ("grad_norm_parts", dict), ("nonfinite", list)))
+    return (
+        type(line.get("step")) is int
+        and isinstance(line.get("kind", "train"), str)
+        and all(_is_number(line.get(key)) for key in ("time", "step_seconds", "validation_loss"))
+        and (line.get("time") or 0) < _LAST_SECOND
+        and isinstance(places, list)
+        and isinstance(parts, dict)
+        and isinstance(layers, list)
+        and all(isinstance(layer, dict) and type(layer.get("layer")) is int for layer in layers)
+        and all(_is_number(layer.get(key)) for layer in layers for key in ("kept", "dropped"))
+        and all(isinstance(loads := layer.get("load") or [], list) and all(map(_is_number, loads)) for layer in layers)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _sizes(value: Any) -> bool:
+    """Whether all numbers in it can be counted with."""
+    if isinstance(value, dict | list):
+        return all(map(_sizes, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int | float) or abs(value) < 2**63
+
+
+def _regular(path: Path) -> Path:
+    """The same path. Raises OSError for a pipe, which would wait, and for a device, which has no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(0, "not a regular file", str(path))
+    return path
 
 
 def _unwritable(path: Path, error: OSError) -> BadInput:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from parallel.errors import plain
+
 MISSING = "–"
 
 
@@ -95,8 +97,8 @@ def _number(value: Any, form: str, unit: str = "") -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None) or MISSING
-    return MISSING if value is None or value == "" else str(value)
+        return plain(", ".join(f"{key} {inner}" for key, inner in value.items() if inner is not None)) or MISSING
+    return MISSING if value is None or value == "" else plain(str(value))
 
 
 def fixed(value: Any, form: str) -> str:

@@ -26,7 +26,10 @@ def beside(first: Path, second: Path) -> Path:
     differences, results = recipe_rows(first, second), result_rows(first, second)
     _print("recipe", names, differences or [("no difference", "", "")])
     _print("result", names, results)
-    lines = {name: [[line for line in read(folder) if line["kind"] == "eval"]] for name, folder in zip(names, (first, second), strict=True)}
+    lines = {
+        name: [[line for line in read(folder) if line.get("kind", "train") == "eval"]]
+        for name, folder in zip(names, (first, second), strict=True)
+    }
     return compare(lines, first / "plots" / f"beside-{second.name}.png", baseline=names[0], title="Validation loss of two runs")
 
 
@@ -44,8 +47,8 @@ def result_rows(first: Path, second: Path) -> list[Row]:
 
 def _so_far(folder: Path) -> dict[str, Any]:
     lines = read(folder)
-    steps = [line["step"] for line in lines if line["kind"] == "train"]
-    evaluated = [line for line in lines if line["kind"] == "eval"]
+    steps = [line["step"] for line in lines if line.get("kind", "train") == "train"]
+    evaluated = [line for line in lines if line.get("kind", "train") == "eval"]
     return {"steps": max(steps, default=0)} | (evaluated[-1] if evaluated else {})
 
 

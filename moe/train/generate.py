@@ -23,6 +23,7 @@ from moe.data.sentinels import WithSentinels
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json
+from moe.records.summary import printable
 from moe.train.decode import Cached, Reads, Recomputed, Written, can_cache, continued, for_continuing
 from moe.train.restore import load_model
 from moe.train.sampling import Sampling
@@ -212,4 +213,5 @@ def _prompts(path: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    print(text, end="", flush=True)
+    """A file gets the text as it is; a terminal must not obey what a model writes."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

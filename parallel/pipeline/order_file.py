@@ -20,7 +20,7 @@ from parallel.files import read_text
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
 
-_ACTION = re.compile(r"(\d+)([FBIWSU])(\d*)(?:@(\d+))?")
+_ACTION = re.compile(r"(\d{1,9})([FBIWSU])(\d{0,9})(?:@(\d{1,9}))?", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
@@ -81,15 +81,16 @@ def _action(text: str, where: str) -> Action:
 def _schedule(name: str, orders: Sequence[list[Action]], pairs: frozenset[Node]) -> Schedule:
     compute = [action for order in orders for action in order if action.op in COMPUTE]
     num_stages, microbatches = 1 + max(a.stage for a in compute), 1 + max(a.microbatch for a in compute)
+    there = {a.stage for order in orders for a in order}
+    missing = next((stage for stage in range(num_stages) if stage not in there), None)
+    if missing is not None:
+        raise BadInput(
+            f"schedule {name}",
+            got=f"stages up to {num_stages - 1}, none {missing}",
+            needed="every stage from 0",
+            fix=f"add stage {missing} to a rank, or renumber",
+        )
     homes = [tuple(r for r, order in enumerate(orders) if any(a.stage == stage for a in order)) for stage in range(num_stages)]
-    for stage, ranks in enumerate(homes):
-        if not ranks:
-            raise BadInput(
-                f"schedule {name}",
-                got=f"stages up to {num_stages - 1}, none {stage}",
-                needed="every stage from 0",
-                fix=f"add stage {stage} to a rank, or renumber",
-            )
     if not any(action.op in (Op.S, Op.U) for order in orders for action in order):
         for rank, order in enumerate(orders):
             mine = [stage for stage, ranks in enumerate(homes) if rank in ranks]

@@ -10,17 +10,19 @@ Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from parallel import yaml_text
 from parallel.errors import BadInput
+from parallel.files import read_text, user_path
 from parallel.plan.device import Device
 
 FOLDER = Path(__file__).parent / "clusters"
+_MOST = 1_000_000  # nodes, and devices of one
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def cluster_names() -> list[str]:
 
 def load_cluster(name: str) -> Cluster:
     """A shipped cluster by name, with `xN` after it for N nodes, or a file. Raises BadInput for an unknown one, with the list."""
-    path = Path(name)
+    path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise BadInput("cluster", got=name, needed="a file that exists", fix=f"give its path, or one of {', '.join(cluster_names())}")
@@ -124,7 +126,7 @@ def load_cluster(name: str) -> Cluster:
     known = cluster_names()
     if name in known:
         return _read(FOLDER / f"{name}.yaml")
-    found = re.fullmatch(r"(.+)x([1-9]\d*)", name)
+    found = re.fullmatch(r"(.+)x([1-9]\d{0,5})", name)
     if found and found[1] in known:
         return _read(FOLDER / f"{found[1]}.yaml").of(int(found[2]))
     raise BadInput(
@@ -135,9 +137,11 @@ def load_cluster(name: str) -> Cluster:
 def _read(path: Path) -> Cluster:
     what = f"cluster file {path.name}"
     try:
-        told = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as wrong:
-        line = str(wrong).splitlines()[0]
+        told = yaml_text.load(read_text(path))
+    except OSError as error:
+        raise BadInput(what, got=error.strerror or error, needed="a file that can be read", fix="check the file") from None
+    except yaml_text.NOT_YAML as wrong:
+        line = getattr(wrong, "problem", None) or (str(wrong).splitlines() or ["values nested too deeply"])[0]
         raise BadInput(what, got=line, needed="YAML", fix="mend that line") from None
     if not isinstance(told, dict):
         raise BadInput(what, got=type(told).__name__, needed="a mapping", fix=f"begin with a copy of {FOLDER.name}/a100-80-8.yaml")
@@ -150,7 +154,8 @@ def _read(path: Path) -> Cluster:
 
 
 def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
-    """A cluster from the mapping that its file holds."""
+    """A cluster from the mapping that its file holds. Raises ValueError and others for a mapping that no cluster has."""
+    _check_values(told)
     device, inside = dict(told["device"]), dict(told["inside"])
     device["attention"] = tuple(device["attention"])
     device["rates"] = {kind: {float(flops): float(rate) for flops, rate in row.items()} for kind, row in device.get("rates", {}).items()}
@@ -158,11 +163,16 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         kind: {int(ranks): {int(size): float(us) for size, us in row.items()} for ranks, row in table.items()}
         for kind, table in inside.pop("times", {}).items()
     }
+    each, nodes = int(told["devices_per_node"]), int(told.get("nodes", 1))
+    if not (0 < each <= _MOST and 0 < nodes <= _MOST):
+        raise ValueError(f"{nodes} nodes of {each} devices, of each 1 to {_MOST}")
+    if not inside["bus_gb_s"]:
+        raise ValueError("no bus_gb_s")
     return Cluster(
         name=name,
         device=Device(**device),
-        devices_per_node=int(told["devices_per_node"]),
-        nodes=int(told.get("nodes", 1)),
+        devices_per_node=each,
+        nodes=nodes,
         inside=Inside(**inside, times=times),
         between=Between(**told["between"]),
         host_gb_s=float(told.get("host_gb_s", 20)),
@@ -173,6 +183,17 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
         program={str(name): float(value) for name, value in told.get("program", {}).items()},
         sources=tuple(told.get("sources", ())),
     )
+
+
+def _check_values(told: Any) -> None:
+    """Refuse numbers that are not finite or below 0, and text that a terminal would obey."""
+    if isinstance(told, dict | list):
+        for value in (*told, *told.values()) if isinstance(told, dict) else told:
+            _check_values(value)
+    elif isinstance(told, str) and not told.isprintable():
+        raise ValueError(f"{told!r}, which is not printable")
+    elif isinstance(told, int | float) and not 0 <= told < math.inf:
+        raise ValueError(f"{told}, which is no number from 0")
 
 
 def told_of(cluster: Cluster) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""YAML that somebody else may have written: plain values alone, refused before it can take all memory or all time.
+
+    text -> events, counted -> values          a: &x [1, 1], b: [*x, *x]     counts as 8 values, as it does when it is written out
+
+Aliases can stand for more values than there are atoms, and nested brackets can overrun the stack of the library that reads them. Both are
+seen in the stream of events, before any value is made. Two equal keys, of which PyYAML keeps the last, are refused too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+MOST_VALUES, DEEPEST = 300_000, 64
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # ValueError: dates such as 2024-13-45
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+$|.*:)")  # octal 0755 is 493, and 1:30, in base 60, is 90
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml's is ten times as fast
+    """PyYAML's safe loader, which makes no objects, without equal keys and without numbers that are not decimal."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else repr(key.value)
+            if name in seen:
+                raise _refused(f"{name} twice", key.start_mark)
+            seen.add(name)
+        made: dict[Any, Any] = super().construct_mapping(node, deep)
+        return made
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if _NOT_DECIMAL.match(node.value):
+            raise _refused(f"{node.value}, which YAML reads as another number", node.start_mark)
+        return int(super().construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def load(text: str) -> Any:
+    """The values of a text. Raises one of NOT_YAML for anything else, and for more than MOST_VALUES or deeper than DEEPEST."""
+    _check_size(text)
+    return yaml.load(text, _Loader)
+
+
+def _check_size(text: str) -> None:
+    """Refuse aliases, depths and numbers of values that nobody writes by hand."""
+    whole = 0
+    sizes: dict[str, int] = {}  # of what each anchor stands for, written out
+    open_: list[tuple[str | None, int]] = []  # what is not closed yet: its anchor, and how many values came before it
+    for event in yaml.parse(text, _Loader):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in [anchor for anchor, _ in open_]:
+                raise _refused(f"*{event.anchor} inside of what it stands for", event.start_mark)
+            whole += sizes.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            whole += 1
+            if event.anchor is not None:
+                sizes[event.anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_.append((event.anchor, whole))
+            whole += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                sizes[anchor] = whole - before
+        if whole > MOST_VALUES:
+            raise _refused(f"more than {MOST_VALUES:,} values, with aliases written out", event.start_mark)
+        if len(open_) > DEEPEST:
+            raise _refused(f"values nested more than {DEEPEST} deep", event.start_mark)
+
+
+def _refused(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
