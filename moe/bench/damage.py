@@ -1,6 +1,6 @@
 """Damaged checkpoints, for `moe bench faults --only damage`: a tiny run's two saves, of which the newer one is changed on disk.
 
-    step-2, step-4 -> one damage to step-4 -> newest() and the checks of a resume -> step-2 is taken and it is said, or one line refuses
+    step-2, step-4 -> one damage to step-4 -> a resume, and a model to generate from -> step-2 is taken and it is said, or one line refuses
 
 Lost is what is loaded with other values than were saved, an error that is no line, and what takes longer than a few seconds. Signed:
 the hashes are made again after the change, as by a converter that is wrong. Values that are merely others are then nobody's to see.
@@ -8,7 +8,9 @@ the hashes are made again after the change, as by a converter that is wrong. Val
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -26,17 +28,20 @@ import torch
 
 from moe.bench.faults import Row
 from moe.data import load as load_tokenizer
-from moe.model.names import global_name
+from moe.model.transformer import extra_state
 from moe.parallelize.build import build
+from moe.parallelize.engines import start_engine
 from moe.recipe.load import build_run
-from moe.train.state import SQUARES, check_values, opened
+from moe.recipe.sections import Run
+from moe.train.restore import load_model
+from moe.train.resume import Resumed
+from moe.train.state import EXTRA, SQUARES, Counters, find, parts, resume
 from parallel import checkpoint
-from parallel.data.engine import MOMENTS
+from parallel.data.engine import MOMENTS, Engine
 from parallel.errors import BadInput
-from parallel.layout import Layout
+from parallel.layout import Box
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
-from parallel.stored import check_same_parameters
 
 LONGEST_S = 5.0
 FEW, MANY = 2, 24  # of each kind of damage that has a choice
@@ -44,51 +49,58 @@ KINDS = ("weight", *MOMENTS)
 RUN = {
     "model": {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 12, "max_length": 12, "moe_every": 2},
     "experts": {"num_experts": 3},
+    "router": {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 1, "top_groups": 1},  # one that has a bias
+    "degrees": {"dp": 1, "ep": 1},
 }
 FILES = ("rank-00000.safetensors", "manifest.json", "manifest.sha256")
 _RECIPES: tuple[Any, ...] = (None, [], {"model": {"num_layers": "x"}}, {"no": {}})
 Values = dict[tuple[str, str], torch.Tensor]
+Taken = tuple[int, Values, dict[str, Any]]
 Damage = Callable[[Path, random.Random], object]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A folder with two saves, and what is in them by step."""
+    """A run's folder with two saves, and what is in them by step."""
 
     folder: Path
-    layouts: dict[str, Layout]
-    mesh: Mesh
+    run: Run
     values: dict[int, Values]
     states: dict[int, dict[str, Any]]
 
 
 def saved(folder: Path) -> Saved:
     """Save a tiny model twice, as a run of one process does."""
-    run, mesh = build_run(RUN | {"degrees": {"dp": 1, "ep": 1}}), Mesh.of(Degrees())
-    model, layouts = build(run, mesh, device=torch.device("cpu"))
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    run, mesh = build_run(RUN), Mesh.of(Degrees())
     values: dict[int, Values] = {}
     states = {}
     for step in (2, 4):
-        held = {
-            (name, kind): (tensor + step if kind == "weight" else tensor.abs() * step)
-            for name, tensor in parameters.items()
-            for kind in KINDS
-        }
-        pieces = (
-            (kind, piece) for (name, kind), t in held.items() for piece in checkpoint.pieces(global_name(name), layouts[name], mesh, t)
-        )
-        counters = {"step": step, "updates": step, "skipped": 0, "in_a_row": 0}
-        states[step] = {
-            "counters": counters,
-            "loss_scale": LossScale().state(),
-            "recipe": run.model_dump(mode="json"),
-            "tokenizer": {"kind": "bytes"},
-            "data": "text",
-        }
-        checkpoint.save(folder, step, pieces, state=states[step], world=mesh.axis("world"), keep=9)
-        values[step] = held
-    return Saved(folder, layouts, mesh, values, states)
+        engine = _engine(run, mesh)
+        engine.load_state(engine.layouts, partial(_numbers, engine, step), steps=step)
+        for bias in extra_state(engine.module).values():
+            bias.fill_(0.5 * step)
+        about: dict[str, Any] = {"recipe": run.model_dump(mode="json"), "tokenizer": {"kind": "bytes"}, "data": "text"}
+        made = parts(engine, mesh, counters=Counters(step, step), scale=LossScale(), **about)
+        checkpoint.save(folder / "checkpoints", world=mesh.axis("world"), keep=9, **made)
+        values[step], states[step] = held_by(engine), made["state"]
+    return Saved(folder, run, values, states)
+
+
+def _engine(run: Run, mesh: Mesh) -> Engine:
+    model, layouts = build(run, mesh, device=torch.device("cpu"))
+    return start_engine(run, model, layouts, mesh)
+
+
+def _numbers(engine: Engine, step: int, name: str, kind: str, box: Box) -> torch.Tensor:
+    """The model's first values, moved by the step; moments that are not below 0."""
+    first = dict(engine.module.named_parameters())[name].detach()[box]
+    return first + step if kind == "weight" else first.abs() * step
+
+
+def held_by(engine: Engine) -> Values:
+    """All that an engine and its model hold: weights, moments, routers' biases."""
+    found = {(name, kind): tensor.clone() for name in engine.layouts for kind, tensor in engine.state(name).items()}
+    return found | {(name, EXTRA): bias.clone() for name, bias in extra_state(engine.module).items()}
 
 
 # --- kinds of damage: each changes the folder of the newer save --------------------------------------------------------------
@@ -208,6 +220,23 @@ def _values(change: Callable[[torch.Tensor], torch.Tensor], *kinds: str) -> Dama
     return apply
 
 
+def _overlapping(path: Path, rng: random.Random) -> None:
+    """A tensor in two pieces that share a row and leave another out, signed: as many elements as it has."""
+    from safetensors.torch import load_file, save_file
+
+    held, manifest = load_file(path / FILES[0]), json.loads((path / "manifest.json").read_text())
+    entry = rng.choice([entry for entry in manifest["tensors"] if entry["shape"][0] > 2])
+    tensor = held.pop(entry["key"])
+    at = rng.randrange(1, len(tensor) - 1)
+    rest = entry["start"][1:]
+    held |= {"first": tensor[:at].clone(), "second": tensor[at:].clone()}
+    manifest["tensors"].remove(entry)
+    manifest["tensors"] += [{**entry, "key": "first"}, {**entry, "key": "second", "start": [at - 1, *rest]}]
+    save_file(held, path / FILES[0])
+    _write(path, json.dumps(manifest))
+    sign(path)
+
+
 def _retyped(entry: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Half as many bytes an element: the same bytes as twice as many elements would be."""
     key = rng.choice([key for key in entry if key != "__metadata__"])
@@ -270,6 +299,8 @@ def damages() -> dict[str, list[Damage]]:
             _manifest(lambda m, rng: m["tensors"].pop(rng.randrange(len(m["tensors"])))),
             _manifest(lambda m, rng: m["tensors"].append(rng.choice(m["tensors"]))),
             _manifest(lambda m, rng: m["tensors"].clear()),
+            _overlapping,
+            _manifest(lambda m, _: m["tensors"].remove(next(t for t in m["tensors"] if t["kind"] == EXTRA))),
         ],
         "signed: headers of the tensors' file": [
             _length(2**63),
@@ -291,6 +322,8 @@ def damages() -> dict[str, list[Damage]]:
         ],
         "signed: numbers that no run has": [
             _values(_nan, *KINDS),
+            _values(_nan, EXTRA),
+            _values(lambda t: t.repeat(2), EXTRA),
             _values(lambda t: t * math.inf, "weight"),
             _values(lambda t: -t - 1, SQUARES),
             _values(lambda t: t.to(torch.int32), *KINDS),
@@ -318,7 +351,7 @@ def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, floa
     """(what went wrong, seconds) with one damage."""
     folder = home / "tried"
     shutil.copytree(given.folder, folder)
-    damage(folder / "step-4", random.Random(seed))
+    damage(folder / "checkpoints" / "step-4", random.Random(seed))
     started = time.perf_counter()
     try:
         problem = _judge(given, folder)
@@ -329,31 +362,40 @@ def once(given: Saved, damage: Damage, seed: str, home: Path) -> tuple[str, floa
 
 
 def _judge(given: Saved, folder: Path) -> str:
+    return _read("trained on", given, folder, resumed) or _read("generated from", given, folder, generated)
+
+
+def _read(how: str, given: Saved, folder: Path, take: Callable[[Saved, Path, Callable[[str], None]], Taken]) -> str:
+    """What went wrong when the folder is read in this way; nothing where it is refused in a line, or what is read was saved."""
     said: list[str] = []
     try:
-        taken, values, state = take(given, folder, said.append)
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            step, values, state = take(given, folder, said.append)
     except BadInput as bad:
         return "" if len(str(bad).splitlines()) == 1 else f"not one line: {bad}"
     except Exception as error:  # what a user would see as a traceback
-        return f"{type(error).__name__}: {error}"
-    if taken == 2 and not said:
-        return "the older one was taken without a word"
-    same = all(torch.equal(tensor, given.values[taken][key]) for key, tensor in values.items())
-    return "" if same and state == given.states[taken] else f"step {taken} was loaded with other contents"
+        return f"{how}: {type(error).__name__}: {error}"
+    if step == 2 and not said and not printed.getvalue():
+        return f"{how}: the older one was taken without a word"
+    same = all(torch.equal(tensor, given.values[step][key]) for key, tensor in values.items())
+    return "" if same and state == given.states[step] else f"{how}: step {step} was loaded with other contents"
 
 
-def take(given: Saved, folder: Path, log: Callable[[str], None]) -> tuple[int, Values, dict[str, Any]]:
-    """Choose and read as a resume does. Returns (step, tensors, state). Raises BadInput."""
-    path = checkpoint.newest(folder, world=given.mesh.axis("world"), log=log)
-    assert path is not None
-    reader = opened(path)
-    check_same_parameters(reader, {global_name(name): layout for name, layout in given.layouts.items()}, KINDS)
-    build_run(reader.state["recipe"])
-    load_tokenizer(reader.state["tokenizer"])
-    LossScale().load(reader.state["loss_scale"])
-    values = {}
-    for name, layout in given.layouts.items():
-        for kind in KINDS:
-            values[name, kind] = reader.load(global_name(name), kind, layout, given.mesh)
-            check_values(values[name, kind], f"{kind} of {name} in {path.name}", squares=kind == SQUARES)
-    return int(path.name.removeprefix("step-")), values, reader.state
+def resumed(given: Saved, folder: Path, log: Callable[[str], None]) -> Taken:
+    """As `moe train` goes on: (step, all that the engine then holds, the checkpoint's state). Raises BadInput."""
+    mesh = Mesh.of(Degrees())
+    found = find(folder / "checkpoints", mesh, log=log)
+    assert found is not None
+    load_tokenizer(Resumed.of(found, given.run, ()).tokenizer)
+    engine, counters, scale = _engine(given.run, mesh), Counters(), LossScale()
+    recipe = given.run.model_dump(mode="json")
+    resume(found, engine, mesh, counters=counters, scale=scale, data="text", recipe=recipe, log=log)
+    state = found.state | {"counters": vars(counters), "loss_scale": scale.state()}
+    return int(found.path.name.removeprefix("step-")), held_by(engine), state
+
+
+def generated(given: Saved, folder: Path, _: Callable[[str], None]) -> Taken:
+    """As `moe generate` and `moe eval` read it: the weights and biases of the whole model."""
+    model, _tokenizer, step = load_model(folder)
+    values = {(name, "weight"): parameter.detach() for name, parameter in model.named_parameters()}
+    return step, values | {(name, EXTRA): bias for name, bias in extra_state(model).items()}, given.states[step]

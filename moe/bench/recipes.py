@@ -23,10 +23,11 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from moe.bench.faults import Row
-from moe.checks.advice import apply, check_for_user, proposals, put, take
+from moe.checks.advice import apply, check_for_user, origins_with, proposals, put, take
 from moe.checks.together import check_run
 from moe.cli.main import main as moe
 from moe.launch import exit_codes
+from moe.recipe.idle import check_read
 from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_names, recipe_path
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -311,7 +312,8 @@ def _starts(recipe: str | Path, world: int) -> bool:
 def _judge(path: Path, world: int) -> tuple[BadInput | None, str]:
     """(why the recipe is refused, what is wrong with how it is)."""
     try:
-        check_for_user(load(path)[0], world)
+        run, origins = load(path)
+        check_for_user(run, world, origins)
     except BadInput as bad:
         return bad, "" if len(str(bad).splitlines()) == 1 and str(bad).isprintable() else f"not one plain line: {bad}"
     except Exception as error:  # what a user would see as a traceback
@@ -332,9 +334,10 @@ def _as_command(path: Path, world: int, bad: BadInput) -> str:
 def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
     """Apply each proposal alone; the recipe must start, and be another than it was."""
     try:
-        values: Values | None = read_recipe(path)[0]
+        values: Values | None
+        values, origins = read_recipe(path)
     except BadInput:
-        values = _raw(path)
+        values, origins = _raw(path), {}
     if values is None:
         return
     for proposal in proposals(bad):
@@ -343,6 +346,7 @@ def _mend(row: Row, path: Path, world: int, bad: BadInput, what: str) -> None:
         try:
             made = build_run(mended)
             check_run(made, proposal.nproc or world)
+            check_read(made, dict.fromkeys(known_keys(), "default") | origins_with(proposal, origins), file=path.name)
         except BadInput as again:
             row.problems.append(f"{what}, {world} processes: {bad}; with {proposal.said!r}: {again}")
             continue

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from moe.checks.together import check_run
+from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.load import build_run, known_keys
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -29,6 +30,7 @@ _SET = re.compile(rf"^(?:set |use )?(?:({_KEY}|it|stage) )?(?:to )?(.*)$")
 _EITHER = re.compile(rf"^set ({_KEY}) or ({_KEY}) to (\S+)$")
 _PLAIN = re.compile(r"^(null|true|false|-?[\d.][\w.+-]*|[a-z0-9_]+|\[[\d, ]*\])$")
 _MORE = re.compile(r" \(\d+ more wrong values? after this one\)$")
+_NO_ADVICE = "no change of one key alone was found that works: see docs/use/recipes.md"
 _TRY_S, _FURTHER = 0.3, 3  # a line is to come in under a second; changes after the first one
 
 
@@ -43,22 +45,28 @@ class Proposal:
     nproc: int | None = None
 
 
-def check_for_user(run: Run, world: int) -> Run:
-    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes. Raises BadInput."""
+Origins = Mapping[str, str]
+
+
+def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
+    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes. Raises BadInput.
+
+    `origins`: where each value of the recipe comes from, so that no advice leaves one that the user gives unread.
+    """
     try:
         return check_run(run, world)
     except BadInput as bad:
-        raise tried(bad, run, world) from None
+        raise tried(bad, run, world, origins or {}) from None
 
 
-def tried(bad: BadInput, run: Run, world: int) -> BadInput:
-    """The same line without the advice that does not lead to a run; unchanged where nothing that it leads to does."""
+def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:
+    """The same line without the advice that does not lead to a run. Where none does, with what at least mends this mistake, if anything."""
     until = time.process_time() + _TRY_S
     kept: list[str] = []
     failed: list[tuple[Proposal, BadInput]] = []
     for said in alternatives(bad.fix):
         proposed = proposals_of(said, bad)
-        again = [(p, _refused(p, run, world)) for p in proposed if time.process_time() < until]
+        again = [(p, _refused(p, run, world, origins)) for p in proposed if time.process_time() < until]
         working = [p for p, refused in again if refused is None]
         failed += [(p, refused) for p, refused in again if refused is not None]
         if working and len(working) < len(proposed):
@@ -68,14 +76,16 @@ def tried(bad: BadInput, run: Run, world: int) -> BadInput:
     if not failed:
         return bad
     if not any(proposals_of(said, bad) for said in kept):
-        found = _further([([p], refused) for p, refused in failed], run, world, until)
-        if found is None:
-            return bad
-        kept.insert(0, ", and ".join(_said_of([p]) for p in found))
+        found = _further([([p], refused) for p, refused in failed], run, world, origins, until)
+        if found is not None:
+            kept.insert(0, ", and ".join(_said_of([p]) for p in found))
+        else:
+            mends = [p for p, refused in failed if refused.what not in (bad.what, *p.values)]  # there is another mistake beside this one
+            kept += [_said_of([p]) for p in mends[:1]] or ([] if kept else [_NO_ADVICE])
     return BadInput(bad.what, got=bad.got, needed=bad.needed, fix=_joined(kept))
 
 
-def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, until: float) -> list[Proposal] | None:
+def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, origins: Origins, until: float) -> list[Proposal] | None:
     """The fewest changes that lead to a run, each the advice about what the one before led to; None where there are none."""
     for _ in range(_FURTHER):
         longer: list[tuple[list[Proposal], BadInput]] = []
@@ -84,7 +94,7 @@ def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, 
                 changed = {key for each in way for key in (*each.values, *each.removed)}
                 if changed & {*p.values, *p.removed} or time.process_time() > until:
                     continue
-                again = _refused(_together(p.said, [*way, p]), run, world)
+                again = _refused(_together(p.said, [*way, p]), run, world, origins)
                 if again is None:
                     return [*way, p]
                 longer.append(([*way, p], again))
@@ -92,16 +102,22 @@ def _further(ways: list[tuple[list[Proposal], BadInput]], run: Run, world: int, 
     return None
 
 
-def _refused(proposal: Proposal, run: Run, world: int) -> BadInput | None:
-    """Why the recipe is refused with this change too; None where it is not."""
+def _refused(proposal: Proposal, run: Run, world: int, origins: Origins) -> BadInput | None:
+    """Why the recipe is refused with this change too, which the user would type; None where it is not."""
     try:
         changed = _applied(proposal, run)
         if changed == run and proposal.nproc in (None, world):
             return BadInput("recipe", got="no change", needed="one", fix="another")
         check_run(changed, proposal.nproc or world)
+        check_read(changed, origins_with(proposal, origins), file="")
     except BadInput as bad:
         return bad
     return None
+
+
+def origins_with(proposal: Proposal, origins: Origins) -> dict[str, str]:
+    """Where values come from once the proposal's have been typed."""
+    return {**origins, **dict.fromkeys(proposal.removed, "default"), **dict.fromkeys(proposal.values, COMMAND_LINE)}
 
 
 def _applied(proposal: Proposal, run: Run) -> Run:

@@ -56,7 +56,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 
     launcher: start.Launcher = flags.launcher or "deepspeed"
     world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
-    run, _ = load(flags.recipe, overrides)
+    run, origins = load(flags.recipe, overrides)
     if flags.dry_run:
         counted = flags.nproc is not None or flags.hostfile is not None
         return _call("moe.cli.dry_run", run, world=world if counted else None, cluster=flags.cluster, force=flags.force)
@@ -73,7 +73,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     _check_restarts(flags)
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
-        check_for_user(run, world)
+        check_for_user(run, world, origins)
     if not alone:
         return start.start(
             flags.recipe,
@@ -307,7 +307,7 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
 
     run, origins = load(flags.recipe, overrides)
     if flags.plan:
-        return _show_plan(flags, run)
+        return _show_plan(flags, run, origins)
     for flag, value in (("--nproc", flags.nproc), ("--rank", flags.rank)):
         if value is not None:
             raise BadInput(flag, got=f"{value} without --plan", needed="--plan: the values are the same on all ranks", fix="add --plan")
@@ -319,13 +319,13 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
     return exit_codes.DONE
 
 
-def _show_plan(flags: Show, run: Run) -> int:
+def _show_plan(flags: Show, run: Run, origins: dict[str, str]) -> int:
     from moe.checks.advice import check_for_user
 
     world, rank = 1 if flags.nproc is None else flags.nproc, flags.rank or 0
     if world < 1:
         raise BadInput("--nproc", got=world, needed="at least 1", fix="--nproc 1")
-    run = check_for_user(run, world)
+    run = check_for_user(run, world, origins)
     if not 0 <= rank < world:
         raise BadInput("--rank", got=rank, needed=f"0 to {world - 1}", fix="--rank 0, or another --nproc")
     return _call("moe.parallelize.shown", run, world=world, rank=rank, json=_text(flags.json), recipe=flags.recipe)

@@ -171,7 +171,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     from parallel import process, watchdog  # they import torch, so only after the recipe has been read
 
     world = process.read_environment()
-    check_for_user(run, world.size)
+    check_for_user(run, world.size, origins)
     from moe.train.trainer import Stopped, train
 
     process.share_cores(world)

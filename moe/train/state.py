@@ -252,7 +252,14 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
     `staged`: the model is some stages of the recipe's, and the other routers' biases are on other ranks.
     """
     stored, held = reader.names(EXTRA), extra_state(model)
+    before = build_run(reader.state["recipe"])
+    saved = reader.state["counters"]["step"] > 0 and before.router.spec.bias_rate is not None  # a converted model may come without
     for name, tensor in held.items():
+        lost = name not in stored and saved and _layer(name) in before.model.layers_with_experts()
+        if lost or stored.get(name, tuple(tensor.shape)) != tuple(tensor.shape):
+            got = "nothing" if lost else f"shape {list(stored[name])}"
+            needed = f"shape {list(tensor.shape)}"
+            raise BadInput(f"{name} in {reader.path.name}", got=got, needed=needed, fix="take an earlier checkpoint, or convert it again")
         if name in stored:
             found = reader.region(name, EXTRA, tuple(slice(0, size) for size in tensor.shape))
             check_values(found, f"{EXTRA} of {name} in {reader.path.name}", squares=False)
@@ -261,9 +268,13 @@ def load_extra(reader: Reader, model: nn.Module, *, log: Callable[[str], None], 
             log(f"the checkpoint has no {name}: it starts at zero")
     here = {layer.layer for layer in moe_layers(model)}
     for name in stored.keys() - held.keys():
-        if staged and int(name.split(".")[1]) not in here:
+        if staged and _layer(name) not in here:
             continue
         log(f"this recipe has no {name}: the checkpoint's is left out")
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[1])
 
 
 def global_layouts(layouts: dict[str, Layout]) -> dict[str, Layout]:

@@ -30,15 +30,15 @@ def test_what_is_damaged_is_refused_or_passed_over(given: damage.Saved, name: st
 
 def test_the_unharmed_one_is_taken_and_its_numbers_are_the_saved_ones(given: damage.Saved, tmp_path: Path) -> None:
     """And a change of one number that is signed is seen by the bench, which so does not call everything held."""
-    step, values, state = damage.take(given, given.folder, lambda _: None)
+    step, values, state = damage.resumed(given, given.folder, lambda _: None)
     assert step == 4 and state == given.states[4] and values.keys() == given.values[4].keys()
     forged = damage._values(lambda tensor: tensor + 1, "weight")
-    assert damage.once(given, forged, "forged", tmp_path)[0] == "step 4 was loaded with other contents"
+    assert damage.once(given, forged, "forged", tmp_path)[0] == "trained on: step 4 was loaded with other contents"
 
 
 def test_a_state_is_refused_by_its_section(given: damage.Saved, tmp_path: Path) -> None:
     for section, got in (("counters", "a state without counters"), ("tokenizer", "a state without tokenizer")):
-        path = shutil.copytree(given.folder / "step-4", tmp_path / section)
+        path = shutil.copytree(given.folder / "checkpoints" / "step-4", tmp_path / section)
         damage._manifest(lambda manifest, _, name=section: manifest["state"].pop(name))(path, random.Random(0))
         with pytest.raises(BadInput, match=got):
             opened(path)
