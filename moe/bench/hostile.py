@@ -92,7 +92,9 @@ def _surroundings(place: Path) -> None:
     (place / "text.txt").write_text("a text of some words\n" * 200)
 
 
-def carry_out(words: tuple[str, ...], place: Path, *, limit_s: float, terminal: bool = False) -> tuple[int | None, str, float, int]:
+def carry_out(
+    words: tuple[str, ...], place: Path, *, limit_s: float, terminal: bool = False, cache: Path | None = None
+) -> tuple[int | None, str, float, int]:
     """The command in a process of its own, in that folder: (exit code or None, what it printed, seconds, bytes of memory it took).
 
     `terminal`: it writes to one, of which what it can hold is read afterwards.
@@ -105,7 +107,7 @@ def carry_out(words: tuple[str, ...], place: Path, *, limit_s: float, terminal: 
         code = exit_codes.FAILED
         try:
             os.setsid()
-            _enter(place, writes)
+            _enter(place, writes, cache or place.parent / "cache")
             code = moe(words)
             sys.stdout.flush()
         except BaseException as error:
@@ -123,10 +125,10 @@ def carry_out(words: tuple[str, ...], place: Path, *, limit_s: float, terminal: 
     return (os.waitstatus_to_exitcode(status) if ended else None), said, time.perf_counter() - started, max(grown, 0)
 
 
-def _enter(place: Path, output: int) -> None:
+def _enter(place: Path, output: int, cache: Path) -> None:
     """This process's folder, output and limits."""
     os.chdir(place)
-    os.environ |= {"XDG_CACHE_HOME": str(place.parent / "cache"), "HOME": str(place), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"XDG_CACHE_HOME": str(cache), "HOME": str(place), "CUDA_VISIBLE_DEVICES": ""}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (1, 2):
         os.dup2(output, number)

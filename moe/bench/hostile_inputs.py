@@ -604,7 +604,7 @@ def _huggingface(part: int) -> list[Input]:
             None,
         ),
     }
-    found = [Input(kind, name, words, make, runs, times=2) for name, (make, runs) in cases.items()]
+    found = [Input(kind, name, words, make, runs, times=2, bytes=2 * GIB) for name, (make, runs) in cases.items()]
     given: dict[str, dict[str, Any]] = {"grows with every a": {"normalizer": grows}, "searches without end": {"pre_tokenizer": slow}}
     for name, changed in given.items():
         found.append(

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
@@ -71,6 +72,8 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if not os.fstat(self._file.fileno()).st_nlink:  # somebody has removed the folder: what is written goes nowhere
+                raise OSError(errno.ENOENT, f"{METRICS} was removed while the run went on")
         except OSError as error:
             raise _unwritable(self._path, error) from None
         if self._board is None:
@@ -85,9 +88,12 @@ class Records:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        board, self._board = self._board, None
+        if board is not None:
+            try:
+                board.close()
+            except Exception as error:  # a full disk: why the run ends is said by what ended it
+                self._say(f"TensorBoard's last numbers are lost ({type(error).__name__}: {_first_line(error)}); {METRICS} has them")
 
     def __enter__(self) -> Records:
         return self
@@ -106,6 +112,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # late, since it is optional and takes half a second
 
         older = folder.is_dir() and any(folder.glob("events.*"))
+        _silence_writers()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -114,6 +121,17 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _silence_writers() -> None:
+    """A thread of TensorBoard's that cannot write prints no traceback: the next write raises the same error, which is said in one line."""
+    before = threading.excepthook
+
+    def said(args: threading.ExceptHookArgs) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            before(args)
+
+    threading.excepthook = said
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -159,11 +159,15 @@ def _tokenizer(source: Path, config: dict[str, Any], *, vocab_size: int) -> tupl
     try:
         if not (source / "tokenizer.json").is_file():
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
-        made = Given.read(json_text.loads(read_text(source / "tokenizer.json")), _ends(source, config))
+        content = json_text.loads(read_text(source / "tokenizer.json"))
+        known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
+        if len(known) > vocab_size:  # before the library sorts millions
+            raise BadInput("tokenizer.json", got=f"{len(known)} ids for a vocabulary of {vocab_size}", needed="", fix="")
+        made = Given.read(content, _ends(source, config))
         if made.vocab_size > vocab_size:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for a vocabulary of {vocab_size}", needed="", fix="")
         return made.describe(), []
-    except (BadInput, OSError, ValueError, RecursionError) as error:
+    except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
         return Bytes().describe(), [line]

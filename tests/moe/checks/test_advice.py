@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe.bench import recipes
-from moe.checks.advice import apply, check_for_user, proposals
+from moe.checks.advice import apply, check_for_user, proposals, tried
 from moe.checks.together import check_run
 from moe.recipe.load import build_run, load, resolved_yaml
 from parallel.errors import BadInput
@@ -100,3 +100,16 @@ def test_a_bad_recipe_is_one_line_and_its_advice_works(kind: recipes.Kind, tmp_p
     assert told.problems == [] and told.tried == 6
     if not kind.name.startswith("two "):  # two mistakes that have nothing to do with each other take two lines
         assert mended.lost <= 0.05 * mended.tried + 1, mended.problems
+
+
+def test_advice_that_leaves_a_value_unread_is_not_told() -> None:
+    bad = BadInput("degrees.ep", got="2", needed="experts", fix="set model.moe_every to 0, or degrees.ep to 1")
+    changed = {"degrees.ep": "2", "router.jitter": "0.1"}
+    run, origins = load("switch_tiny", changed)
+    assert "moe_every" not in tried(bad, run, 1, origins).fix  # it would make router.jitter a value in a dense model
+
+
+def test_where_nothing_works_no_value_is_told() -> None:
+    bad = BadInput("model.d_model", got="7", needed="another", fix="set model.d_model to 5")
+    run, origins = load("switch_tiny", {"model.num_heads": "4"})
+    assert tried(bad, run, 1, origins).fix.startswith("no change of one key alone")

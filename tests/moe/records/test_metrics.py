@@ -203,3 +203,35 @@ def test_summary_reads_back_and_a_damaged_one_is_refused(tmp_path: Path) -> None
         (tmp_path / "summary.json").write_text(damage)
         with pytest.raises(BadInput, match="summary.json"):
             read_summary(tmp_path)
+
+
+def test_a_folder_that_is_removed_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    records = Records(tmp_path / "run")
+    records.write({"step": 1})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(BadInput, match=r"metrics.jsonl was removed|No such file"):
+        records.write({"step": 2})
+    records.close()
+
+
+def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
+    class Full:
+        def close(self) -> None:
+            raise OSError("No space left on device")
+
+    said: list[str] = []
+    records = Records(tmp_path, say=said.append)
+    records._board = Full()  # type: ignore[assignment]
+    records.close()
+    assert len(said) == 1 and "No space left" in said[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"step": True}, {"step": 10**30}, {"step": 1, "moe": 5}, {"step": 1, "moe": [{"layer": "x"}]}, {"step": 1, "grad_norm_parts": 7}]
+    + [{"step": 1, "time": 10**12}, {"step": 1, "loss": 10**400}, {"step": 1, "moe": [{"layer": 1, "load": ["x"]}]}],
+)
+def test_lines_that_no_run_writes_are_refused(line: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(json.dumps(line) + "\n" + json.dumps({"step": 2}) + "\n")
+    with pytest.raises(BadInput, match="line 1"):
+        read(tmp_path)
