@@ -7,7 +7,11 @@ this process is.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
+import struct
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ from parallel.meet import meet
 from parallel.mesh import Axis, Degrees, Mesh
 from parallel.record import Record
 
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: an interface's IPv4 address
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # for how long ranks wait for one another; the second is torch's own
 
 _NAMES = {
@@ -86,12 +91,33 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     limit_s = timeout_s or LIMITS_S[backend]
     store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s)
+    if backend == "gloo" and (found := interface_to(os.environ["MASTER_ADDR"])):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     record = Record(world.rank)
     record.enter("joining the process group", patience=watchdog.FIRST)
     holder = f"torchrun at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
     watchdog.watch(watchdog.Watchdog(record, store, world_size=world.size, limit_s=limit_s, holder=holder, end=end))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface through which this process reaches a host; None where the system does not tell.
+
+    gloo asks the name of this machine instead, which on many is a loopback address that no other machine can reach.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: the system chooses the address that it would send from
+            mine = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                asked = struct.pack("256s", name.encode())
+                with contextlib.suppress(OSError):  # one without an address
+                    if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
+                        return name
+    except OSError:
+        return None
+    return None
 
 
 def _last_resort_s() -> float:

@@ -279,7 +279,7 @@ def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Pat
         places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": home / "cache", "CUDA_VISIBLE_DEVICES": ""}
         if machines:
             machines.enter(rank)
-            places |= {"MASTER_ADDR": machines.addresses[0], "GLOO_SOCKET_IFNAME": machines.ends[rank]}
+            places["MASTER_ADDR"] = machines.addresses[0]
         os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu"})
         if rank == case.culprit:
             case.install(number, folder / "fault")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from moe.bench.two_machines import two_machines, why_not
 from parallel.errors import BadInput
 from parallel.precision import multiplies
-from parallel.process import World, read_environment
+from parallel.process import World, interface_to, read_environment
 
 LAUNCHERS = {
     "deepspeed": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"},
@@ -56,3 +59,23 @@ def test_16_bits_are_known_by_the_processors_own_flags(flags: str, bf16: bool, f
     monkeypatch.setattr("pathlib.Path.read_text", lambda self: flags)
     assert multiplies(torch.bfloat16, torch.device("cpu")) is bf16
     assert multiplies(torch.float16, torch.device("cpu")) is fp16
+
+
+def test_the_interface_is_the_one_by_which_the_master_is_reached() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("no.such.host.invalid") is None
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_two_machines_meet_by_the_cable_between_them() -> None:
+    with two_machines() as machines:
+        for machine in (0, 1):
+            reads, writes = os.pipe()
+            if not (pid := os.fork()):
+                machines.enter(machine)
+                os.write(writes, str(interface_to(machines.addresses[0])).encode())
+                os._exit(0)
+            os.waitpid(pid, 0)
+            assert os.read(reads, 64).decode() == machines.ends[machine]
+            os.close(reads)
+            os.close(writes)

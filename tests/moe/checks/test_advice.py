@@ -110,6 +110,6 @@ def test_advice_that_leaves_a_value_unread_is_not_told() -> None:
 
 
 def test_where_nothing_works_no_value_is_told() -> None:
-    bad = BadInput("model.d_model", got="7", needed="another", fix="set model.d_model to 5")
-    run, origins = load("switch_tiny", {"model.num_heads": "4"})
+    bad = BadInput("model.d_ff", got="7", needed="another", fix="set model.d_ff to -3")
+    run, origins = load("switch_tiny")
     assert tried(bad, run, 1, origins).fix.startswith("no change of one key alone")
