@@ -35,6 +35,7 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/start.py": "what the launcher inherits",
     "moe/data/tokens.py": "the user's cache folder",
     "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
+    "moe/bench/hostile.py": "set for a forked command, not read",
     "moe/bench/hangs.py": "what a forked rank inherits, as from a launcher",
     "moe/bench/lives.py": "likewise",
     "moe/bench/restarts.py": "what it passes on to the command that it kills",

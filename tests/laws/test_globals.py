@@ -20,6 +20,10 @@ from tests.laws.test_architecture import PACKAGES, ROOT, check, python_files, tr
 CHANGED = {
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
+    "moe/bench/hostile.py: os.environ": "of a forked command: its home and its cache",
+    "moe/bench/hostile.py: sys.stdout": "of a forked command, whose output goes into a file",
+    "moe/bench/hostile.py: sys.stderr": "likewise",
+    "moe/records/metrics.py: threading.excepthook": "TensorBoard writes in a thread of its own, whose traceback nobody else can hold back",
     "moe/bench/hangs.py: sys.stdout": "of a forked rank, whose output goes into a file",
     "moe/bench/hangs.py: sys.stderr": "likewise",
     "moe/bench/hangs.py: os.environ": "a forked rank gets its place there, as from a launcher",
@@ -101,6 +105,9 @@ SETTINGS = {
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
     "resource.setrlimit": dict.fromkeys(("moe/bench/fit.py", "moe/bench/long_context.py"), "of a process that is started for it"),
     "torch.use_deterministic_algorithms": {"parallel/deterministic.py": "torch has one such setting; put back after training"},
+    "resource.setrlimit": dict.fromkeys(
+        ("moe/bench/fit.py", "moe/bench/hostile.py", "moe/bench/long_context.py"), "of a process that is started for it"
+    ),
     "torch.manual_seed": {"moe/bench/step.py": "a peer draws its weights from torch's generator"},
 }
 CHANGES = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
