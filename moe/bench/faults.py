@@ -29,6 +29,7 @@ KINDS = {
     "corruption": "moe.bench.corruption",
     "restarts": "moe.bench.restarts",
     "hostile": "moe.bench.hostile",
+    "disks": "moe.bench.disks",
 }
 
 
