@@ -103,7 +103,6 @@ SETTINGS = {
     ".prctl": {"parallel/parent.py": "a rank dies with who started it"},
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
-    "resource.setrlimit": dict.fromkeys(("moe/bench/fit.py", "moe/bench/long_context.py"), "of a process that is started for it"),
     "torch.use_deterministic_algorithms": {"parallel/deterministic.py": "torch has one such setting; put back after training"},
     "resource.setrlimit": dict.fromkeys(
         ("moe/bench/fit.py", "moe/bench/hostile.py", "moe/bench/long_context.py"), "of a process that is started for it"
