@@ -31,9 +31,9 @@ from moe.records.progress import open_progress
 from moe.train import state
 from moe.train.advance import advance
 from moe.train.job import Job
+from moe.train.opening import start_model
 from moe.train.place import check_precision, settle_precision
 from moe.train.rebalance import Rebalancer
-from moe.train.trainer import start_model
 from parallel import checkpoint, process
 from parallel.communicator import Count
 from parallel.data.engine import Engine

@@ -19,7 +19,7 @@ import pytest
 
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import state, trainer
+from moe.train import ending, state
 from parallel import checkpoint, stored
 from tests.support import trained
 
@@ -248,7 +248,7 @@ def test_killed_over_and_over(unkilled: Callable[[str], tuple[Run, Path]], tmp_p
 
     def before_the_summary(rank: int, die: Callable[[], None]) -> None:
         if rank == 0:
-            _replace(trainer, "write_summary", lambda real, *a: die())
+            _replace(ending, "write_summary", lambda real, *a: die())
 
     deaths = [
         in_save(at_fsync(1), step=3, rank=0),

@@ -27,7 +27,7 @@ from moe.data.token_shard import TokenShard
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
-from moe.train import trainer
+from moe.train import ending, trainer
 from parallel.errors import BadInput
 from parallel.process import World
 from parallel.stored import Reader
@@ -52,10 +52,10 @@ def home(folder: Path, patch: pytest.MonkeyPatch) -> Path:
 
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     patch.setattr(torch.cuda, "is_available", lambda: False)  # ranks are forks with gloo, wherever the tests run
-    patch.setattr(trainer, "matmul_flops", lambda run, device: 1e9)
+    patch.setattr(ending, "matmul_flops", lambda run, device: 1e9)
     patch.setattr(trainer, "check_precision", lambda run, world: None)  # fp16 is tested on processors that emulate it, too
-    patch.setattr(trainer, "sample", lambda *_, **__: "text")
-    patch.setattr(trainer, "source_commit", lambda: None)
+    patch.setattr(ending, "sample", lambda *_, **__: "text")
+    patch.setattr(ending, "source_commit", lambda: None)
     patch.setattr(moe.report, "write_report", lambda out: None)
     patch.setattr(metrics, "TensorBoard", _NoBoard)
     (folder / "text.txt").write_text(words(3000, seed=0))

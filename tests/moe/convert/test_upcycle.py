@@ -30,7 +30,7 @@ from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.router.router import Router
-from moe.train import trainer
+from moe.train import opening, trainer
 from moe.train.restore import restore
 from parallel.checkpoint import numbered
 from parallel.errors import BadInput
@@ -332,7 +332,7 @@ def test_the_trainer_goes_on_from_step_0_on_any_layout(ranks: int, home: Path, s
     lines = metrics.read(tmp_path / "new")
     assert ("resumed", 0) in trained.events(tmp_path / "new") and [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
     model = restore(find(source()))
-    data = trainer.open_data(sparse.data, max_length=12, vocab_size=256, seed=0, log=lambda _: None)
+    data = opening.open_data(sparse.data, max_length=12, vocab_size=256, seed=0, log=lambda _: None)
     tokens = torch.from_numpy(data.train.batch(0, TokenShard.whole(8, 12)))
     want = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).logits_BLV.flatten(0, 1), tokens[:, 1:].flatten().long()).item()
     assert next(line["loss"] for line in lines if line["kind"] == "train") == pytest.approx(want, rel=1e-5)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe.nn.linear import Linear
 from moe.recipe.load import build_run
-from moe.train import advance, place, trainer
+from moe.train import advance, ending, place, trainer
 from moe.train.executor import Executor
 from moe.verify.batches import batch
 from moe.verify.cases import Case
@@ -99,7 +99,7 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(tmp_path: Path, monke
                 handle.remove()
 
     monkeypatch.setattr(advance, "accumulate", accumulate)
-    monkeypatch.setattr(trainer, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
+    monkeypatch.setattr(ending, "matmul_flops", lambda *_: 1.0)  # takes a second, and is not what this is about
     monkeypatch.setattr(place, "multiplies", lambda *_: True)
 
     def work(rank: int) -> None:

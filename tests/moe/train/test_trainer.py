@@ -35,7 +35,7 @@ from moe.recipe.sections import Optimizer, Run
 from moe.records import metrics, speed
 from moe.records.summary import summary_rows
 from moe.records.title import title
-from moe.train import advance, generate, trainer
+from moe.train import advance, ending, generate, opening, trainer, validation
 from moe.train.learning_rate import learning_rate
 from moe.train.step import validation_loss
 from parallel.errors import BadInput
@@ -44,9 +44,9 @@ from parallel.process import World
 from tests.support import trained
 
 REAL = [
-    (trainer, "sample", generate.sample),
-    (trainer, "matmul_flops", speed.matmul_flops),
-    (trainer, "source_commit", speed.source_commit),
+    (ending, "sample", generate.sample),
+    (ending, "matmul_flops", speed.matmul_flops),
+    (ending, "source_commit", speed.source_commit),
     (moe.report, "write_report", moe.report.write_report),
     (metrics, "TensorBoard", metrics.TensorBoard),
 ]
@@ -170,7 +170,7 @@ def test_evaluation_is_dropless_deterministic_and_the_mean_over_the_held_out_tok
         seen.append((first, second, sum(dropped), F.cross_entropy(logits_BLV.flatten(0, 1), sequences_NL[:, 1:].flatten()).item()))
         return first
 
-    monkeypatch.setattr(trainer, "validation_loss", watched)
+    monkeypatch.setattr(validation, "validation_loss", watched)
     trained.train(run, tmp_path / "run")
     ((first, second, dropped, mean),) = seen
     assert first == second == evaluations(tmp_path / "run")[0]
@@ -206,7 +206,7 @@ def test_weight_decay_is_on_matrices_alone(norm: str, positions: str, home: Path
 
 def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stepped: list[float] = []
-    start = trainer.start_executor
+    start = opening.start_executor
 
     def watched(*args: Any) -> Any:
         executor = start(*args)
@@ -220,7 +220,7 @@ def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path
         monkeypatch.setattr(engine, "step", measured)
         return executor
 
-    monkeypatch.setattr(trainer, "start_executor", watched)
+    monkeypatch.setattr(opening, "start_executor", watched)
     found = {}
     for limit in (None, 0.01, 1e6):
         stepped.clear()
@@ -381,7 +381,7 @@ def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tm
     def fill(rank: int) -> None:
         if rank == 0:  # writing fails, as it does on a full disk, after the file itself has been made
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-            make = trainer.make_writable
+            make = opening.make_writable
 
             def made(*args: Any) -> None:
                 try:
@@ -389,7 +389,7 @@ def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tm
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-            vars(trainer)["make_writable"] = made
+            vars(opening)["make_writable"] = made
 
     first, second = trained.train(trained.recipe(home), tmp_path / "run", ranks=2, before=fill)
     assert first.startswith("--out: got") and "File too large" in first and "free disk space" in first

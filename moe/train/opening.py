@@ -1,0 +1,143 @@
+"""From a recipe to a job that can train: mesh, data, model in its engine, what a checkpoint holds, records and display.
+
+checkpoint of this run  ->  gone on from          none, but another run's (--init_from)  ->  its weights and tokenizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe.checks.sequence import without_effect
+from moe.checks.verdict import not_recommended
+from moe.data import open_data
+from moe.parallelize.build import build, whole_layouts
+from moe.parallelize.engines import prepare
+from moe.parallelize.sequence import shard_of
+from moe.recipe.load import resolved_yaml
+from moe.recipe.sections import Run
+from moe.records.metrics import Records
+from moe.records.progress import open_progress
+from moe.records.redone import Restart, going_on
+from moe.records.title import title
+from moe.train import state
+from moe.train.audit import Auditor
+from moe.train.executor import Executor, start_executor
+from moe.train.job import Job
+from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
+from moe.train.place import make_writable, set_aside
+from moe.train.rebalance import Rebalancer, nothing_to_move
+from moe.train.resume import Resumed
+from moe.train.state import Counters
+from parallel import process
+from parallel.mesh import Mesh
+from parallel.precision import LossScale
+from parallel.process import World
+from parallel.saver import Saver
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run is told beside its recipe; the fields are those of `train` (moe/train/trainer.py)."""
+
+    name: str
+    out: Path
+    world: World
+    origins: dict[str, str]
+    fresh: bool
+    allow_changes: Sequence[str]
+    display: bool
+    init_from: Path | None
+    restart: Restart | None
+
+    def say(self, line: str) -> None:
+        """Print it, on the one rank that does."""
+        if self.world.rank == 0 and self.display:
+            print(line)
+
+
+def open_job(run: Run, asked: Asked) -> Job:
+    """This rank's part of the run, as far as its newest checkpoint has come. Collective. Raises BadInput."""
+    world, out, first = asked.world, asked.out, asked.world.rank == 0
+    make_writable(out, world)
+    mesh = process.connect(run.mesh_degrees(), world)
+    found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say)
+    source = None if asked.init_from is None or found is not None else state.source(asked.init_from, mesh, log=asked.say)
+    resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
+    data = open_data(
+        run.data,
+        max_length=run.model.max_length,
+        vocab_size=run.vocab_size,
+        seed=run.train.seed,
+        tokenizer=resumed.tokenizer,
+        log=asked.say,
+    )
+    prepare(run, asked.say)
+    executor = start_model(run, mesh, world)
+    scale, counters = LossScale.of(run.precision.loss_scale), Counters()
+    if asked.fresh:
+        set_aside(out / "checkpoints", world)
+    whole = whole_layouts(run) if run.degrees.pp > 1 else None
+    with during(RESUMING):
+        state.resume(
+            found,
+            executor.engine,
+            mesh,
+            counters=counters,
+            scale=scale,
+            data=data.key,
+            recipe=run.model_dump(mode="json"),
+            log=asked.say,
+            whole=whole,
+        )
+        if source is not None:
+            state.begin(source, executor.engine, mesh, log=asked.say, whole=whole)
+    if first:
+        (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+    goes_on = found is not None or (asked.restart is not None and not asked.fresh)
+    again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
+    records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=asked.say)
+    progress = open_progress(
+        run.train.steps,
+        recipe=asked.name,
+        world=world.size,
+        lines=title(run, world),
+        out=out,
+        kind="auto" if first and asked.display else "none",
+    )
+    if why := nothing_to_move(run):
+        progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
+    for line in (
+        *without_effect(run),
+        *(f"not recommended: {reason}" for reason in not_recommended(run)),
+        *resumed.unused(asked.allow_changes),
+    ):
+        progress.note(line)
+    if found is not None:
+        progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
+    if goes_on:
+        about = resumed.recorded() if source is None else {}
+        records.write({"kind": "event", "event": "resumed", "step": counters.step, **again, **about})
+    if source is not None:
+        progress.note(f"begins with the weights and the tokenizer of {source.path}")
+        records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
+    elif asked.init_from is not None:
+        progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
+    shard = shard_of(run, mesh, run.train.global_batch)
+    rebalancer = Rebalancer(run, executor.engine, mesh)
+    saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
+    auditor = Auditor(
+        executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
+    )
+    return Job(
+        run, asked.name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, saver, counters, auditor=auditor
+    )
+
+
+def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
+    """The model as this rank holds it, in its engine and with what carries out its passes. Collective."""
+    with during(WEIGHTS):
+        model, layouts = build(run, mesh, device=world.device)
+    with during(STATES):
+        return start_executor(run, model, layouts, mesh)

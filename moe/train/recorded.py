@@ -1,0 +1,93 @@
+"""What a step leaves: counters, a line of the records, and the end of a run whose gradients stay without a finite norm."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from moe.plan.pipeline import continuous
+from moe.train.advance import Made
+from moe.train.job import Job
+from moe.train.numbers import LayerNumbers
+from moe.train.place import peak_memory_bytes
+from parallel.clip import GradientNorm
+from parallel.errors import BadInput
+
+
+def count(job: Job, norm: GradientNorm) -> None:
+    """One step more; one without a finite norm was skipped."""
+    c = job.counters
+    c.step += 1
+    if norm.finite:
+        c.updates, c.in_a_row = c.updates + 1, 0
+    else:
+        c.skipped, c.in_a_row = c.skipped + 1, c.in_a_row + 1
+
+
+def record(job: Job, made: Made, seconds: float) -> None:
+    """The step's line in the records and on the display; `seconds` that it took."""
+    run, c = job.run, job.counters
+    numbers, norm, rate, scale = made
+    tokens = run.train.global_batch * run.model.read_length
+    job.seconds += seconds
+    if job.measured is not None:
+        job.measured.step(seconds)
+    line = {
+        "kind": "train",
+        "step": c.step,
+        "loss": numbers.loss,
+        "balance_loss": numbers.balance_loss,
+        "z_loss": numbers.z_loss,
+        "grad_norm": norm.total,
+        "grad_norm_parts": norm.families,
+        "lr": rate,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "memory_bytes": peak_memory_bytes(job.mesh),
+        "loss_scale": scale,
+        "skipped": not norm.finite,
+        "skipped_total": c.skipped,
+        "dropped_share": numbers.dropped_share,
+        "moe": [_layer_line(layer) for layer in numbers.layers],
+        "time": time.time(),
+    }
+    job.records.write(line)
+    job.progress.step(line)
+
+
+def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
+    line = vars(layer) | {"load": [round(share, 5) for share in layer.load]}
+    del line["choices"]  # the load says it, in fewer digits
+    return line
+
+
+def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
+    """Stop, on all ranks alike, where skipping cannot help."""
+    run, c = job.run, job.counters
+    if norm.finite:
+        return
+    families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
+    job.records.write({"kind": "event", "event": "skipped", "step": c.step, "families": families})
+    if continuous(run):
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that are not finite, with {run.pipeline.schedule}, whose stages have updated all the same",
+            needed="finite gradients",
+            fix="lower optimizer.lr, set pipeline.schedule to 1f1b, which skips such steps, or resume from an earlier checkpoint",
+        )
+    scaled = job.scale.growth_interval > 0
+    if scaled and job.scale.at_floor:
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that overflow {run.precision.compute} even at the smallest loss scale {job.scale.floor:g}",
+            needed="finite gradients",
+            fix="lower optimizer.lr, or set precision.compute to bf16 and precision.loss_scale to none",
+        )
+    if not scaled and (run.train.on_nan == "stop" or c.in_a_row >= run.train.max_skips):
+        raise BadInput(
+            f"step {c.step}",
+            got=f"gradients ({families}) that are not finite, {c.in_a_row} step{'s' if c.in_a_row > 1 else ''} in a row",
+            needed="finite gradients",
+            fix="lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint",
+        )

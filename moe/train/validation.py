@@ -1,0 +1,36 @@
+"""Validation within a run: the loss on held-out text, as records and display tell it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from moe.parallelize.sequence import shard_of
+from moe.records.metrics import read
+from moe.train.job import Job
+from moe.train.step import validation_loss
+from parallel import watchdog
+from parallel.collectives import max_over
+
+
+def evaluate(job: Job, *, record: bool = True) -> None:
+    """Evaluate at this step; `record`: write it down too. Collective."""
+    run = job.run
+    watchdog.enter("evaluation after the step")
+    shard = shard_of(run, job.mesh, run.train.eval_sequences)
+    held = job.data.validation.held(shard)
+    at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
+    loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
+    job.evaluated = {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
+    line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
+    if record:
+        job.records.write(line)
+    job.progress.evaluation(line)
+
+
+def was_evaluated(job: Job) -> bool:
+    """Whether the records, which rank 0 has, hold an evaluation of this step: an earlier life may have died between saving and that."""
+    lines = read(job.out) if job.world.rank == 0 else ()
+    found = any(line["kind"] == "eval" and line["step"] == job.counters.step for line in lines)
+    return bool(max_over(torch.tensor(int(found), device=job.world.device), job.mesh.axis("world")).item())
