@@ -9,15 +9,14 @@ once; `--full` as often as the aims say.
 from __future__ import annotations
 
 import importlib
-import json as json_lines
 import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from moe.launch import exit_codes
+from moe.records.results import write_json
 from parallel.errors import BadInput, did_you_mean
 
 KINDS = {
@@ -75,7 +74,7 @@ def main(*, only: str | None = None, full: bool = False, rounds: int | None = No
             for problem in row.problems:
                 print(f"    {problem}", flush=True)
             if json:  # after each: a full table takes long
-                Path(json).write_text(json_lines.dumps([_plain(r) for r in rows], indent=1) + "\n")
+                write_json(json, verb="bench faults", rows=[_plain(r) for r in rows])
     return exit_codes.of(not any(row.lost for row in rows))
 
 
@@ -91,4 +90,5 @@ def _asked(only: str | None) -> list[tuple[str, str]]:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if value or name in ("fault", "tried", "held", "lost", "seconds_median")}
+    told = {name: value for name, value in asdict(row).items() if value or name in ("fault", "tried", "held", "lost", "seconds_median")}
+    return told | {"passed": row.lost == 0}
