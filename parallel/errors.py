@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
 _LONGEST = 800  # characters of what is shown of an input
@@ -22,6 +23,14 @@ class BadInput(ValueError):
 def plain(text: str) -> str:
     """One line that a terminal shows and does not obey: control characters, line ends and broken characters as \\x1b, \\n, \\udcff."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+_TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # the order in which a terminal shows what follows
+
+
+def harmless(text: str) -> bool:
+    """Whether a terminal shows it as it is: no control characters, line ends, halves of characters or changes of direction."""
+    return text.isprintable() or not any(c in _TURNS or unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
 def _cut(shown: object) -> str:

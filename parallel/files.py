@@ -10,15 +10,15 @@ import os
 import stat
 from pathlib import Path
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, harmless
 
 MOST_BYTES = 64 * 2**20  # of a recipe, an order, a plan, a hostfile: the largest that anybody writes are a few megabytes
 
 
 def user_path(text: str | Path, *, what: str) -> Path:
     """`~` made a home. Raises BadInput, about `what`, for a path that the system cannot even look up, or a terminal cannot show."""
-    if not str(text).isprintable():
-        raise BadInput(what, got=repr(str(text)), needed="a path of printable characters", fix="rename it")
+    if not harmless(str(text)):
+        raise BadInput(what, got=repr(str(text)), needed="a path without control characters", fix="rename it")
     try:
         path = Path(text).expanduser()
         os.lstat(path)

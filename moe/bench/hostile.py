@@ -40,7 +40,7 @@ data: {path: text.txt}
 
 
 def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> Iterator[Row]:
-    """A row for each kind of input. `full`: files of the sizes that the issue of this table names, which takes minutes."""
+    """A row for each kind of input. `full`: files of full size, up to a gigabyte, which takes minutes."""
     import torch._dynamo  # noqa: F401  (the optimizer imports it, for seconds: here once, not in every fork)
 
     import moe.report.plots

@@ -9,7 +9,7 @@ from parallel.errors import BadInput
 
 def check_audit(run: Run) -> None:
     """Refuse audits of steps that cannot be made again, and what is not deterministic. Raises BadInput."""
-    threads = "ranks: replicas' gradients are added in the order in which their threads end"
+    threads = "one order of sums: replicas' gradients are added as their threads end"
     if run.train.deterministic and run.sharding.kind == "dp":
         raise BadInput(
             "train.deterministic",
@@ -22,10 +22,10 @@ def check_audit(run: Run) -> None:
     offload = run.sharding.offload
     reasons = {
         f"it with pipeline.schedule={run.pipeline.schedule}": (continuous(run), "a step that ends before its update, to be computed twice"),
-        "it with sharding.kind=dp": (run.sharding.kind == "dp", threads),
+        "it with sharding.kind=dp": (run.sharding.kind == "dp", f"{threads} (sharding.kind ddp has one)"),
         "it with optimizer.kind=kfac": (
             run.optimizer.kind == "kfac",
-            "passes that leave nothing but gradients: K-FAC's factors would see twice",
+            "passes that leave nothing but gradients: K-FAC's factors would count a batch twice",
         ),
         "it with states on nvme": ("nvme" in (offload.optimizer, offload.parameters), "states in memory, which can be compared"),
     }

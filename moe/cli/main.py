@@ -39,7 +39,7 @@ from moe.cli.verbs import (
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, did_you_mean, harmless
 from parallel.files import user_path
 
 if TYPE_CHECKING:
@@ -458,9 +458,9 @@ def _run(words: list[str]) -> int:
 def _check_printable(words: list[str]) -> None:
     """Refuse paths, names and values that a terminal would obey or UTF-8 cannot say; a prompt may have control characters."""
     for before, word in zip(["", *words], words, strict=False):
-        fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else word.isprintable()
+        fits = word.encode(errors="replace").decode() == word if _is_prompt(before, word) else harmless(word)
         if not fits:
-            needed, fix = "words of printable characters, in UTF-8", "rename the file, or leave these characters out"
+            needed, fix = "words without control characters, in UTF-8", "rename the file, or leave these characters out"
             raise BadInput("the command line", got=repr(word), needed=needed, fix=fix)
 
 

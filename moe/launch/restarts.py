@@ -72,6 +72,8 @@ class Restarts:
             reason = "no rank had started"
         elif end.stuck:
             reason = "a process of the last start is still there"
+        elif any(word.get("error") == status.TOO_EARLY for word in end.left.values()):
+            reason = "a rank had a signal of its own"
         elif any(word.get("repeats") for word in end.left.values()):
             reason = "memory would run out again"
         elif not saved and own_words and said and said == self._said:

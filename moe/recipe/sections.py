@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, harmless
 from parallel.grids import GRIDS, LINES, grid_of
 from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
@@ -38,8 +38,8 @@ class Section(BaseModel):
                 raise ValueError("a number or a name, not true or false")
             if isinstance(number, int) and abs(number) > _LARGEST:
                 raise ValueError(f"at most {_LARGEST}")
-            if isinstance(number, str) and not number.isprintable():
-                raise ValueError("text of printable characters")
+            if isinstance(number, str) and not harmless(number):
+                raise ValueError("text without control characters")
             if number == "":
                 raise ValueError("text, or null: an empty one may come from a shell variable that is not set")
         return value

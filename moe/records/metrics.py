@@ -188,8 +188,11 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that `cut_after` keeps of any step: no half-written or damaged ones. None where there is no file yet."""
-    return [line for _, line in _whole(path.read_bytes())] if path.exists() else []
+    """The lines that `cut_after` keeps of any step: no half-written or damaged ones. None where there is no file yet. Raises BadInput."""
+    try:
+        return [line for _, line in _whole(_regular(path).read_bytes())] if path.exists() else []
+    except OSError as error:
+        raise BadInput(str(path), got=error.strerror or error, needed=f"a run's {METRICS}", fix="move it away, or --out DIR") from None
 
 
 def _whole(raw: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -232,7 +235,12 @@ def read_summary(out: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         got = getattr(error, "strerror", None) or error
         raise BadInput(str(path), got=got, needed="JSON", fix="delete it; the report is then made without it") from None
-    if not isinstance(summary, dict) or not _sizes(summary) or not isinstance(summary.get("predicted") or {}, dict):
+    if (
+        not isinstance(summary, dict)
+        or not _sizes(summary)
+        or not isinstance(summary.get("predicted") or {}, dict)
+        or not counts(summary.get("redone"))
+    ):
         got = "values that no run writes" if isinstance(summary, dict) else type(summary).__name__
         raise BadInput(str(path), got=got, needed="a run's JSON object", fix="delete it; the report is then made without it")
     return summary
@@ -274,6 +282,7 @@ def _typed(line: dict[str, Any]) -> bool:
         and isinstance(line.get("kind", "train"), str)
         and all(_is_number(line.get(key)) for key in ("time", "step_seconds", "validation_loss"))
         and (line.get("time") or 0) < _LAST_SECOND
+        and counts(line.get("so_far"))
         and isinstance(places, list)
         and isinstance(parts, dict)
         and isinstance(layers, list)
@@ -281,6 +290,11 @@ def _typed(line: dict[str, Any]) -> bool:
         and all(_is_number(layer.get(key)) for layer in layers for key in ("kept", "dropped"))
         and all(isinstance(loads := layer.get("load") or [], list) and all(map(_is_number, loads)) for layer in layers)
     )
+
+
+def counts(value: Any) -> bool:
+    """Whether it is nothing, or numbers by name."""
+    return value is None or (isinstance(value, dict) and all(_is_number(number) and number is not None for number in value.values()))
 
 
 def _is_number(value: Any) -> bool:
@@ -291,7 +305,7 @@ def _sizes(value: Any) -> bool:
     """Whether all numbers in it can be counted with."""
     if isinstance(value, dict | list):
         return all(map(_sizes, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, int | float) or abs(value) < 2**63
+    return math.isfinite(value) if isinstance(value, float) else not isinstance(value, int) or abs(value) < 2**63
 
 
 def _regular(path: Path) -> Path:
@@ -302,9 +316,11 @@ def _regular(path: Path) -> Path:
 
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
-    return BadInput(
-        f"run folder {path.parent}", got=error.strerror or error, needed="a folder with room to write", fix="free space, or --out DIR"
-    )
+    if isinstance(error, FileNotFoundError):
+        needed, fix = "it to stay while the run writes there", "start the run again: it goes on from what is left of it"
+    else:
+        needed, fix = "a folder with room to write", "free space, or --out DIR"
+    return BadInput(f"run folder {path.parent}", got=error.strerror or error, needed=needed, fix=fix)
 
 
 def _first_line(error: Exception) -> str:

@@ -41,7 +41,7 @@ class Restart:
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
     """The fields of the event `resumed` for a run that goes on from `step`, read before the lines after that step are removed."""
     lines = whole_lines(out / METRICS)
-    gone = [line["step_seconds"] or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
+    gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)
     so_far = {
         "resumes": before["resumes"] + 1,
@@ -55,4 +55,4 @@ def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
 
 def sums(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """`resumes`, `restarts` (of these, without the user), `steps` made again and their `seconds`: as the last event has them."""
-    return next((dict(line["so_far"]) for line in reversed(list(lines)) if "so_far" in line), dict(NOTHING))
+    return NOTHING | next((dict(line["so_far"]) for line in reversed(list(lines)) if line.get("so_far")), {})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from moe.records.redone import NOTHING
 from parallel.errors import plain
 
 MISSING = "–"
@@ -60,8 +61,8 @@ def _dropped(summary: Mapping[str, Any]) -> str:
 
 def _redone(summary: Mapping[str, Any]) -> str:
     """Only of a run that was started more than once."""
-    found = summary.get("redone") or {}
-    if not found.get("resumes"):
+    found = NOTHING | (summary.get("redone") or {})
+    if not found["resumes"]:
         return MISSING
     starts = f"{found['resumes']} time{'s' if found['resumes'] > 1 else ''}, {found['restarts']} of them by itself"
     steps = f"{found['steps']:,} step{'' if found['steps'] == 1 else 's'}"

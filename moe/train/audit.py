@@ -25,6 +25,7 @@ from moe.model.transformer import Block, Transformer, extra_state
 from moe.train.numbers import Numbers
 from parallel import watchdog
 from parallel.audit import Finding, Held, by_change, by_majority, copies_of, fingerprint, fingerprints, mend, said_by_all
+from parallel.checkpoint import numbered
 from parallel.collectives import largest
 from parallel.data.engine import Engine
 from parallel.errors import Ended
@@ -87,7 +88,7 @@ class Auditor:
         """What this rank keeps, and its hashes, once all copies are equal. Collective. Raises Ended on all ranks where they cannot be."""
         held = self._held()
         prints = fingerprints(held)
-        if self._settle(by_majority(held, prints, self.mesh), step, when):
+        if self._settle(by_majority(held, prints, self.mesh), step, when, looks_again=True):
             held = self._held()
             prints = fingerprints(held)
             left = by_majority(held, prints, self.mesh)
@@ -112,13 +113,18 @@ class Auditor:
             *(copies_of(name, "value", t, dense((), holders=holders[".".join(name.split(".")[:2])])) for name, t in extra.items()),
         ]
 
-    def _settle(self, found: Sequence[Finding], step: int, when: str) -> bool:
-        """Replace what has an intact copy; whether any rank had found something. Raises Ended where one has none. Collective."""
+    def _settle(self, found: Sequence[Finding], step: int, when: str, *, looks_again: bool = False) -> bool:
+        """Replace what has an intact copy; whether any rank had found something. Raises Ended where one has none. Collective.
+
+        `looks_again`: the caller does, so a tensor that is intact elsewhere need not be so over stages yet.
+        """
         said = said_by_all([str(one) for one in found], self.world)
         if not said:
             return False
         again = self.engine.copy_again()  # then the optimizer's own weights are the intact copy of what the model reads
+        mended = said_by_all([str(one.held) for one in found if one.source is not None], self.world) if looks_again else []
         lost = [one for one in found if one.source is None and not (again and one.held.kind == "weight" and one.held.axes)]
+        lost = [one for one in lost if str(one.held) not in mended]
         if beyond := said_by_all([str(one) for one in lost], self.world):
             self._end(step, when, beyond)
         for one in found:
@@ -134,7 +140,7 @@ class Auditor:
         apart = [largest(float(not torch.equal(mine, earlier)), self.world) for earlier, _ in seen]
         copies = said_by_all([str(one) for one in by_majority(grads, mine[:-1], self.mesh)], self.world)
         if copies or all(apart):
-            earlier, heard_before = seen[-1] if seen else (mine, heard)
+            earlier, heard_before = seen[-1]
             places = [name for name in heard if heard[name] != heard_before.get(name)]
             first = _order(places[0]) if places else _NOWHERE
             first_of_all = -largest(-float(first), self.world)
@@ -155,8 +161,8 @@ class Auditor:
         raise Ended(line, speaker=self.world.index == 0)
 
     def _otherwise(self) -> str:
-        steps = [int(number) for path in self.checkpoints.glob("step-*") if (number := path.name.removeprefix("step-")).isdecimal()]
-        return f"the same command goes on from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
+        steps = [number for number, _ in numbered(self.checkpoints)]
+        return f"without --fresh the run goes on from {self.checkpoints / f'step-{max(steps)}'}" if steps else "start over with --fresh"
 
 
 def _few(found: Sequence[str]) -> str:

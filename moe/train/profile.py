@@ -77,11 +77,15 @@ class Recording:
             self.note(f"--profile has no effect: it records from step {WARM + 1} of a process on, and this one made {self._done}")
             return
         profiler.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        trace = self.folder / f"{self.name}.json.gz"
-        profiler.export_chrome_trace(str(trace))
         lines = table(spent(profiler.events() or (), steps=self._recorded))
-        trace.with_name(f"{self.name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        trace = self.folder / f"{self.name}.json.gz"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            trace.with_name(f"{self.name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except (OSError, RuntimeError) as error:  # a profile that cannot be written must not end a run
+            self.note(f"no profile in {self.folder} ({type(error).__name__}: {error})")
+            return
         told = f"{sum(self._recorded)} steps recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
         for line in (told, *lines):
             self.note(line)
@@ -97,7 +101,7 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
 
     `steps`: how many steps each of these regions was. The quickest is what other work on the machine disturbed least.
     """
-    number = -1
+    number, end = -1, 0.0  # of the region `step`
     host: dict[int, dict[tuple[str, Phase], float]] = defaultdict(lambda: defaultdict(float))  # by the number of the region `step`
     device: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     place: dict[int, tuple[str, Phase]] = {}  # of an event within a step, by its id
@@ -105,11 +109,11 @@ def spent(events: Iterable[Any], *, steps: Sequence[int]) -> list[Spent]:
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):
         where, phase = place.get(id(event.cpu_parent), ("", "forward"))
         if event.name == PREFIX + STEP:
-            where, number = BETWEEN, number + 1
+            where, number, end = BETWEEN, number + 1, event.time_range.end
+        elif event.name.startswith(_NODE) and event.time_range.start < end:  # on a GPU in another thread than the step
+            where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif not where:
             continue
-        elif event.name.startswith(_NODE):
-            where, phase = region_of_node.get(event.sequence_nr, BETWEEN), "backward"
         elif event.name.startswith(PREFIX):
             where = event.name.removeprefix(PREFIX)
         elif event.sequence_nr >= 0:

@@ -88,10 +88,10 @@ def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -
         try:
             with planned_clocks(run, job.executor, job.mesh, told.world, note=job.progress.note):
                 _loop(job, asked)
-            if job.recording is not None:
-                job.recording.close()
             return finish(job)
         finally:
+            if job.recording is not None:
+                job.recording.close()
             job.saver.leave()
             job.progress.close()
             job.records.close()

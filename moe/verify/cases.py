@@ -14,7 +14,7 @@ Sizes differ from each other, so that swapped dims fail. Where a preset counts o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -154,6 +154,12 @@ class Case:
         return " ".join(part for part in parts if part)
 
     @property
+    def in_full(self) -> str:
+        """Every field that is not as it is by default: no two cases have the same, as two may in a table that shows less."""
+        told = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return " ".join(f"{name}={value}" for name, value, default in told if value != default)
+
+    @property
     def dp(self) -> int:
         return self.world // (self.pp * self.tp * self.sp)
 
@@ -177,8 +183,8 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        for section, fields in (MODELS | ROUTERS | PACKED | FEW | HALVES)[self.model].items():
-            values[section] = values.get(section, {}) | fields
+        for section, changed in (MODELS | ROUTERS | PACKED | FEW | HALVES)[self.model].items():
+            values[section] = values.get(section, {}) | changed
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False
             values["router"] = values.get("router", {}) | {"balance_scope": "sequence"}

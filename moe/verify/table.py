@@ -18,8 +18,6 @@ from parallel.errors import BadInput
 
 EVERY_S = 10.0  # between two writings of the whole table
 
-Key = tuple[str, str, int, str]
-
 
 class Table:
     """Rows of these cases, in their order. `file`: where they go, None: nowhere; `go_on`: begin with those in it that passed.
@@ -37,13 +35,17 @@ class Table:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
-        there: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+        there: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for row in before["rows"]:
             if row["passed"]:
-                there[row["layout"], row["kind"], row["world"], row["precision"]].append({"commit": before["commit"]} | row)
+                there[row["case"]].append({"commit": before["commit"]} | row)
         for place, case in enumerate(self.chosen):
-            if same := there[case.layout, case.kind, case.world, case.precision]:
+            if same := there[case.in_full]:
                 self._rows[place] = same.pop(0)
+        if others := sum(map(len, there.values())):
+            got = f"{self.file}, in which {others} more rows passed than are asked for now"
+            needed = "the words with which it was begun: other rows would be lost"
+            raise BadInput("--go_on", got=got, needed=needed, fix="the same --kinds, --only and --nproc, or another --json FILE")
         self.kept, self.tolerances = len(self._rows), before["tolerances"]
         self.commits = {str(row["commit"]) for row in self._rows.values()}
 
@@ -84,8 +86,8 @@ def _read(file: str | None) -> dict[str, Any]:
     try:
         before = json.loads(Path(file).read_text(encoding="utf-8"))
         known = before["verb"] == "verify" and {"rows", "tolerances", "commit"} <= before.keys()
-        complete = known and all({"layout", "kind", "world", "precision", "passed"} <= row.keys() for row in before["rows"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        complete = known and all(isinstance(row["case"], str) and isinstance(row["passed"], bool) for row in before["rows"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadInput("--go_on", got=f"{file}: {error}", needed=needed, fix="leave --go_on out") from None
     if not complete:
         raise BadInput("--go_on", got=f"{file}, which is not a table of moe verify", needed=needed, fix="leave --go_on out")

@@ -79,7 +79,7 @@ def main(
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     """A row: how far each number is off, and in 16 bits the largest share of the bound to the exact twin that any deviation takes."""
-    row: dict[str, Any] = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision}
+    row: dict[str, Any] = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision, "case": case.in_full}
     if isinstance(ran, str):
         return row | dict.fromkeys((*NUMBERS, "of_bound"), float("inf")) | {"passed": False, "error": ran}
     numbers = compare(ran[0], expected.result)

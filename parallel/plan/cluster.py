@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import yaml_text
-from parallel.errors import BadInput
+from parallel.errors import BadInput, harmless
 from parallel.files import read_text, user_path
 from parallel.plan.device import Device
 
@@ -190,8 +190,8 @@ def _check_values(told: Any) -> None:
     if isinstance(told, dict | list):
         for value in (*told, *told.values()) if isinstance(told, dict) else told:
             _check_values(value)
-    elif isinstance(told, str) and not told.isprintable():
-        raise ValueError(f"{told!r}, which is not printable")
+    elif isinstance(told, str) and not harmless(told):
+        raise ValueError(f"{told!r}, which a terminal would obey")
     elif isinstance(told, int | float) and not 0 <= told < math.inf:
         raise ValueError(f"{told}, which is no number from 0")
 

@@ -57,6 +57,7 @@ class Clock:
         (End(2, [], {0: {"exit": 2, "pid": 5, "error": "data.path: ..."}}), ""),
         (End(1, ["no rank started"], {}, began=False), "not started again: no rank had started"),
         (End(1, [], {}, stuck=True), "not started again: a process of the last start is still there"),
+        (failed("a signal before training"), "not started again: a rank had a signal of its own"),
         (failed("memory: got none left", repeats=True), "not started again: memory would run out again"),
     ],
 )

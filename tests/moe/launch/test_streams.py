@@ -62,10 +62,15 @@ def test_a_folder_is_held_by_one_run_until_that_ends_or_dies(tmp_path: Path, mon
 
 
 def test_paths_and_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
-    for text in ("~nosuchuser/x", "a" * 5000, "a\0b"):
+    for text in ("~nosuchuser/x", "a" * 5000):
         with pytest.raises(BadInput, match="a path that can be looked up"):
             user_path(text, what="data.path")
     assert user_path(str(tmp_path / "none/of/it"), what="x") == tmp_path / "none/of/it"
+    for name in ("Aufnahme 1.43\u202fPM", "a\u00a0b", "\u3000", "\U0001f468\u200d\U0001f469"):  # spaces and joiners of other scripts
+        assert user_path(tmp_path / name, what="x") == tmp_path / name
+    for name in ("a\x1b[31m", "a\0b", "a\nb", "a\u202eb", "a\u2028b", "a\udcffb"):
+        with pytest.raises(BadInput, match="x: got .*, needed a path without control characters; fix: rename it"):
+            user_path(f"{tmp_path}/{name}", what="x")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(bytes(11))
     for name, most_bytes in (("pipe", 10), ("large", 10), ("/dev/zero", 10)):

@@ -17,6 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, scalars, write_summary
+from moe.records.redone import going_on
+from moe.records.summary import summary_rows
 from parallel.errors import BadInput
 from tests.support.fabricate import run_lines, step_line, summary
 
@@ -215,6 +217,34 @@ def test_a_folder_that_is_removed_ends_the_run_in_one_line(tmp_path: Path) -> No
     records.close()
 
 
+def test_a_norm_beyond_whole_numbers_is_a_line_like_others(tmp_path: Path, no_tensorboard: None) -> None:
+    records = Records(tmp_path)
+    for step, norm in ((1, 1e30), (2, 1.0)):
+        records.write({"step": step, "grad_norm": norm, "grad_norm_parts": {"dense": norm}})
+    records.close()
+    assert [line["grad_norm"] for line in read(tmp_path)] == [1e30, 1.0]
+
+
+def test_what_was_made_again_is_counted_from_whole_lines_alone(tmp_path: Path) -> None:
+    assert going_on(tmp_path, 3, None)["redone_steps"] == 0
+    lines = [{"step": 4, "kind": "train"}, {"step": 5, "kind": "train", "step_seconds": 2.0}, {"step": 1, "so_far": {}}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = going_on(tmp_path, 3, None)
+    assert (found["redone_steps"], found["redone_seconds"], found["so_far"]["resumes"]) == (2, 2.0, 1)
+    (tmp_path / METRICS).unlink()
+    os.mkfifo(tmp_path / METRICS)
+    with pytest.raises(BadInput, match="not a regular file, needed a run's metrics.jsonl; fix: move it away"):
+        going_on(tmp_path, 3, None)
+
+
+@pytest.mark.parametrize("redone", [[1], {"resumes": "x"}, {"resumes": None}, 7])
+def test_a_summary_whose_repeats_are_no_numbers_is_refused(redone: Any, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"redone": redone}))
+    with pytest.raises(BadInput, match="summary.json: got values that no run writes"):
+        read_summary(tmp_path)
+    assert dict(summary_rows({"redone": {"resumes": 1}}))  # as an older program may have written it
+
+
 def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path) -> None:
     class Full:
         def close(self) -> None:
@@ -230,7 +260,13 @@ def test_a_board_that_cannot_close_does_not_hide_why_the_run_ends(tmp_path: Path
 @pytest.mark.parametrize(
     "line",
     [{"step": True}, {"step": 10**30}, {"step": 1, "moe": 5}, {"step": 1, "moe": [{"layer": "x"}]}, {"step": 1, "grad_norm_parts": 7}]
-    + [{"step": 1, "time": 10**12}, {"step": 1, "loss": 10**400}, {"step": 1, "moe": [{"layer": 1, "load": ["x"]}]}],
+    + [
+        {"step": 1, "so_far": 3},
+        {"step": 1, "so_far": {"steps": None}},
+        {"step": 1, "time": 10**12},
+        {"step": 1, "loss": 10**400},
+        {"step": 1, "moe": [{"layer": 1, "load": ["x"]}]},
+    ],
 )
 def test_lines_that_no_run_writes_are_refused(line: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text(json.dumps(line) + "\n" + json.dumps({"step": 2}) + "\n")

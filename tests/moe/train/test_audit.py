@@ -96,7 +96,7 @@ def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Pat
     with pytest.raises(AssertionError) as error:
         trained.train(recipe, home / "out", ranks=2, before=spoil)
     line = f"step 5: silent corruption, before the step: weight of embedding on ranks 0, 1; no copy is known to be intact; \
-the same command goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
+without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
     assert str(error.value).count(f"{Ended.__module__}.{Ended.__name__}: {line}") == 2
     trained.train(recipe, home / "out", ranks=2)
     trained.train(recipe, home / "undisturbed", ranks=2)

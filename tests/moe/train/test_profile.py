@@ -9,7 +9,8 @@ import gzip
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -102,6 +103,45 @@ def test_a_run_too_short_for_it_says_so(tmp_path: Path) -> None:
     recording.close()
     assert said == ["--profile has no effect: it records from step 3 of a process on, and this one made 1"]
     assert not (tmp_path / "profile").exists()
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("a file in the place of the folder")
+    said: list[str] = []
+    recording = Recording(tmp_path / "profile", "rank-0", note=said.append)
+    assert [recording.of(lambda: ["made"]) for _ in range(7)] == [["made"]] * 7
+    assert len(said) == 1 and said[0].startswith(f"no profile in {tmp_path / 'profile'} (FileExistsError")
+
+
+class Moment(NamedTuple):
+    """As much of torch's FunctionEvent as is read, of a thread of its own where `cpu_parent` is None."""
+
+    name: str
+    begin: float
+    end: float
+    cpu_parent: Any = None
+    sequence_nr: int = -1
+
+    @property
+    def time_range(self) -> Any:
+        return SimpleNamespace(start=self.begin, end=self.end)
+
+    @property
+    def self_cpu_time_total(self) -> float:
+        return 1000.0
+
+    self_device_time_total = 3000.0
+
+
+def test_a_backward_pass_in_a_thread_of_its_own_is_found() -> None:
+    """As autograd's is on a GPU."""
+    step = Moment(PREFIX + STEP, 0, 100)
+    route = Moment(PREFIX + "route", 1, 10, step)
+    node = Moment("autograd::engine::evaluate_function: MulBackward0", 50, 60, sequence_nr=7)
+    late = Moment("autograd::engine::evaluate_function: MulBackward0", 150, 160, sequence_nr=7)
+    events = [step, route, Moment("aten::mul", 2, 3, route, 7), node, Moment("aten::mul", 51, 52, node), late]
+    rows = {row.region: row for row in spent(events, steps=[1])}
+    assert rows["route"] == Spent("route", 2.0, 2.0, 12.0) and rows["between"].forward == 1.0
 
 
 def test_a_table_of_a_gpu_has_its_kernels() -> None:

@@ -15,13 +15,13 @@ from moe.verify import table as table_module
 from moe.verify import verify
 from moe.verify.cases import Case
 from moe.verify.compare import NUMBERS
-from moe.verify.kinds import cases
+from moe.verify.kinds import KINDS, cases
 from moe.verify.table import Table
 from parallel.errors import BadInput
 
 
 def row_of(case: Case, *, passed: bool = True, **more: Any) -> dict[str, Any]:
-    named = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision}
+    named = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision, "case": case.in_full}
     return named | dict.fromkeys(NUMBERS, 1e-7) | {"of_bound": None, "passed": passed} | more
 
 
@@ -29,6 +29,26 @@ def chosen() -> list[Case]:
     """Layouts of one and two processes in several precisions, one of them in the list twice."""
     some = [case for case in cases(2, kinds=("data",)) if case.layout in ("switch dp1 ep1 m1", "switch dp2 ep2 m1")]
     return [*some, some[0]]
+
+
+def test_no_two_layouts_are_taken_for_one() -> None:
+    every = set(cases(8, kinds=tuple(KINDS)))
+    assert (
+        len({case.in_full for case in every}) == len(every) > len({(case.layout, case.kind, case.world, case.precision) for case in every})
+    )
+
+
+def test_a_table_of_more_layouts_is_not_cut_down(tmp_path: Path) -> None:
+    every, file = chosen(), str(tmp_path / "verify.json")
+    table = Table(every, file, go_on=False)
+    for case in every:
+        table.add(case, row_of(case))
+    table.write()
+    with pytest.raises(
+        BadInput, match=f"--go_on: got .*, in which {len(every) - 3} more rows passed than are asked for now, needed the words"
+    ):
+        Table(every[:3], file, go_on=True)
+    assert len(json.loads(Path(file).read_text())["rows"]) == len(every)
 
 
 def test_what_passed_is_kept_and_the_rest_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
