@@ -24,7 +24,7 @@ from moe.data.tokenizer import Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START
-from moe.recipe.spans import spans_of, spans_of_text
+from moe.recipe.spans import inputs_within, spans_of
 from parallel.errors import BadInput
 
 __all__ = [
@@ -87,7 +87,7 @@ def open_data(
             tokenizer=tokenizer,
             verify=verify,
             log=log,
-            as_key=lambda tokens: spans_of_text(tokens).inputs,
+            as_key=inputs_within,
         )
         return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
     if data_config.sources:

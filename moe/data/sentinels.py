@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moe.data.tokenizer import Tokenizer
 from moe.recipe.shapes import START
 
-_SPELLED = re.compile(r"<extra_id_(\d+)>")
+_SPELLED = re.compile(r"<extra_id_([0-9]{1,9})>")
 
 
 @final

@@ -39,6 +39,12 @@ def spans_of_text(tokens: int) -> Spans:
     return Spans(tokens, hidden, max(1, round(hidden / SPAN)))
 
 
+def inputs_within(tokens: int) -> int:
+    """The most tokens that an encoder may read, so that the text they are of has at most so many, at least 2."""
+    inputs = spans_of_text(tokens).inputs
+    return inputs if spans_of(inputs).text <= tokens else inputs - 1  # a longer text may make as many inputs
+
+
 def spans_of(inputs: int) -> Spans:
     """Of the longest text of which the encoder reads at most so many tokens; of a length too short for a text, a text of two tokens."""
     tokens = max(2, int((inputs - 1) / (1 - DENSITY + DENSITY / SPAN)) - 8)  # a few below, then step by step

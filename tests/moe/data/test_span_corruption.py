@@ -19,7 +19,7 @@ from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCo
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
 from moe.recipe.sections import Data
-from moe.recipe.spans import spans_of
+from moe.recipe.spans import inputs_within, spans_of
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 
@@ -117,6 +117,17 @@ def test_evaluation_is_the_same_each_time_and_on_any_ranks() -> None:
     assert whole.bytes_per_token == parts[1].bytes_per_token == 2 * s.hidden / s.targets
 
 
+def test_the_length_advised_for_a_short_text_fits_it_and_no_longer_one_does() -> None:
+    """What open_data shows as a length is inputs_within of the text's."""
+    for tokens in range(4, 201):
+        with pytest.raises(BadInput, match="set model.max_length to at most") as refused:
+            Windows(np.zeros(tokens, np.int64), tokens, "train", inputs_within)
+        advised = int(refused.value.fix.split()[-1])
+        assert Windows(np.zeros(tokens, np.int64), spans_of(advised).text, "train", inputs_within).num_windows >= 1
+        with pytest.raises(BadInput, match=f"to at most {advised}$"):
+            Windows(np.zeros(tokens, np.int64), spans_of(advised + 1).text, "train", inputs_within)
+
+
 def test_targets_are_what_the_decoder_writes() -> None:
     shard = TokenShard.whole(1, 6, source=4)
     row = np.array([[11, 12, 13, 14, 0, 21, 22]])
@@ -130,6 +141,8 @@ def test_sentinels_are_text_and_back() -> None:
     assert ids[5] == 269 and ids.count(267) == 1 and 268 not in ids and tokenizer.decode(ids) == text
     assert tokenizer.beginning(text) == [*ids, 0] and tokenizer.vocab_size == 270 and tokenizer.decode([260, 266]) == ""
     assert tokenizer.beginning("") == [0]
+    for no_sentinel in ("1" * 5000, "\u0661"):  # more digits than int() takes; an Arabic 1
+        assert tokenizer.decode(tokenizer.encode(f"<extra_id_{no_sentinel}>").tolist()) == f"<extra_id_{no_sentinel}>"
 
 
 def test_a_text_that_is_too_short_is_told_the_length_that_fits(tmp_path: Path) -> None:
