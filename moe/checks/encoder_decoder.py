@@ -48,7 +48,8 @@ def _check_model(run: Run) -> None:
         needed = "false: hidden spans and sentinels stand between documents"
         raise BadInput("model.document_mask", got="true with model.kind=encoder_decoder", needed=needed, fix="set it to false")
     if run.vocab_size < run.least_vocab_size:
-        needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {m.spans.num_spans} sentinels behind them"
+        sentinels = f"{run.num_sentinels} sentinel{'s' * (run.num_sentinels != 1)}"
+        needed = f"at least {run.least_vocab_size}: the tokenizer's ids, and {sentinels} behind them"
         raise BadInput("model.vocab_size", got=run.vocab_size, needed=needed, fix="set model.vocab_size to null")
 
 

@@ -110,7 +110,7 @@ def compared(source: Path, model: torch.nn.Module) -> Difference:
     want = old(tokens_BL.to(device), context.to(device)).logits_BLV.cpu()
     got = model.eval()(tokens_BL, context).logits_BLV
     model.compute = was
-    return Difference(tokens_BL.numel(), (got - want).abs().max().item(), want.abs().max().item())
+    return Difference(got[..., 0].numel(), (got - want).abs().max().item(), want.abs().max().item())
 
 
 def _listed(layers: list[int]) -> str:

@@ -473,8 +473,12 @@ class Run(Section):
     @property
     def least_vocab_size(self) -> int:
         """The tokenizer's ids, and the objective's sentinels behind them."""
-        sentinels = self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
-        return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + sentinels
+        return (256 if self.data.tokenizer == "bytes" else self.data.vocab_size) + self.num_sentinels
+
+    @property
+    def num_sentinels(self) -> int:
+        """How many ids at the end of the vocabulary stand for hidden spans."""
+        return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""

@@ -95,7 +95,8 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     """Write the run; returns what there is to say of it. Raises BadInput, with nothing written."""
     config = _config(source)
     values, window = recipe_values(config), window_of(config)
-    tokenizer, said = _tokenizer(source, config, vocab_size=build_run(values).vocab_size)
+    length = overrides.get("model.max_length", values["model"]["max_length"])  # a longer sequence has more sentinels
+    tokenizer, said = _tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     bytes_alone = tokenizer["kind"] == Bytes.name
     values["data"] = values.get("data", {}) | (
         {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
@@ -154,18 +155,20 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
     return run, origins
 
 
-def _tokenizer(source: Path, config: dict[str, Any], *, vocab_size: int) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
     """The description of the model's tokenizer, or of plain bytes where it cannot be used, and what is to be said of that."""
+    room = run.vocab_size - run.num_sentinels
+    held = f"a vocabulary of {run.vocab_size}{f', of which sentinels take {run.num_sentinels}' if run.num_sentinels else ''}"
     try:
         if not (source / "tokenizer.json").is_file():
             raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
         content = json_text.loads(read_text(source / "tokenizer.json"))
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
-        if len(known) > vocab_size:  # before the library sorts millions
-            raise BadInput("tokenizer.json", got=f"{len(known)} ids for a vocabulary of {vocab_size}", needed="", fix="")
+        if len(known) > room:  # before the library sorts millions
+            raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
         made = Given.read(content, _ends(source, config))
-        if made.vocab_size > vocab_size:
-            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for a vocabulary of {vocab_size}", needed="", fix="")
+        if made.vocab_size > room:
+            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
         return made.describe(), []
     except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         why = error.got if isinstance(error, BadInput) else error

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.convert.huggingface.encoder_decoder import NO_MORE
@@ -75,6 +76,19 @@ def test_a_config_that_is_made_says_the_same_model(name: str, tmp_path: Path) ->
     old, new = (json.loads(path.read_text()) for path in (tmp_path / "kept.json", tmp_path / "back" / "config.json"))
     for key in ("d_model", "d_kv", "num_layers", "num_decoder_layers", "feed_forward_proj", "num_sparse_encoder_layers", "expert_capacity"):
         assert old.get(key) == new.get(key), key
+
+
+@pytest.mark.parametrize(("ids", "length", "used"), [(288, 33, True), (289, 33, False), (289, 8, True), (290, 8, False)])
+def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, length: int, used: bool, tmp_path: Path) -> None:
+    """Of 290 ids, two are sentinels where the encoder reads 33 tokens and one where it reads 8; T5's own tokenizer names them all."""
+    made(tmp_path / "theirs", "t5")
+    library = Tokenizer(models.BPE({character: n for n, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    library.add_special_tokens(["</s>", *(f"<extra_id_{n}>" for n in range(ids - 257))])
+    library.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    said = to_run(tmp_path / "theirs", tmp_path / "run", overrides={"model.max_length": str(length)})
+    assert any("tokenizer.json is not used" in line for line in said) != used
+    assert load_model(tmp_path / "run")[1].vocab_size == (ids if used else 256)
 
 
 def test_what_nothing_computes_is_refused(tmp_path: Path) -> None:

@@ -362,6 +362,17 @@ def test_a_check_prints_how_far_apart_the_models_are(home: Path, source: Callabl
     assert compared(find(source()), engine.module).largest_difference > 1e-3
 
 
+@pytest.mark.parametrize(("halves", "counted"), [(False, 4 * 8), (True, 4 * 4)])
+def test_a_check_counts_the_tokens_that_have_logits(halves: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an encoder-decoder the decoder's half of them."""
+    kind = {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
+    sizes = {"num_layers": 2, "d_model": 8, "num_heads": 2, "d_ff": 8, "max_length": 8, "moe_every": 0}
+    run = build_run({"model": sizes | kind, "data": {"objective": "span_corruption" if halves else "next_token"}})
+    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    monkeypatch.setattr("moe.convert.report.restore", lambda _: model)
+    assert compared(Path(), model).said().startswith(f"checked on {counted} random tokens: logits differ by at most 0.00e+00")
+
+
 # --- gates and refusals -----------------------------------------------------------------------------------------------------
 
 
