@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moe.plan.pipeline import layers_of
 from moe.plan.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batch, stages_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -82,13 +83,13 @@ class OfRecipe:
 
     def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
         layers, stages = self.recipe.model.num_layers, schedule.num_stages
-        listed = self.recipe.pipeline.layers or ()  # which may leave stages without any
-        if stages > layers and (len(listed) != stages or sum(listed) != layers):
-            chunks = stages // schedule.num_ranks
+        chunks = max(1, stages // schedule.num_ranks)
+        fewer = f"--stages {layers // chunks} or " if layers >= chunks and not self.of_file else ""
+        smaller = f"{fewer}--model.num_layers {stages}"
+        if stages > layers and self.recipe.pipeline.layers is None:  # a list may leave stages without any
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
-            fewer = f"--stages {layers // chunks} or " if layers >= chunks and not self.of_file else ""
-            raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=f"{fewer}--model.num_layers {stages}")
-        return stages_of(self.recipe, schedule.num_stages, sequences=self.sequences)
+            raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)
+        return stages_of(self.recipe, layers_of(self.recipe, schedule, smaller=smaller), sequences=self.sequences)
 
     def cost(self, schedule: Schedule) -> Cost:
         return self.device.cost(self.stages(schedule), replicas=len(schedule.homes[0]))

@@ -94,25 +94,30 @@ def _from_file(run: Run) -> Schedule:
     return schedule
 
 
-def layers_of(run: Run, schedule: Schedule) -> tuple[range, ...]:
-    """The layers of each stage. Raises BadInput for more stages than layers without a list of them, and for a list that does not fit."""
+def layers_of(run: Run, schedule: Schedule, *, smaller: str | None = None) -> tuple[range, ...]:
+    """The layers of each stage. Raises BadInput for more stages than layers without a list of them, and for a list that does not fit.
+
+    `smaller`: the advice for fewer stages; None: by degrees.pp.
+    """
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
+    smaller = smaller or f"set degrees.pp to {max(1, layers // max(1, stages // schedule.num_ranks))}"
     if given is None and stages > layers:
-        chunks = stages // schedule.num_ranks
         fewer = layers // schedule.num_ranks
-        smaller = f"set degrees.pp to {max(1, layers // chunks)}"
         if fewer and run.pipeline.chunks is not None:
             smaller = f"set pipeline.chunks to {fewer}"
         raise BadInput(
             "degrees.pp", got=f"{stages} stages", needed=f"at most one a layer: model.num_layers={layers}", fix=f"{smaller}, or add layers"
         )
     if given is not None:
-        _check_list(run, schedule, given)
+        _check_list(run, schedule, given, otherwise=f"{smaller}, with pipeline.layers null")
     return tuple(range(a, b) for a, b in pairwise([0, *accumulate(given or cut(layer_flops(run), stages))]))
 
 
-def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...]) -> None:
-    """Refuse a pipeline.layers that is not of this schedule's stages, or leaves a rank without weights."""
+def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...], *, otherwise: str) -> None:
+    """Refuse a pipeline.layers that is not of this schedule's stages, or leaves a rank without weights.
+
+    `otherwise`: the advice where these stages have no list that would do.
+    """
     layers, stages = run.model.num_layers, schedule.num_stages
     if len(given) != stages or sum(given) != layers or min(given) < 0:
         near = _some_list(run, stages)
@@ -120,7 +125,7 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...]) -> None:
             "pipeline.layers",
             got=list(given),
             needed=f"{stages} numbers from 0, one a stage, that add up to model.num_layers={layers}",
-            fix=f"set it to {near}, or to null for a cut by FLOPs" if near else f"set degrees.pp to {layers} or less, and it to null",
+            fix=f"set it to {near}{', or to null for a cut by FLOPs' if stages <= layers else ''}" if near else otherwise,
         )
     empty = empty_rank(given, schedule.homes)
     if empty is not None:
@@ -129,7 +134,7 @@ def _check_list(run: Run, schedule: Schedule, given: tuple[int, ...]) -> None:
             "pipeline.layers",
             got=f"{list(given)}, which leaves rank {empty} of the pipeline without weights",
             needed="a layer, the embedding (first stage) or the head (last stage) on every rank",
-            fix=f"set it to {near}" if near else f"set degrees.pp to {layers} or less, and it to null",
+            fix=f"set it to {near}" if near else otherwise,
         )
 
 

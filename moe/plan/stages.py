@@ -2,7 +2,7 @@
 
     layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes the head's
     stage_flops(run, layers)  the same of each stage; the head's are those of the last, which may have no layer
-    stages_of(run, ...)       the layers cut into stages (parallel/plan/cut.py) -> FLOPs and bytes of one micro-batch on each
+    stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage that has these layers
     Device.cost(stages)       the same in seconds: FLOPs over a speed, bytes over a link's bandwidth
 
 For each forward product, the backward pass has two: the weights' gradient (action W) and the input's gradient. Attention between q, k
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from moe.plan.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
 from moe.plan.flops import attention_products, block_size, core_forward, expert_size, head_forward
@@ -23,7 +22,6 @@ from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.simulator.simulate import Cost
-from parallel.plan.cut import cut
 
 STATE_BYTES = 16  # per parameter, on every rank that holds it: fp32 weight and gradient, and AdamW's two moments
 WEIGHT_BYTES = 4  # per parameter, for each older weight version that is kept
@@ -96,16 +94,10 @@ def micro_batch(run: Run, microbatches: int) -> int:
     return share // microbatches
 
 
-def stages_of(run: Run, num_stages: int, *, sequences: int) -> tuple[Stage, ...]:
-    """The layers cut into `num_stages`, with the costs of micro-batches of `sequences` sequences.
-
-    Cut by FLOPs, or by pipeline.layers if that has as many stages. Raises BadInput for more stages than layers.
-    """
-    given = run.pipeline.layers or ()
-    counts = given if len(given) == num_stages and sum(given) == run.model.num_layers else cut(layer_flops(run), num_stages)
-    places = [range(first, end) for first, end in pairwise((0, *accumulate(counts)))]
-    tokens, last = sequences * run.model.max_length, num_stages - 1
-    return tuple(_stage(run, layers, tokens, first=stage == 0, last=stage == last) for stage, layers in enumerate(places))
+def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Stage, ...]:
+    """The stages that have these layers (moe/plan/pipeline.py), with the costs of micro-batches of `sequences` sequences."""
+    tokens, last = sequences * run.model.max_length, len(layers) - 1
+    return tuple(_stage(run, held, tokens, first=stage == 0, last=stage == last) for stage, held in enumerate(layers))
 
 
 def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> Stage:

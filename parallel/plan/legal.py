@@ -165,15 +165,15 @@ def _stages(network: Network, plan: Plan) -> Iterator[str]:
     pp, name = plan.pp, plan.schedule
     if pp == 1:
         return
+    kind = SCHEDULES.get(name)  # None: a file of actions, which says itself where stages are
     stages = pp * plan.chunks
     given = plan.stage_layers
     if given is None and stages > network.layers:
         yield f"{stages} stages are more than model.num_layers={network.layers}"
     if given is not None and (len(given) != stages or sum(given) != network.layers or min(given) < 0):
         yield f"pipeline.layers is not {stages} numbers that add up to model.num_layers={network.layers}"
-    elif given is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
+    elif given is not None and kind is not None and (empty := empty_rank(given, homes_of(plan))) is not None:
         yield f"pipeline.layers leaves rank {empty} of the pipeline without weights"
-    kind = SCHEDULES.get(name)  # None: a file of actions
     if kind is not None and kind.chunks not in (None, plan.chunks):
         yield f"{name} has {kind.chunks} stages a rank, not {plan.chunks}"
     yield from _microbatches(plan)

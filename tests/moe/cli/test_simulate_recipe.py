@@ -11,7 +11,9 @@ import pytest
 from moe.cli import main as cli
 from moe.plan.activations import block_bytes, head_bytes
 from moe.plan.flops import size
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
+from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.simulator import draw
 
@@ -96,6 +98,20 @@ def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.Capt
     assert "8 sequences a micro-batch" in capsys.readouterr().out
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2], "--model.num_layers", "1"]) == 2
     assert "stages: got 2, needed at most one a layer: 1; fix: --model.num_layers 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", ["[5,-1]", "[4,0,0]", "[3,2]", "[4]"])
+def test_lists_of_layers_that_training_refuses_are_refused_the_same_way(layers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = load("switch_tiny", {"pipeline.layers": layers, "degrees.pp": "2"})[0]
+    with pytest.raises(BadInput) as refused:
+        layers_of(run, schedule_of(run))
+    words = ["--recipe", "switch_tiny", "--stages", "2", "--pipeline.layers", layers]
+    assert cli.main(["simulate", "1f1b", *words]) == 2
+    assert str(refused.value) in capsys.readouterr().err
+    assert cli.main(["simulate", *words]) == 0  # the table says it of each schedule
+    assert str(refused.value) in capsys.readouterr().out
+    assert cli.main(["simulate", "1f1b", *words[:2], "--stages", "8", *words[4:]]) == 2
+    assert "fix: --stages 4 or --model.num_layers 8, with pipeline.layers null" in capsys.readouterr().err
 
 
 def test_options_of_one_schedule(tmp_path: Path) -> None:

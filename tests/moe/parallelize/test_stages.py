@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections import Counter
 from typing import Any
 
@@ -169,6 +171,28 @@ def test_what_a_pipeline_cannot_do_is_one_line(case: str) -> None:
     with pytest.raises(BadInput) as refused:
         check_pipeline(recipe(**sections))
     assert refused.value.what == what and fix in refused.value.fix and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+def test_advice_on_a_list_of_layers_is_accepted(name: str) -> None:
+    """Also where a rank has two stages, and there are too few layers for so many."""
+    for layers, pp, listed in itertools.product(range(1, 6), range(2, 7), ("short", "one behind")):
+        stages = pp * (1 if name == "1f1b" else 2)
+        numbers = [layers] if listed == "short" else [0] * (stages - 1) + [layers]
+        sizes, pipeline = {"num_layers": layers, "moe_every": 0}, {"schedule": name, "microbatches": 12}
+        try:
+            check_pipeline(recipe(model=sizes, degrees={"pp": pp}, pipeline=pipeline | {"layers": numbers}))
+        except BadInput as refused:
+            fix = refused.fix
+        else:
+            continue
+        if fix.startswith("set it to ["):
+            check_pipeline(
+                recipe(model=sizes, degrees={"pp": pp}, pipeline=pipeline | {"layers": json.loads(fix[10 : fix.index("]") + 1])})
+            )
+        if "null" in fix:
+            fewer = int(fix.removeprefix("set degrees.pp to ").split(",")[0]) if "degrees.pp" in fix else pp
+            check_pipeline(recipe(model=sizes, degrees={"pp": fewer}, pipeline=pipeline))
 
 
 def test_without_stages_nothing_of_a_pipeline_is_asked() -> None:

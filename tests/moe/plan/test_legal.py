@@ -6,17 +6,20 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe.checks.together import check_run
 from moe.plan.job import network_of, plan_of
+from moe.plan.pipeline import schedule_of
 from moe.plan.planned import planned
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
+from parallel.pipeline.order_file import write_order
 from parallel.plan.candidates import Space, candidates
 from parallel.plan.choose import choose, described
 from parallel.plan.cluster import load_cluster
@@ -76,6 +79,17 @@ def test_lists_of_layers_are_refused_by_both(schedule: str) -> None:
         assert (refusal(network_of(made), plan_of(made)) is None) == (runs is None), f"{values}: {runs}"
         accepted += runs is None
     assert 5 < accepted < 35
+
+
+def test_a_list_for_an_order_in_a_file_goes_by_the_places_of_the_file(tmp_path: Path) -> None:
+    """On a V every rank has a layer of this list; on a line, the third would have none."""
+    values = {"schedule": "zb_v", "microbatches": 8, "layers": [0, 2, 0, 2, 0, 2, 0, 0]}
+    run = build_run({**run_of(sparse=False).model_dump(), "pipeline": values, "degrees": {"pp": 4, "dp": 1}})
+    write_order(schedule_of(run), tmp_path / "v.csv")
+    of_file = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"schedule": str(tmp_path / "v.csv")})})
+    for made in (run.resolve(4), of_file.resolve(4)):
+        check_run(made, 4)
+        assert refusal(network_of(made), plan_of(made)) is None
 
 
 def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_on_the_host() -> None:
