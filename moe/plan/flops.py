@@ -97,11 +97,10 @@ def core_forward(model: sections.Model) -> float:
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
-    All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B); recomputation does not.
+    Of a decoder. All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B);
+    recomputation does not.
     """
     m = run.model
-    if m.kind == "encoder_decoder":  # the encoder sees all pairs anyway
-        return size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     return counted + 3 * m.num_layers * (4.0 * m.max_length * width - core_forward(m))
