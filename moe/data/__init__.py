@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,38 +77,17 @@ def open_data(
     text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
     """
     cache = cache or cache_folder()
+    again = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
         spans, plain = spans_of(max_length), data_config.model_copy(update={"objective": "next_token"})
-        made = open_data(
-            plain,
-            max_length=spans.text,
-            vocab_size=vocab_size - spans.num_spans,
-            seed=seed,
-            cache=cache,
-            tokenizer=tokenizer,
-            verify=verify,
-            log=log,
-            as_key=inputs_within,
-        )
+        made = again(plain, max_length=spans.text, vocab_size=vocab_size - spans.num_spans, tokenizer=tokenizer, as_key=inputs_within)
         return _corrupted(made, SpanCorruption(spans, vocab_size, max(made.tokenizer.separator, START), seed))
     if data_config.sources:
         each: list[Dataset] = []
         for source in data_config.sources:  # the first one's tokenizer is that of all
             one = data_config.model_copy(update={"path": source.path, "sources": ()})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
-            each.append(
-                open_data(
-                    one,
-                    max_length=max_length,
-                    vocab_size=vocab_size,
-                    seed=seed,
-                    cache=cache,
-                    tokenizer=tokenizer,
-                    verify=verify,
-                    log=log,
-                    as_key=as_key,
-                )
-            )
+            each.append(again(one, max_length=max_length, vocab_size=vocab_size, tokenizer=tokenizer, as_key=as_key))
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)
