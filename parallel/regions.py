@@ -3,7 +3,7 @@
     @in_region("route")                       the function's calls
     with region("all_to_all over ep"): ...    a block
 
-Where nothing records, a region is a question and nothing else: some 0.1 microseconds. Who reads the names: moe/train/profile.py.
+Where nothing records, a region is a question and nothing else. Who reads the names: moe/train/profile.py.
 """
 
 from __future__ import annotations
