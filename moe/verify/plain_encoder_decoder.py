@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe.recipe.sections import Run
 from moe.verify.batches import PADDING
-from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, wide
-from moe.verify.plain_model import Note, Passed, Rounding, beside, dense, norm
+from moe.verify.plain_layer import Layer, Tokens, Weights, wide
+from moe.verify.plain_model import Note, Passed, Rounding, dense_or_experts, norm
 
 # B batch, L length, S length of the source, D model, H heads, C channels of a head, T = B*L tokens
 
@@ -59,16 +59,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
                 noted(f"{name}.cross", out)
                 x = cast(x + dropped(run, out, f"{name}.cross", tokens, cast))
             seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
-            if number in model.layers_with_experts():
-                nth = model.layers_with_experts().index(number)
-                kind = Kind(run.router.spec, run.experts.of_layer(nth), run.experts.ffn or model.ffn, run.experts.dropout)
-                layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
-                noted(f"{name}.router", layer.gates)
-                out = beside(seen, layer.y, weights, name, kind.ffn, cast)
-                noted(f"{name}.moe", out)
-            else:
-                out = dense(seen, weights, f"{name}.ffn", model.ffn, cast)
-                noted(f"{name}.ffn", out)
+            out = dense_or_experts(seen, weights, number, run, tokens, cast, noted, layers)
             x = cast(x + dropped(run, out, f"{name}.ffn", tokens, cast))
             noted(name, x)
         x = cast(norm(x, weights["encoder_norm.weight" if source is None else "norm.weight"], model))

@@ -74,7 +74,7 @@ class Passed:
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
     """All sequences of a step (int64 [B, L + 1]) through the model, in training."""
-    model, experts = run.model, run.experts
+    model = run.model
     inputs, targets = batch[:, :-1], batch[:, 1:]
     valid = inputs != PADDING
     length = inputs.shape[1]
@@ -97,22 +97,31 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         note(f"{name}.attention", out)
         x = cast(x + dropped(out, f"{name}.attention.dropout"))
         seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
-        if i in model.layers_with_experts():
-            nth = model.layers_with_experts().index(i)
-            kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout)
-            layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
-            note(f"{name}.router", layer.gates)
-            out = beside(seen, layer.y, weights, name, kind.ffn, cast)
-            note(f"{name}.moe", out)
-        else:
-            out = dense(seen, weights, f"{name}.ffn", model.ffn, cast)
-            note(f"{name}.ffn", out)
+        out = dense_or_experts(seen, weights, i, run, tokens, cast, note, layers)
         x = cast(x + dropped(out, f"{name}.ffn.dropout"))
         note(name, x)
     x = cast(norm(x, weights["norm.weight"], model))
     note("norm", x)
     logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
     return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
+
+
+def dense_or_experts(
+    seen: Tensor, weights: Weights, number: int, run: Run, tokens: Tokens, cast: Rounding, note: Note, layers: dict[str, Layer]
+) -> Tensor:
+    """Block `number`'s dense network, or its experts with what every token passes beside them; what these did goes into `layers`."""
+    model, experts, name = run.model, run.experts, f"layers.{number}"
+    if number not in model.layers_with_experts():
+        out = dense(seen, weights, f"{name}.ffn", model.ffn, cast)
+        note(f"{name}.ffn", out)
+        return out
+    nth = model.layers_with_experts().index(number)
+    kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout)
+    layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
+    note(f"{name}.router", layer.gates)
+    out = beside(seen, layer.y, weights, name, kind.ffn, cast)
+    note(f"{name}.moe", out)
+    return out
 
 
 def norm(x: Tensor, gain: Tensor, model: Model, *, kind: str | None = None) -> Tensor:
