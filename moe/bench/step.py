@@ -222,7 +222,7 @@ def deepspeed(rank: int, precision: str) -> Step:
         loss = _loss(engine, tokens_of(number, rank), number)
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -256,6 +256,6 @@ def transformers(rank: int, precision: str) -> Step:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_norm or 1.0)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
