@@ -46,9 +46,10 @@ def _without_hooks(layer: nn.Module) -> nn.Module:
     return other
 
 
-def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any) -> Tensor:
+def _summed(layer: nn.Module, regions: list[dict[str, Box]], x: Tensor, *rest: Any, **named: Any) -> Tensor:
     """Each part has its own x, whose gradient is a sum of its own before the parts' are added up."""
     held = dict(layer.named_parameters())
-    shares = [functional_call(layer, {n: held[n][box] for n, box in region.items()}, (x.view_as(x), *rest)) for region in regions]
+    parts = [{name: held[name][box] for name, box in region.items()} for region in regions]
+    shares = [functional_call(layer, part, (x.view_as(x), *rest), named) for part in parts]
     total: Tensor = reduce(Tensor.add, shares)
     return total

@@ -199,6 +199,14 @@ def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: s
 
 
 @pytest.mark.usefixtures("fewer_steps")
+@pytest.mark.parametrize("cut", [{"parts": 2}, {"parts": 2, "first_part": 1}, {"blocks": 2}, {"slices": 2}], ids=str)
+def test_one_process_that_sums_as_ranks_do_gives_the_same_numbers(cut: dict[str, int]) -> None:
+    """In fp32, where only the order of sums differs; in 16 bits the difference is what rows over tp and sp are allowed."""
+    twin = twin_of(next(c for c in cases(2) if c.layout == "gshard dp1 ep1 m1" and c.precision == "fp32"))
+    assert max(compare(layouts.compute(replace(alone(twin), **cut)), reference(twin, steps=5)).values()) <= 1e-5
+
+
+@pytest.mark.usefixtures("fewer_steps")
 def test_one_process_delays_gradients_as_the_twin_does() -> None:
     """By the trainer's step, with the weights of each stage's age; in fp32, where both must agree and others must not."""
     twin = twin_of(next(c for c in cases(4) if c.layout == "pipedream pp4 deepseek dp1 ep1 m1" and c.precision == "fp32"))
