@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from moe.checks.sharding import check_sharding
 from moe.checks.together import check_run
 from moe.data.token_shard import TokenShard
 from moe.model.transformer import Transformer
@@ -107,18 +109,15 @@ def kind_of(name: str) -> ShardedKind:
 
 
 def kinds_of(names: str | None) -> list[ShardedKind]:
-    """The kinds named, separated by commas; by default all without offload that this version's recipes have. Raises BadInput."""
-    if names is not None:
-        return [kind_of(name) for name in names.split(",")]
-    return [kind for kind in map(kind_of, PLAIN) if _is_there(kind)]
-
-
-def _is_there(kind: ShardedKind) -> bool:
-    try:
-        build_run({"sharding": kind.sharding})
-    except BadInput:
-        return False
-    return True
+    """The kinds named, separated by commas; by default all without offload. Raises BadInput for one that a recipe cannot have, too."""
+    kinds = [kind_of(name) for name in (names.split(",") if names is not None else PLAIN)]
+    for kind in kinds:
+        try:
+            check_sharding(build_run({"sharding": kind.with_path(tempfile.gettempdir()).sharding}))
+        except BadInput as refused:
+            needed = f"what a recipe may say ({refused.what}: {refused.needed})"
+            raise BadInput("--kinds", got=kind.name, needed=needed, fix=f"--kinds {','.join(PLAIN)}") from refused
+    return kinds
 
 
 def load_engines(kinds: list[ShardedKind]) -> None:

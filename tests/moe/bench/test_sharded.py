@@ -247,7 +247,7 @@ def test_kinds_by_name() -> None:
     assert [kind.name for kind in kinds_of("zero1,ddp")] == ["zero1", "ddp"] and {"ddp", "zero1"} <= {k.name for k in kinds_of(None)}
 
 
-@pytest.mark.parametrize("name", ["zero4", "ddp,", "zero2+disk", "FSDP"])
+@pytest.mark.parametrize("name", ["zero4", "ddp,", "zero2+disk", "FSDP", "zero2+nvme", "ddp+cpu"])
 def test_a_kind_that_is_not_there_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(BadInput, match="--kinds: got") as refused:
         kinds_of(name)
