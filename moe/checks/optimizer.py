@@ -20,6 +20,13 @@ def check_optimizer(run: Run) -> None:
         _check_deepspeed(run)
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)
+    if o.kind == "adafactor" and run.experts.biases and run.model.layers_with_experts():
+        raise BadInput(
+            "optimizer.kind",
+            got="adafactor with experts.biases",
+            needed="adamw, muon, sgd or kfac: rows and columns of a stack of biases mean nothing together",
+            fix="set optimizer.kind to adamw, or experts.biases to false",
+        )
     if o.kind != "kfac":
         return
     if s.kind != "ddp" and not (s.kind == "zero" and s.stage == 0):

@@ -67,6 +67,7 @@ def _check_model(run: Run) -> None:
             fix="change head_size, or set model.positions to t5",
         )
     _check_rope(m)
+    _check_swiglu(run)
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
             "model.moe_layers",
@@ -122,6 +123,20 @@ def _check_rope(m: Model) -> None:
         if getattr(r, key) != getattr(Rope(), key):
             got = f"{getattr(r, key):g} with scaling {r.scaling}"
             raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
+
+
+def _check_swiglu(run: Run) -> None:
+    """Bounds of an activation that no network has."""
+    m, s = run.model, run.model.swiglu
+    networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
+    key = next((key for key in type(s).model_fields if getattr(s, key) != getattr(type(s)(), key)), None)
+    if key is not None and "swiglu" not in networks:
+        raise BadInput(
+            f"model.swiglu.{key}",
+            got=f"{getattr(s, key):g} with model.ffn={m.ffn}",
+            needed="networks of swiglu, which alone read it",
+            fix=f"set model.ffn to swiglu, or remove model.swiglu.{key}",
+        )
 
 
 def _check_experts(run: Run) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from moe.recipe.sections import Rope, Router, Run
+from moe.recipe.sections import Rope, Router, Run, Swiglu
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -21,6 +21,7 @@ SHRINKING: tuple[Method, ...] = ("merge", "prune")
 # values that a conversion keeps, though others might give the same shapes
 SAME: tuple[str, ...] = (
     *(f"rope.{key}" for key in Rope.model_fields),
+    *(f"swiglu.{key}" for key in Swiglu.model_fields),
     "kind",
     "num_layers",
     "encoder_layers",
@@ -125,6 +126,10 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
             needed="one of the two",
             fix="convert twice, with a recipe each",
         )
+    for which, side in (("the source", before), ("the new model", run)):
+        if side.experts.biases and side.model.layers_with_experts():
+            needed = "experts without biases: a dense network here has none, and gates decide how much of an expert's is added"
+            raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")
     fitting = GROWING if grown else SHRINKING
     settings = replace(settings, method=fitting[0]) if settings.method == "auto" else settings
     if settings.method not in fitting:

@@ -10,7 +10,7 @@ read in `forward` alone, where an engine that gathers them has its hooks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,23 @@ from parallel.data.tiling import summed, take
 from parallel.layout import Tile
 from parallel.regions import in_region
 
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
+
 # R rows, D model, F hidden units, E experts held here
 
-HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2}  # the hidden dim of each stacked matrix [E, ...]
+MATRICES = ("w1", "w2", "w3")
+HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1}  # the hidden dim of each stacked tensor [E, ...]
 
 
 class Weights(NamedTuple):
-    """The matrices of some experts."""
+    """The matrices of some experts, and the biases behind w1 and w3."""
 
     w1: Tensor
     w2: Tensor
     w3: Tensor | None
+    b1: Tensor | None = None
+    b3: Tensor | None = None
 
 
 Part = Weights | slice | None  # some of the experts held, by their matrices or (with tiles) by their places; None: all
@@ -45,12 +51,27 @@ class Routed(NamedTuple):
 
 
 class Experts(nn.Module):
-    """`w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations; no biases. Or `tiles`, whose sum it is."""
+    """`w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. Or `tiles`, whose sum it is.
+
+    `biases`: with `b1` [E, F] behind the product with w1, and `b3` behind that with w3. What stands behind w2 is no part of a hidden
+    unit's work, and the layer's (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, where it has them.
+    """
 
     def __init__(
-        self, num_experts: int, *, d_model: int, d_ff: int, ffn: str, kernels: str = "auto", tiles: int = 1, hidden: slice | None = None
+        self,
+        num_experts: int,
+        *,
+        d_model: int,
+        d_ff: int,
+        ffn: str,
+        kernels: str = "auto",
+        tiles: int = 1,
+        hidden: slice | None = None,
+        biases: bool = False,
+        swiglu: Swiglu | None = None,
     ) -> None:
         super().__init__()
+        self.biases, self.swiglu = biases, swiglu
         self.num_experts, self.d_model, self.d_ff, self.ffn, self.num_tiles = num_experts, d_model, d_ff, ffn, tiles
         self.kernels_name, self.kernels = kernels, choose(kernels)
         self.tiles = nn.ModuleList()
@@ -69,20 +90,25 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(count, self.d_model, units, **like))
         self.w2 = nn.Parameter(torch.empty(count, units, self.d_model, **like))
         self.w3 = nn.Parameter(torch.empty(count, self.d_model, units, **like)) if self.ffn in GATED else None
+        self.b1 = nn.Parameter(torch.empty(count, units, **like)) if self.biases else None
+        self.b3 = nn.Parameter(torch.empty(count, units, **like)) if self.biases and self.ffn in GATED else None
+
+    @property
+    def _form(self) -> dict[str, Any]:
+        form = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
+        return form | {"biases": self.biases, "swiglu": self.swiglu}
 
     def _tile(self, run: slice, like: dict[str, Any]) -> Experts:
         first, count = self.hidden.start, len(self.held)
-        sizes: dict[str, Any] = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
         with torch.device(like.get("device") or torch.get_default_device()):
-            tile = Experts(count, **sizes, hidden=slice(first + run.start, first + run.stop))
+            tile = Experts(count, **self._form, hidden=slice(first + run.start, first + run.stop))
         tile.held = self.held
         return tile.to(like.get("dtype"))
 
     def in_tiles(self, count: int) -> Experts:
         """The same experts as a sum over runs of the hidden units held here."""
-        sizes: dict[str, Any] = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
         with torch.device("meta"):
-            made = Experts(self.num_experts, **sizes, tiles=count, hidden=self.hidden)
+            made = Experts(self.num_experts, **self._form, tiles=count, hidden=self.hidden)
         for i, tile in enumerate(made.tiles):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
@@ -90,7 +116,7 @@ class Experts(nn.Module):
     def _weights(self, part: Part) -> Weights:
         if isinstance(part, Weights):
             return part
-        held = Weights(self.w1, self.w2, self.w3)
+        held = Weights(self.w1, self.w2, self.w3, self.b1, self.b3)
         return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
     def runs(self, count: int) -> list[Part]:
@@ -98,9 +124,9 @@ class Experts(nn.Module):
         each = len(self.held) // count
         if self.num_tiles > 1:  # whose weights may not be here yet
             return [slice(i * each, (i + 1) * each) for i in range(count)]
-        first, second = self.w1.split(each), self.w2.split(each)
-        third = [None] * count if self.w3 is None else self.w3.split(each)
-        return [Weights(*matrices) for matrices in zip(first, second, third, strict=True)]
+        held = (self.w1, self.w2, self.w3, self.b1, self.b3)
+        cut = [[None] * count if w is None else w.split(each) for w in held]
+        return [Weights(*some) for some in zip(*cut, strict=True)]  # type: ignore[arg-type]
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
@@ -117,9 +143,10 @@ class Experts(nn.Module):
                 return out
 
             return summed(self.tiles, x, one)
-        w1, w2, w3 = self._weights(weights)
+        *matrices, b1, b3 = self._weights(weights)
+        form: dict[str, Any] = {"ffn": self.ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": self.swiglu}
         if isinstance(counts, Routed):
-            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, w1, w2, w3, ffn=self.ffn, dropped_RF=dropped_RF)
+            out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, *matrices, **form)
         else:
-            out = self.kernels.grouped_ffn(x, w1, w2, w3, counts=counts, ffn=self.ffn, dropped_RF=dropped_RF)
+            out = self.kernels.grouped_ffn(x, *matrices, counts=counts, **form)
         return out

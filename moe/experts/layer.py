@@ -6,6 +6,7 @@
     shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
     residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
 
+`output_bias` [E, D] are the biases behind the experts' last products (experts.biases), which every rank has of all experts.
 A dropped token gets zero from here and lives on through the residual around the layer.
 """
 
@@ -66,6 +67,7 @@ class MoELayer(nn.Module):
         d_model: int,
         d_ff: int,
         ffn: str,
+        swiglu: sections.Swiglu | None = None,
         layer: int,
         nth: int = 0,
         shared: nn.Module | None = None,
@@ -74,9 +76,11 @@ class MoELayer(nn.Module):
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.router = Router(router.spec, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
-        self.experts = Experts(count, d_model=d_model, d_ff=d_ff, ffn=ffn, kernels=experts.kernels)
+        form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu}
+        self.experts = Experts(count, **form, kernels=experts.kernels, biases=experts.biases)  # type: ignore[arg-type]
+        self.output_bias = nn.Parameter(torch.empty(count, d_model)) if experts.biases else None
         self.shared_gate = Linear(d_model, 1) if shared is not None and experts.shared_gate else None
-        self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn) if experts.residual else None
+        self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn, swiglu=swiglu) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
         self.reporting = True  # False where nobody asks what a pass did: of one token, counting takes as long as a product
@@ -97,6 +101,8 @@ class MoELayer(nn.Module):
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
+        if self.output_bias is not None:
+            y_TD = y_TD + self._biases(routing).to(y_TD.dtype)
         if not self.reporting:
             return self._beside(x_BLD, rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
@@ -123,6 +129,15 @@ class MoELayer(nn.Module):
         if self.shared_gate is not None:
             shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
         return y_BLD + shared_BLD
+
+    def _biases(self, routing: Routing) -> Tensor:
+        """What stands behind w2 of a token's experts, times their gates: fp32 [T, D].
+
+        It is the same for all rows of an expert, so it is added where the token is, and travels nowhere.
+        """
+        assert self.output_bias is not None
+        gate_TK = routing.gate_TK * routing.kept_TK
+        return spread_gates(gate_TK, routing.expert_TK, num_experts=len(self.output_bias)) @ self.output_bias.float()
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
         """Dropout inside the experts, keyed by the token's own index, which travels with its row."""

@@ -1,6 +1,13 @@
-"""The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202)."""
+"""The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
+
+swiglu is silu(h) * g; a recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
+
+    h' = min(h, limit)    g' = g within +-limit    h' sigmoid(alpha h') * (g' + offset)
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -8,20 +15,34 @@ from torch import Tensor
 
 from moe.recipe.shapes import GATED as GATED
 
+if TYPE_CHECKING:  # kernels run without the packages that read recipes
+    from moe.recipe.sections import Swiglu
 
-def activate(hidden: Tensor, gate: Tensor | None, ffn: str) -> Tensor:
-    """The activation `ffn`: relu(h), gelu(h), gelu(h) * g or silu(h) * g. gelu is the tanh form, as in T5 and GLaM."""
+
+def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
+    """The activation `ffn`: relu(h), gelu(h), gelu(h) * g or silu(h) * g. gelu is the tanh form, as in T5 and GLaM.
+
+    `swiglu`: bounds and slope of the last; then it is computed in fp32 or wider, and the inputs' dtype comes back.
+    """
     if ffn == "relu":
         return F.relu(hidden)
+    if ffn == "swiglu" and swiglu is not None and gate is not None:
+        out: Tensor = _Bounded.apply(hidden, gate, swiglu)
+        return out
     activated = F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh")
     return activated if gate is None else activated * gate
 
 
-def activate_backward(grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str) -> tuple[Tensor, Tensor | None]:
+def activate_backward(
+    grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of `hidden` and `gate` from `grad`, the gradient of activate's result. Overwrites `grad` with the first of them."""
     aten = torch.ops.aten
     if ffn == "relu":
         return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None
+    if ffn == "swiglu" and swiglu is not None and gate is not None:
+        grad_hidden, grad_gate = _bounded_backward(grad, hidden, gate, swiglu)
+        return grad.copy_(grad_hidden), grad_gate
     grad_gate = None
     if gate is not None:
         grad_gate = activate(hidden, None, ffn).mul_(grad)
@@ -29,3 +50,34 @@ def activate_backward(grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: st
     if ffn == "swiglu":
         return aten.silu_backward.grad_input(grad, hidden, grad_input=grad), grad_gate
     return aten.gelu_backward.grad_input(grad, hidden, approximate="tanh", grad_input=grad), grad_gate
+
+
+def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
+    """alpha h' and g', in fp32 or wider: 16 bits of alpha h' would be too few for its sigmoid."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
+
+
+def _bounded_backward(grad: Tensor, hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
+    """What is beyond a bound gets no gradient."""
+    scaled, bounded = _bounded(hidden, gate, s)
+    wide = grad.to(scaled.dtype)
+    grad_gate = (wide * F.silu(scaled) / s.alpha).masked_fill_(gate.abs() > s.bound, 0)
+    # of silu(alpha h) / alpha by h: the slope of silu at alpha h
+    grad_hidden = torch.ops.aten.silu_backward(wide * (bounded + s.offset), scaled).masked_fill_(hidden > s.bound, 0)
+    return grad_hidden.to(hidden.dtype), grad_gate.to(gate.dtype)
+
+
+class _Bounded(torch.autograd.Function):
+    """Keeps its two inputs alone: autograd would keep six tensors, four of them fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gate: Tensor, s: Swiglu) -> Tensor:
+        ctx.save_for_backward(hidden, gate)
+        ctx.swiglu = s
+        scaled, bounded = _bounded(hidden, gate, s)
+        return (F.silu(scaled) / s.alpha * (bounded + s.offset)).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_bounded_backward(grad, *ctx.saved_tensors, ctx.swiglu), None

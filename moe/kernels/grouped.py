@@ -10,12 +10,13 @@ half of them, or 64 rows per expert), so time and memory grow with routed rows. 
 Only the input and the pre-activation are saved for the backward pass (SonicMoE, arXiv 2512.14080). There the permuted copies are
 gathered again and the activation is computed again. The gate's gradient is <dA, A>, where dA is the gradient of the activation A
 without the gate: this needs no copy of the experts' outputs. Weight gradients are written once, in place, in the weights' dtype.
+Biases are added to the pre-activations of a block; in padding rows they leave what no gradient and no result ever reads.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
 from parallel.precision import gradient_dtype
 from parallel.weight_gradient import Owed, owed_for
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
 
 # N source rows, R routed rows, Q routed rows with padding, E experts held, D model, F hidden, I and O a matrix's in and out
 
@@ -139,9 +143,12 @@ class _Network(torch.autograd.Function):
         w1: Tensor,
         w2: Tensor,
         w3: Tensor | None,
+        b1: Tensor | None,
+        b3: Tensor | None,
         mask_RF: Tensor | None,
         rows: Rows,
         ffn: str,
+        swiglu: Swiglu | None,
         keep: bool,
     ) -> Tensor:
         size, hidden = len(rows.source_Q), w1.shape[2]
@@ -153,18 +160,20 @@ class _Network(torch.autograd.Function):
             x = _gather(x_ND, rows, b)
             h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
             _multiply(x, _weights(w1, b, x), h)
+            _add_bias(h, b1, b)
             g = None
             if w3 is not None:
                 g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
                 _multiply(x, _weights(w3, b, x), g)
+                _add_bias(g, b3, b)
             if ffn == "relu":
                 h.relu_()  # relu's derivative can be read off its output, so the output is saved
-            a = _activation(h, g, ffn, None if mask_QF is None else mask_QF[b.padded])
+            a = _activation(h, g, ffn, swiglu, None if mask_QF is None else mask_QF[b.padded])
             y = x  # x is not read again, so its memory holds the result
             _multiply(a, _weights(w2, b, x), y)
             _put(out, y, rows, b, gate_Q)
         ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
-        ctx.rows, ctx.ffn, ctx.weights = rows, ffn, (w1, w2, w3)
+        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, (w1, w2, w3), (b1, b3)
         return out.to(x_ND.dtype)
 
     @staticmethod
@@ -174,7 +183,8 @@ class _Network(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
-        euler = ctx.ffn == "relu" and gate_Q is not None
+        grad_b1, grad_b3 = (None if bias is None else _bias_gradient_of(bias) for bias in ctx.biases)
+        euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
         owed, parts = owed_for(*(w for w in ctx.weights if w is not None)), list[_Part]()
         grads = [None] * 3 if owed is not None else _gradients(ctx.weights, rows)
         for b in rows.blocks:
@@ -183,7 +193,7 @@ class _Network(torch.autograd.Function):
             gate = None if gate_Q is None else gate_Q[b.padded]
             grad_y = _gather(grad_out, rows, b)
             x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
-            a = _activation(h, g, ctx.ffn, mask)
+            a = _activation(h, g, ctx.ffn, ctx.swiglu, mask)
             grad_a = torch.empty_like(h)
             _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)
             if not euler and grad_gate_Q is not None:
@@ -193,7 +203,9 @@ class _Network(torch.autograd.Function):
                 _weight_gradient(a, _times(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
-            grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn)
+            grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn, ctx.swiglu)
+            _bias_gradient(grad_h, gate, grad_b1, b)
+            _bias_gradient(grad_g, gate, grad_b3, b)
             back = torch.empty_like(x)
             _multiply(grad_h, _weights(w1, b, x).transpose(1, 2), back)
             if w3 is not None and grad_g is not None:
@@ -212,7 +224,7 @@ class _Network(torch.autograd.Function):
         if owed is not None:
             _put_off(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, parts)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
-        return grad_x.to(x_ND.dtype), grad_gate_R, grads[0], grads[1], grads[2], None, None, None, None
+        return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None, None
 
 
 class _Part(NamedTuple):
@@ -257,9 +269,9 @@ def _wide(rows: Tensor) -> torch.dtype:
     return torch.promote_types(rows.dtype, torch.float32)
 
 
-def _activation(h: Tensor, g: Tensor | None, ffn: str, mask: Tensor | None) -> Tensor:
+def _activation(h: Tensor, g: Tensor | None, ffn: str, swiglu: Swiglu | None, mask: Tensor | None) -> Tensor:
     """The activation A, computed again from what was saved."""
-    a = h if ffn == "relu" else activate(h, g, ffn)
+    a = h if ffn == "relu" else activate(h, g, ffn, swiglu)
     return a if mask is None else a * mask
 
 
@@ -290,7 +302,7 @@ def _spread(values_R: Tensor | None, rows: Rows) -> Tensor | None:
 
 
 def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
-    """A copy of the block's rows. Padding is zero, and stays zero in a network without biases, whatever the source rows hold."""
+    """A copy of the block's rows. Padding is zero, whatever the source rows hold."""
     taken = source_ND.index_select(0, rows.source_Q[b.padded])
     if rows.real_Q is not None and b.padding:
         taken.mul_(rows.real_Q[b.padded].to(taken.dtype).unsqueeze(1))
@@ -333,6 +345,24 @@ def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b
         torch.bmm(left_nIQ, right_nQO, out=out_nIO)
 
 
+def _add_bias(hidden_QF: Tensor, bias_EF: Tensor | None, b: Block) -> None:
+    if bias_EF is not None:
+        hidden_QF.view(b.last - b.first, b.each, -1).add_(_weights(bias_EF, b, hidden_QF).unsqueeze(1))
+
+
+def _bias_gradient_of(bias_EF: Tensor) -> Tensor:
+    return torch.zeros_like(bias_EF, dtype=gradient_dtype(bias_EF), requires_grad=False)
+
+
+def _bias_gradient(grad_QF: Tensor | None, gate_Q: Tensor | None, out_EF: Tensor | None, b: Block) -> None:
+    """The sum of each expert's rows, times their gates, in fp32 or wider."""
+    if grad_QF is None or out_EF is None:
+        return
+    wide_QF = grad_QF.to(_wide(grad_QF))
+    wide_QF = wide_QF if gate_Q is None else wide_QF * gate_Q.unsqueeze(1)
+    out_EF[b.first : b.last] = wide_QF.view(b.last - b.first, b.each, -1).sum(1)
+
+
 def _row_bytes(rows: Tensor, w1: Tensor) -> int:
     """Scratch bytes of one row: its hidden units, and about four copies of its width."""
     return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
@@ -344,12 +374,26 @@ def _recorded(*tensors: Tensor | None) -> bool:
 
 
 def grouped_ffn(
-    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+    rows_RD: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    counts: list[int],
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+
+    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    """
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
     rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
-    out: Tensor = _Network.apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn, _recorded(rows_RD, w1, w2, w3))
+    keep = _recorded(rows_RD, w1, w2, w3, b1, b3)
+    out: Tensor = _Network.apply(rows_RD, None, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu, keep)
     return out
 
 
@@ -363,12 +407,18 @@ def routed_ffn(
     *,
     ffn: str,
     dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
     """permute, grouped_ffn and combine fused: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
-        return combine(grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF), gate_TK, plan)
+        rows_RD = permute(x_TD, plan)
+        rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)
+        return combine(rows_RD, gate_TK, plan)
     rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
-    out: Tensor = _Network.apply(x_TD, gate_R, w1, w2, w3, dropped_RF, rows, ffn, _recorded(x_TD, gate_R, w1, w2, w3))
+    keep = _recorded(x_TD, gate_R, w1, w2, w3, b1, b3)
+    out: Tensor = _Network.apply(x_TD, gate_R, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu, keep)
     return out

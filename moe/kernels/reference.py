@@ -6,12 +6,17 @@ what the fast kernels must equal.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from moe.kernels.activation import activate
 from moe.kernels.plan import Plan
 from parallel.weight_gradient import product
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 
@@ -65,14 +70,27 @@ def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
 
 
 def grouped_ffn(
-    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+    rows_RD: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    counts: list[int],
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+
+    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    """
     outs, start = [], 0
     for expert, count in enumerate(counts):
         rows = rows_RD[start : start + count]
-        gate = product(rows, w3[expert]) if w3 is not None else None
-        hidden = activate(product(rows, w1[expert]), gate, ffn)
+        gate = _with_bias(product(rows, w3[expert]), b3, expert) if w3 is not None else None
+        hidden = activate(_with_bias(product(rows, w1[expert]), b1, expert), gate, ffn, swiglu)
         if dropped_RF is not None:
             hidden = hidden * dropped_RF[start : start + count]
         outs.append(product(hidden, w2[expert]))
@@ -98,7 +116,16 @@ def routed_ffn(
     *,
     ffn: str,
     dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
     """permute, grouped_ffn and combine in one call, for a rank that holds all experts."""
-    rows_RD = grouped_ffn(permute(x_TD, plan), w1, w2, w3, counts=plan.counts_E.tolist(), ffn=ffn, dropped_RF=dropped_RF)
+    counts: list[int] = plan.counts_E.tolist()
+    rows_RD = permute(x_TD, plan)
+    rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)
     return combine(rows_RD, gate_TK, plan)
+
+
+def _with_bias(hidden_RF: Tensor, bias_EF: Tensor | None, expert: int) -> Tensor:
+    return hidden_RF if bias_EF is None else hidden_RF + bias_EF[expert].to(hidden_RF.dtype)

@@ -42,7 +42,7 @@ def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float 
     """Of a tensor by its global name; None: a gain, which starts at 1; 0: a bias, which starts at 0."""
     if name.endswith("norm.weight"):
         return None
-    if name.endswith("_bias.weight"):
+    if name.endswith(("_bias.weight", "_bias", ".b1", ".b3")):
         return 0.0
     halves = model.kind == "encoder_decoder"
     if name == "embedding":  # tied, its rows are also the head's, before which T5 divides by sqrt(D); alone, an embedding has unit size

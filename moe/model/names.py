@@ -11,13 +11,19 @@ import re
 from moe.experts.experts import HIDDEN_DIM
 from parallel.data.tiling import without_tiles
 
-_EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123])")
+_EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123]|b[13])")
 
 
 def global_name(name: str) -> str:
     """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`; a tile has the name of its whole."""
     name = without_tiles(name).replace(".moe.", ".")
     return "embedding" if name == "embedding.weight" else name
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter, by its module path, is added to what a product gave: of several dims where experts are stacked."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    return last in ("b1", "b3", "bias") or last.endswith("_bias")
 
 
 def stack_of(name: str) -> str | None:

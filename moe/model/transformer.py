@@ -85,10 +85,12 @@ class Block(nn.Module):
         if layer in model.layers_with_experts():
             nth, ffn, d_ff = model.layers_with_experts().index(layer), experts.ffn or model.ffn, experts.d_ff or model.d_ff
             width = (experts.shared_d_ff or d_ff) * experts.shared
-            shared = FeedForward(model.d_model, width, ffn) if experts.shared else None
-            self.moe = MoELayer(experts, router, d_model=model.d_model, d_ff=model.d_ff, ffn=model.ffn, layer=layer, nth=nth, shared=shared)
+            shared = FeedForward(model.d_model, width, ffn, swiglu=model.gating) if experts.shared else None
+            sizes = {"d_model": model.d_model, "d_ff": model.d_ff}
+            form = {"ffn": model.ffn, "swiglu": model.gating, "layer": layer, "nth": nth, "shared": shared}
+            self.moe = MoELayer(experts, router, **sizes, **form)  # type: ignore[arg-type]
         else:
-            self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn)
+            self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn, swiglu=model.gating)
 
     def forward(
         self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None

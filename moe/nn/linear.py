@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from parallel.layout import Tile
 from parallel.precision import gradient_dtype
 from parallel.regions import in_region
 from parallel.weight_gradient import gradient_or_later, linear
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
 
 # B batch, L length, D model, F hidden
 
@@ -97,12 +100,12 @@ class FeedForward(nn.Module):
     """The dense network between attentions: activation(x W1) [* x W3] W2.
 
     Of some of the hidden units it is their share of the output; who cuts it so fills `enter` and `leave`, of x and of the output, and
-    `products`, of x with w1 and w3, where x would travel for each.
+    `products`, of x with w1 and w3, where x would travel for each. `swiglu`: bounds and slope of that activation, where it has them.
     """
 
-    def __init__(self, d_model: int, d_ff: int, ffn: str, *, recast: bool = False) -> None:
+    def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
         super().__init__()
-        self.ffn = ffn
+        self.ffn, self.swiglu = ffn, swiglu
         self.w1 = Linear(d_model, d_ff, recast=recast)
         self.w2 = Linear(d_ff, d_model, recast=recast)
         self.w3 = Linear(d_model, d_ff, recast=recast) if ffn in GATED else None
@@ -113,7 +116,7 @@ class FeedForward(nn.Module):
     @in_region("network")
     def forward(self, x_BLD: Tensor) -> Tensor:
         hidden_BLF, *gate = self.products(self.enter(x_BLD), [self.w1] if self.w3 is None else [self.w1, self.w3])
-        return self.leave(self.w2(activate(hidden_BLF, gate[0] if gate else None, self.ffn)))
+        return self.leave(self.w2(activate(hidden_BLF, gate[0] if gate else None, self.ffn, self.swiglu)))
 
     def in_tiles(self, count: int) -> Tiled:
         """The sum of narrower networks that it is: one for each run of its hidden units."""
@@ -121,7 +124,7 @@ class FeedForward(nn.Module):
 
         def tile(i: int) -> nn.Module:
             with torch.device("meta"):
-                made = FeedForward(d_model, d_ff // count, self.ffn, recast=True)
+                made = FeedForward(d_model, d_ff // count, self.ffn, swiglu=self.swiglu, recast=True)
             return take(made, self, lambda name: Tile(int(name.startswith("w2")), i, count))
 
         return Tiled(tile(i) for i in range(count))

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from moe.experts.experts import Experts
+from moe.experts.experts import MATRICES, Experts
 from moe.kernels import Plan
 from moe.kernels.activation import activate
 from moe.nn.linear import Linear as Plain
@@ -26,6 +26,9 @@ from parallel.gradients import sum_gradients, sum_over_holders
 from parallel.kfac.kfac import Kfac, Linear, Settings
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
 
 # R rows, D model, F hidden, E experts held, T tokens, K choices
 
@@ -48,7 +51,8 @@ def watched(model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, setting
             add(f"{path}.weight", module.weight, f"{stem}.{_READS_WHAT.get(last, last)}.weight".removeprefix("."))
             plain.append((f"{path}.weight", module))
         elif isinstance(module, Experts) and experts and module.num_tiles == 1:
-            for name, weight in module.named_parameters(recurse=False):
+            for name in MATRICES if module.w3 is not None else MATRICES[:2]:
+                weight = getattr(module, name)
                 add(f"{path}.{name}", weight, f"{path}.{_READS_WHAT.get(name, name)}")
             stacks.append((path, module))
     kfac = Kfac(linears, settings, partial(_total, mesh=mesh), partial(_place, mesh=mesh))
@@ -94,13 +98,25 @@ class Seen:
         return self.kfac.records and torch.is_grad_enabled()
 
     def grouped_ffn(
-        self, rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+        self,
+        rows_RD: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor | None,
+        *,
+        counts: list[int],
+        ffn: str,
+        dropped_RF: Tensor | None = None,
+        b1: Tensor | None = None,
+        b3: Tensor | None = None,
+        swiglu: Swiglu | None = None,
     ) -> Tensor:
         if not self._looks:
-            out: Tensor = self.kernels.grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF)
+            form: dict[str, Any] = {"ffn": ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": swiglu}
+            out: Tensor = self.kernels.grouped_ffn(rows_RD, w1, w2, w3, counts=counts, **form)
             return out
-        gate_RF = None if w3 is None else self._times("w3", rows_RD, w3, counts)
-        hidden_RF = activate(self._times("w1", rows_RD, w1, counts), gate_RF, ffn)
+        gate_RF = None if w3 is None else self._times("w3", rows_RD, w3, counts, b3)
+        hidden_RF = activate(self._times("w1", rows_RD, w1, counts, b1), gate_RF, ffn, swiglu)
         if dropped_RF is not None:
             hidden_RF = hidden_RF * dropped_RF
         return self._times("w2", hidden_RF, w2, counts)
@@ -113,20 +129,20 @@ class Seen:
         w1: Tensor,
         w2: Tensor,
         w3: Tensor | None,
-        *,
-        ffn: str,
-        dropped_RF: Tensor | None = None,
+        **form: Any,
     ) -> Tensor:
         if not self._looks:
-            out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, w1, w2, w3, ffn=ffn, dropped_RF=dropped_RF)
+            out: Tensor = self.kernels.routed_ffn(x_TD, gate_TK, plan, w1, w2, w3, **form)
             return out
         counts: list[int] = plan.counts_E.tolist()
-        rows_RD = self.grouped_ffn(self.kernels.permute(x_TD, plan), w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF)
+        rows_RD = self.grouped_ffn(self.kernels.permute(x_TD, plan), w1, w2, w3, counts=counts, **form)
         combined: Tensor = self.kernels.combine(rows_RD, gate_TK, plan)
         return combined
 
-    def _times(self, name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int]) -> Tensor:
+    def _times(self, name: str, rows: Tensor, weight_EIO: Tensor, counts: list[int], bias_EO: Tensor | None = None) -> Tensor:
         parts = [part @ weight.to(rows.dtype) for part, weight in zip(rows.split(counts), weight_EIO, strict=True)]
         out = torch.cat(parts)
         self.kfac.watch(f"{self.path}.{name}", rows, out, counts)
-        return out
+        if bias_EO is None:
+            return out
+        return out + bias_EO.to(out.dtype).repeat_interleave(torch.tensor(counts, device=out.device), dim=0)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moe.model.names import is_bias
 from moe.model.transformer import Transformer
 from moe.nn.linear import Linear
 from moe.parallelize.curvature import watched
@@ -120,16 +121,16 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 
 _TABLES = ("embedding", "head")
-_GATES = (".router.", ".bias.", ".shared_gate.", ".coefficient.")  # a few numbers a token
+_GATES = (".router.", ".shared_gate.", ".coefficient.")  # a few numbers a token
 
 
 def matrix(name: str, num_dims: int) -> Orientation | None:
     """How a parameter's matrices lie, for Muon; None for what is no matrix inside the model: tables of the vocabulary, gates, norms."""
-    if num_dims < 2 or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
+    if num_dims < 2 or is_bias(name) or name.split(".")[0] in _TABLES or any(part in name for part in _GATES):
         return None
     return "in_out" if ".experts." in name else "out_in"
 
 
 def decays(name: str, parameter: Tensor) -> bool:
     """Weight decay on matrices only: not on norms, biases, or the router."""
-    return parameter.ndim > 1 and ".router." not in name and ".bias." not in name
+    return parameter.ndim > 1 and ".router." not in name and not is_bias(name)

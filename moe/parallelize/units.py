@@ -29,6 +29,7 @@ READ_IN_FP32 = (
     "layers.*.moe.router.**",
     "layers.*.moe.shared_gate.weight",
     "layers.*.moe.coefficient.weight",
+    "layers.*.moe.output_bias",
     "encoder_norm.weight",
     "norm.weight",
 )

@@ -38,7 +38,7 @@ def size(model: sections.Model, experts: sections.Experts, router: sections.Rout
 def block_size(model: sections.Model, experts: sections.Experts, router: sections.Router, *, layer: int) -> Size:
     """The size of one block: attention, and a feed-forward network or experts. `active` counts only the experts that a token chooses."""
     products = attention_products(model)
-    idle = 0
+    idle = vectors = 0
     if layer in model.layers_with_experts():
         ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
@@ -48,12 +48,15 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
         products += one_expert + 2 * model.d_model if experts.residual else 0
         products += model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)
         products += router.spec.num_choices * one_expert
-        idle = (num_experts - router.spec.num_choices) * one_expert
+        products += num_experts * model.d_model if experts.biases else 0  # what stands behind w2: a product with the gates
+        vectors += router.spec.num_choices * expert_vectors(model, experts)
+        vectors += num_experts if router.spec.logits == "affine" else 0
+        idle = (num_experts - router.spec.num_choices) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
     first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # of its half: the others share its bias
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and first else 0
-    active = products + 2 * model.d_model + bias + attention_vectors(model)
+    active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
     forward = 2.0 * products + core_forward(model)
     if model.kind == "encoder_decoder":
         forward = _half_forward(model, 2.0 * products, layer=layer)
@@ -107,8 +110,13 @@ def counted_training(run: sections.Run) -> float:
 
 
 def expert_size(model: sections.Model, experts: sections.Experts) -> int:
-    """Number of parameters of one expert."""
+    """Number of weights in one expert's products."""
     return _ffn(model.d_model, experts.d_ff or model.d_ff, experts.ffn or model.ffn)
+
+
+def expert_vectors(model: sections.Model, experts: sections.Experts) -> int:
+    """Number of biases that stand behind one expert's first products."""
+    return (experts.d_ff or model.d_ff) * (2 if (experts.ffn or model.ffn) in GATED else 1) * experts.biases
 
 
 def head_forward(model: sections.Model, *, vocab_size: int) -> float:

@@ -161,6 +161,9 @@ class _Trace:
         slots = max(1, math.ceil((spec.capacity_factor or 1.0) * spec.num_choices * length / count))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         gates = self.product(f"{name}.router", f"bld,{e}d->bl{e}", self.x)
+        if module.router.logit_bias is not None:
+            self.parameters[f"{name}.router.logit_bias"] = e
+            gates = self.add(f"{name}.router.affine", "pointwise", f"bl{e},{e}->bl{e}", gates, f"{name}.router.logit_bias")
         if module.router.noise_weight is not None:
             self.parameters[f"{name}.router.noise_weight"] = f"{e}d"
             noise = self.add(f"{name}.router.noise", "product", f"bld,{e}d->bl{e}", self.x, f"{name}.router.noise_weight")
@@ -170,10 +173,18 @@ class _Trace:
         for w in ("w1", "w3") if module.experts.w3 is not None else ("w1",):
             self.parameters[f"{name}.experts.{w}"] = f"{e}d{m}"
             first.append(self.add(f"{name}.experts.{w}.rows", "product", f"{e}b{u}d,{e}d{m}->{e}b{u}{m}", rows, f"{name}.experts.{w}"))
+            if module.experts.biases:
+                bias = f"{name}.experts.b{w[1]}"
+                self.parameters[bias] = f"{e}{m}"
+                first[-1] = self.add(f"{bias}.rows", "pointwise", f"{e}b{u}{m},{e}{m}->{e}b{u}{m}", first[-1], bias)
         act = self.add(f"{name}.experts.act", "pointwise", ",".join([f"{e}b{u}{m}"] * len(first)) + f"->{e}b{u}{m}", *first)
         self.parameters[f"{name}.experts.w2"] = f"{e}{m}d"
         rows = self.add(f"{name}.experts.w2.rows", "product", f"{e}b{u}{m},{e}{m}d->{e}b{u}d", act, f"{name}.experts.w2")
         y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{e}->bld", rows, gates)
+        if module.output_bias is not None:
+            self.parameters[f"{name}.output_bias"] = f"{e}d"
+            biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, f"{name}.output_bias")
+            y = self.add(f"{name}.biased", "pointwise", "bld,bld->bld", y, biases)
         self._join(f"{name}.add", self._beside(name, module, y))
 
     def _beside(self, name: str, module: Any, y: str) -> str:

@@ -55,6 +55,8 @@ def _experts(run: Run) -> Experts | None:
         hidden=hidden,
         gated=(e.ffn or m.ffn) in GATED,
         shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
+        biases=e.biases,
+        router_bias=spec.logits == "affine",
         capacity_factor=spec.capacity_factor,
     )
 

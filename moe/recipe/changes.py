@@ -29,14 +29,16 @@ KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
         "model": "kind vocab_size num_layers encoder_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings "
         "qk_norm qkv_bias",
-        "experts": "num_experts d_ff shared shared_d_ff shared_gate residual",
+        "router": "logits",
+        "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
         "model": "num_heads ffn norm norm_eps positions document_mask",
+        "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high",
         "experts": "ffn",
-        "router": "num_choices score softmax_over select expert_groups top_groups bias_rate gates gate_scale group eval_capacity_factor "
-        "min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
+        "router": "num_choices score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale group "
+        "eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",
     },
     "training": {
@@ -118,6 +120,8 @@ def _function(run: Run) -> dict[str, Any]:
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
     unread += _unread_rope(run.model)
+    networks = {run.model.ffn, values["experts.ffn"] if run.model.layers_with_experts() else run.model.ffn}
+    unread += [key for key in values if key.startswith("model.swiglu.") and "swiglu" not in networks]
     values["model.rope.high"] = None if "model.rope.high" in unread else run.model.rope.most_turns
     if not run.model.layers_with_experts():
         unread += [key for key in values if key.startswith(("router.", "experts."))]

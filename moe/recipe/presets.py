@@ -6,6 +6,8 @@ gshard          top-2, the second at random                         GShard (arXi
 glam            top-2, both always                                  GLaM (arXiv 2112.06905)
 mixtral         top-2 of 8, softmax over the chosen, dropless       Mixtral (arXiv 2401.04088)
 qwen3_moe       top-8, renormalised, balanced over the batch        Qwen3 (arXiv 2505.09388)
+gpt_oss         top-4, affine logits, softmax over the chosen       GPT-OSS (arXiv 2508.10925); transformers, models/gpt_oss
+deepseek_v2     top-6, 3 of 8 expert groups by their best expert    DeepSeek-V2 (arXiv 2405.04434, section 2.2)
 deepseek_v3     top-8 by sigmoid + bias, 4 of 8 expert groups       DeepSeek-V3 (arXiv 2412.19437)
 deepspeed       top-2, gates renormalised after dropping            DeepSpeed, deepspeed/moe/sharded_moe.py: top2gating
 megatron        top-2, softmax over the chosen, lowest dropped      Megatron-LM, megatron/core/transformer/moe
@@ -42,6 +44,16 @@ PRESETS: dict[str, RouterSpec] = {
     ),
     "mixtral": RouterSpec(num_choices=2, softmax_over="chosen", balance_weight=0.001, balance_scope="micro_batch"),
     "qwen3_moe": RouterSpec(num_choices=8, gates="before_drop", balance_weight=0.001, balance_scope="global_batch"),
+    "gpt_oss": RouterSpec(num_choices=4, logits="affine", softmax_over="chosen", balance_weight=0.001, balance_scope="micro_batch"),
+    "deepseek_v2": RouterSpec(
+        num_choices=6,
+        select="group_limited",
+        expert_groups=8,
+        top_groups=3,
+        group_score="best",
+        gate_scale=16.0,
+        balance_weight=0.003,
+    ),
     "deepseek_v3": RouterSpec(
         num_choices=8,
         score="sigmoid",

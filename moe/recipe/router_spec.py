@@ -1,7 +1,7 @@
 """A router as data: every choice in which systems differ has a name here, and the code has no other defaults (no torch here).
 
-    scores      x -> logits -> noise -> scores                       score, softmax_over, jitter, noise
-    selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups, top_groups, second, bias_rate
+    scores      x -> logits -> noise -> scores                       logits, score, softmax_over, jitter, noise
+    selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
     gates       scores of the chosen -> weights of their outputs     gates, gate_scale
     capacity    choices -> which of them get a slot                  group ... queue
     losses      what keeps experts evenly used                       balance_weight ... z_weight
@@ -32,11 +32,13 @@ class RouterSpec:
     """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
+        `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS).
         `score`: function of a logit. `softmax_over`: all experts, or only the chosen ones (after selection, Mixtral's order).
         `jitter` e: the router's input times uniform(1 - e, 1 + e). `noise` on logits: `gumbel` for selection only, so that an
         expert is drawn with its probability; `noisy_top_k` for gates too, with a learned size (Shazeer et al. 2017). Training only.
     selection
-        `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts;
+        `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts,
+        by the sum of a run's two best scores (DeepSeek-V3) or by its best one (`group_score`, DeepSeek-V2);
         `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id; `sinkhorn`:
         top-k of a balanced plan in training. `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
         selection bias; None: no bias; 0: a bias that stays as loaded.
@@ -53,6 +55,7 @@ class RouterSpec:
     """
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
+    logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
     score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"], Key("of a logit")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
@@ -60,6 +63,9 @@ class RouterSpec:
     select: Annotated[Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"], Key("who is chosen")] = "top_k"
     expert_groups: Annotated[int, Key("of group_limited: equal runs of experts", above=0)] = 1
     top_groups: Annotated[int, Key("of group_limited: runs a token may choose from", above=0)] = 1
+    group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: a run is as good as these of its experts together")] = (
+        "two_best"
+    )
     second: Annotated[Literal["always", "random"], Key("the second of top-2; random: with probability 2 g_2")] = "always"
     bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0)] = None
     gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"

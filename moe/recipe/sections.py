@@ -68,6 +68,18 @@ class Rope(Section):
         return self.high or {"llama3": 4.0, "yarn": 32.0}[self.scaling]
 
 
+class Swiglu(Section):
+    """How swiglu networks gate: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
+
+    alpha: float = Field(1.0, gt=0, description="GPT-OSS: 1.702")
+    limit: float | None = Field(None, gt=0, description="null: none; GPT-OSS: 7")
+    offset: float = Field(0.0, description="GPT-OSS: 1")
+
+    @property
+    def bound(self) -> float:
+        return self.limit or math.inf
+
+
 class Model(Section):
     """The Transformer around the experts."""
 
@@ -81,6 +93,7 @@ class Model(Section):
     head_size: int | None = Field(None, gt=0, description="null: d_model / num_heads")
     d_ff: int = Field(1024, gt=0)
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
+    swiglu: Swiglu = Swiglu()
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float | None = Field(None, gt=0, description="added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm")
     qk_norm: Literal["none", "heads", "whole"] = Field(
@@ -103,6 +116,11 @@ class Model(Section):
         begins = self.decoder_begins
         halves = (range(begins), range(begins, self.num_layers))
         return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
+
+    @property
+    def gating(self) -> Swiglu | None:
+        """How swiglu networks gate; None: silu(x w1) (x w3), for which there are faster kernels."""
+        return None if self.swiglu == Swiglu() else self.swiglu
 
     @property
     def decoder_begins(self) -> int:
@@ -138,6 +156,7 @@ class Experts(Section):
     num_experts: int | tuple[int, ...] = Field(8, description="a list (pyramid): one number for each layer with experts, in order")
     d_ff: int | None = Field(None, gt=0, description="null: model.d_ff")
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = Field(None, description="null: model.ffn")
+    biases: bool = Field(False, description="behind the products of each expert (GPT-OSS)")
     shared: int = Field(0, ge=0, description="experts that every token passes, as one wider network")
     shared_d_ff: int | None = Field(None, gt=0, description="hidden width of one shared expert; null: of an expert")
     shared_gate: bool = Field(False, description="the shared network times sigmoid(w x), as in Qwen2-MoE")
@@ -167,8 +186,9 @@ class _RouterSection(Section):
     """The router: a published one by name, and this recipe's changes to it."""
 
     preset: Literal[
-        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "deepseek_v3", "deepspeed", "megatron", "expert_choice"
-    ] = "switch"
+        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "deepspeed", "megatron",
+        "expert_choice",
+    ] = "switch"  # fmt: skip
 
     @property
     def own(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
     found: dict[str, tuple[str, str, str]] = {}
     if s.select != "group_limited":
         why = (f"select {s.select}", "only group_limited knows groups of experts", "router.select to group_limited")
-        found |= dict.fromkeys(("expert_groups", "top_groups"), why)
+        found |= dict.fromkeys(("expert_groups", "top_groups", "group_score"), why)
     elif s.expert_groups == 1:
         found["select"] = ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")
     if s.select == "expert_choice":

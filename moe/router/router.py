@@ -74,7 +74,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Linear router without bias; `weight` [E, D]. `name` keys its random numbers.
+    """Linear router; `weight` [E, D], and `logit_bias` [E] where logits are affine. `name` keys its random numbers.
 
     `bias_E` fp32, a buffer: the selection bias, None if the spec has none. `noise_weight` [E, D] learns the size of noisy_top_k's noise.
     Raises BadInput for a spec that cannot work with so many experts.
@@ -86,6 +86,7 @@ class Router(nn.Module):
         check_spec(spec, num_experts)
         self.kernels = choose(kernels)
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
+        self.logit_bias = nn.Parameter(torch.empty(num_experts)) if spec.logits == "affine" else None
         self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if spec.noise == "noisy_top_k" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
@@ -121,7 +122,10 @@ class Router(nn.Module):
         spec = self.spec
         if self.training and spec.jitter:
             x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
-        logits_TE = supposed(linear_fp32(x_TD, self.weight), self._balanced(x_TD))
+        logits_TE = linear_fp32(x_TD, self.weight)
+        if self.logit_bias is not None:
+            logits_TE = logits_TE + self.logit_bias.float()
+        logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE
         noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
@@ -179,7 +183,9 @@ class Router(nn.Module):
     def _select(self, preferred_TE: Tensor, context: Context) -> Tensor:
         spec, k = self.spec, self.spec.num_choices
         if spec.select == "group_limited":
-            return group_limited(preferred_TE, k, expert_groups=spec.expert_groups, top_groups=spec.top_groups, kernels=self.kernels)
+            best = 1 if spec.group_score == "best" else 2
+            groups = {"expert_groups": spec.expert_groups, "top_groups": spec.top_groups, "best": best}
+            return group_limited(preferred_TE, k, **groups, kernels=self.kernels)
         if spec.select == "hash":
             if context.tokens_T is None:
                 raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")

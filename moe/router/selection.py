@@ -1,8 +1,8 @@
 """Selection of experts: one function per method, on scores without gradient. Of equal scores the lowest expert (or first token) wins.
 
     top_k            kernels.top_k of the scores
-    group_limited    experts are in runs of equal size; a run's score is the sum of its two best; top-k      DeepSeek-V3 (arXiv
-                     inside the best runs only, so that a token's rows go to few nodes                       2412.19437, section 2.1.2)
+    group_limited    experts are in runs of equal size; a run's score is the sum of its two best, or its     DeepSeek-V3 (arXiv
+                     best; top-k inside the best runs only, so that a token's rows go to few nodes           2412.19437, section 2.1.2), V2
     expert_choice    each expert takes its C best tokens of a group, so load is even by construction         arXiv 2202.09368
     hashed           a fixed map from the token's id: nothing is learned, nothing collapses                  arXiv 2106.04426
     balanced_plan    scores whose columns have equal sums (Sinkhorn), as in BASE layers' assignment          arXiv 2103.16716
@@ -26,10 +26,10 @@ from parallel.random import key_of, uniform
 ITERATIONS = 20  # a fixed number of Sinkhorn iterations, so that neither time nor result depends on a tolerance
 
 
-def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, kernels: ModuleType) -> Tensor:
-    """Experts [T, k], highest score first, all from the `top_groups` best of `expert_groups` runs."""
+def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, best: int, kernels: ModuleType) -> Tensor:
+    """Experts [T, k], highest score first, all from the `top_groups` best of `expert_groups` runs, by the sum of a run's `best` highest."""
     scores_TNE = rearrange(scores_TE, "t (n e) -> t n e", n=expert_groups)
-    run_TN = scores_TNE.topk(min(2, scores_TNE.shape[2]), dim=2).values.sum(2)
+    run_TN = scores_TNE.topk(min(best, scores_TNE.shape[2]), dim=2).values.sum(2)
     open_TN = torch.zeros_like(run_TN, dtype=torch.bool).scatter_(1, kernels.top_k(run_TN, top_groups), True)
     limited_TNE = scores_TNE.masked_fill(~open_TN.unsqueeze(2), -torch.inf)
     expert_TK: Tensor = kernels.top_k(limited_TNE.flatten(1), k)

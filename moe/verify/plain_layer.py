@@ -71,6 +71,7 @@ class Kind:
     num_experts: int
     ffn: str
     dropout: float
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # alpha, limit, offset
 
 
 def wide(x: Tensor) -> Tensor:
@@ -85,6 +86,8 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
     logits = seen @ wide(weights[f"{name}.router.weight"]).t()
+    if spec.logits == "affine":
+        logits = logits + wide(weights[f"{name}.router.logit_bias"])
     noisy = logits
     if spec.noise == "noisy_top_k":
         size = F.softplus(seen @ wide(weights[f"{name}.router.noise_weight"]).t())
@@ -181,10 +184,11 @@ def _best(row: list[float], count: int) -> list[int]:
 
 
 def _limited(row: list[float], spec: RouterSpec) -> list[float]:
-    """Only experts of the best runs stay; a run is as good as its two best experts together."""
+    """Only experts of the best runs stay; a run is as good as its two best experts together, or as its best one."""
     size = len(row) // spec.expert_groups
     runs = [row[i * size : (i + 1) * size] for i in range(spec.expert_groups)]
-    goodness = torch.tensor([sum(sorted(run, reverse=True)[:2]) for run in runs], dtype=torch.float32).tolist()
+    counted = 2 if spec.group_score == "two_best" else 1
+    goodness = torch.tensor([sum(sorted(run, reverse=True)[:counted]) for run in runs], dtype=torch.float32).tolist()
     open_runs = _best(goodness, spec.top_groups)
     return [value if place // size in open_runs else -math.inf for place, value in enumerate(row)]
 
@@ -300,20 +304,45 @@ def _experts(
     for expert in range(kind.num_experts):
         rows = torch.tensor([t for t in range(len(x)) if expert in kept[t]], dtype=torch.int64)
         matrices = [weights.get(f"{name}.experts.{expert}.{matrix}") for matrix in ("w1", "w2", "w3")]
-        out = network(x[rows], *matrices, ffn=kind.ffn, cast=cast, scale=None if scale is None else scale[rows])
-        y = y.index_add(0, rows, wide(out) * gates[rows, expert].unsqueeze(1))
+        biases = (weights.get(f"{name}.experts.{expert}.b1"), weights.get(f"{name}.experts.{expert}.b3"))
+        taken = None if scale is None else scale[rows]
+        out = wide(network(x[rows], *matrices, ffn=kind.ffn, cast=cast, scale=taken, biases=biases, swiglu=kind.swiglu))
+        if f"{name}.output_bias" in weights:
+            out = out + wide(weights[f"{name}.output_bias"][expert])
+        y = y.index_add(0, rows, out * gates[rows, expert].unsqueeze(1))
     return cast(y)
 
 
 def network(
-    x: Tensor, w1: Tensor | None, w2: Tensor | None, w3: Tensor | None, *, ffn: str, cast: Cast, scale: Tensor | None = None
+    x: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    w3: Tensor | None,
+    *,
+    ffn: str,
+    cast: Cast,
+    scale: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    swiglu: tuple[float, float | None, float] = (1.0, None, 0.0),
 ) -> Tensor:
-    """relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices [in, out]."""
+    """relu(x w1) w2, gelu(x w1) w2, (gelu(x w1) * x w3) w2 or (silu(x w1) * x w3) w2; matrices [in, out].
+
+    `biases`: behind x w1 and x w3. `swiglu` alpha, limit and offset: h sigmoid(alpha h) (g + offset), h at most limit, |g| too.
+    """
     assert w1 is not None and w2 is not None
-    hidden = cast(x @ cast(w1))
-    hidden = hidden.clamp(min=0) if ffn == "relu" else cast(F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh"))
-    if w3 is not None:
-        hidden = cast(hidden * cast(x @ cast(w3)))
+    hidden, up = (None if w is None else cast(x @ cast(w)) for w in (w1, w3))
+    hidden, up = (y if b is None or y is None else cast(y + cast(b)) for y, b in zip((hidden, up), biases, strict=True))
+    assert hidden is not None
+    if ffn == "swiglu" and swiglu != (1.0, None, 0.0):
+        alpha, limit, offset = swiglu
+        most = math.inf if limit is None else limit
+        assert up is not None
+        kept, added = (torch.where(y > most, most, y) for y in (wide(hidden), wide(up)))
+        added = torch.where(added < -most, -most, added)
+        hidden = cast(kept / (1 + torch.exp(-alpha * kept)) * (added + offset))
+    else:
+        hidden = hidden.clamp(min=0) if ffn == "relu" else cast(F.silu(hidden) if ffn == "swiglu" else F.gelu(hidden, approximate="tanh"))
+        hidden = hidden if up is None else cast(hidden * up)
     if scale is not None:
         hidden = cast(hidden * cast(scale))
     return cast(hidden @ cast(w2))

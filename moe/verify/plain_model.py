@@ -111,15 +111,16 @@ def dense_or_experts(
 ) -> Tensor:
     """Block `number`'s dense network, or its experts with what every token passes beside them; what these did goes into `layers`."""
     model, experts, name = run.model, run.experts, f"layers.{number}"
+    gating = (model.swiglu.alpha, model.swiglu.limit, model.swiglu.offset)
     if number not in model.layers_with_experts():
-        out = dense(seen, weights, f"{name}.ffn", model.ffn, cast)
+        out = dense(seen, weights, f"{name}.ffn", model.ffn, cast, gating)
         note(f"{name}.ffn", out)
         return out
     nth = model.layers_with_experts().index(number)
-    kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout)
+    kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout, gating)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
-    out = beside(seen, layer.y, weights, name, kind.ffn, cast)
+    out = beside(seen, layer.y, weights, name, kind, cast)
     note(f"{name}.moe", out)
     return out
 
@@ -207,20 +208,20 @@ def _buckets(length: int) -> Tensor:
     return torch.tensor([[bucket(q - k) for k in range(length)] for q in range(length)])
 
 
-def dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
+def dense(x: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding, gating: tuple[float, float | None, float]) -> Tensor:
     """A dense network; its matrices are stored [out, in]."""
     matrices = [weights.get(f"{name}.{matrix}.weight") for matrix in ("w1", "w2", "w3")]
-    return network(x, *(None if w is None else w.t() for w in matrices), ffn=ffn, cast=cast)
+    return network(x, *(None if w is None else w.t() for w in matrices), ffn=ffn, cast=cast, swiglu=gating)
 
 
-def beside(x: Tensor, y: Tensor, weights: Weights, name: str, ffn: str, cast: Rounding) -> Tensor:
+def beside(x: Tensor, y: Tensor, weights: Weights, name: str, kind: Kind, cast: Rounding) -> Tensor:
     """The experts' result with what every token passes besides."""
     if f"{name}.coefficient.weight" in weights:
         share = cast((wide(x) @ wide(weights[f"{name}.coefficient.weight"]).t()).softmax(1))
-        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * dense(x, weights, f"{name}.residual", ffn, cast)))
+        return cast(cast(share[:, :1] * y) + cast(share[:, 1:] * dense(x, weights, f"{name}.residual", kind.ffn, cast, kind.swiglu)))
     if f"{name}.shared.w1.weight" not in weights:
         return y
-    shared = dense(x, weights, f"{name}.shared", ffn, cast)
+    shared = dense(x, weights, f"{name}.shared", kind.ffn, cast, kind.swiglu)
     if f"{name}.shared_gate.weight" in weights:
         shared = cast(cast((wide(x) @ wide(weights[f"{name}.shared_gate.weight"]).t()).sigmoid()) * shared)
     return cast(y + shared)

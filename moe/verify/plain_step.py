@@ -28,6 +28,9 @@ _NO_DECAY = (
     "ffn_norm",
     "norm",
     "router",
+    "output_bias",
+    "b1",
+    "b3",
 )  # the part of a name that holds the parameter
 FAMILIES = ("dense", "router", "expert")
 

@@ -41,6 +41,7 @@ _INSIDE = (
     "ffn_norm",
     "router",
     "experts",
+    "output_bias",
     "residual",
     "shared",
     "coefficient",

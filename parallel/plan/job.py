@@ -29,6 +29,8 @@ class Experts:
     hidden: int
     gated: bool = False
     shared_hidden: int = 0
+    biases: bool = False
+    router_bias: bool = False
     capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
 
 

@@ -67,16 +67,40 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 
 @triton.jit
-def _activation(h, FFN: tl.constexpr):
+def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The activation and its derivative at h, in fp32. gelu's tanh form is exactly h * sigmoid(2u). NaN stays NaN in all of them."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
-        s = tl.sigmoid(h)
-        return h * s, s * (1 + h * (1 - s))
+        bounded = h
+        if LIMIT is not None:
+            bounded = tl.where(h > LIMIT, LIMIT, h)
+        s = tl.sigmoid(ALPHA * bounded)
+        slope = s * (1 + ALPHA * bounded * (1 - s))
+        if LIMIT is not None:
+            slope = tl.where(h > LIMIT, 0.0, slope)
+        return bounded * s, slope
     else:
         s = tl.sigmoid(1.5957691216057308 * h * (1 + 0.044715 * h * h))
         return h * s, s + h * s * (1 - s) * 1.5957691216057308 * (1 + 3 * 0.044715 * h * h)
+
+
+@triton.jit
+def _gate(g, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """What the activation is multiplied with: g within +-LIMIT, plus OFFSET."""
+    if LIMIT is not None:
+        g = tl.where(g > LIMIT, LIMIT, tl.where(g < -LIMIT, -LIMIT, g))
+    return g + OFFSET
+
+
+@triton.jit
+def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
+    """Load [N]: the expert's biases."""
+    at += expert.to(tl.int64) * width
+    if EVEN:
+        return tl.load(at + n_N).to(tl.float32)
+    else:
+        return tl.load(at + n_N, mask=n_N < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -92,6 +116,8 @@ def up(
     x,
     w1,
     w3,
+    b1,
+    b3,
     scale,
     h,
     g,
@@ -103,13 +129,17 @@ def up(
     D,
     F,
     FFN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's [R, F], or None."""
+    """`w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's [R, F], or None.
+    `b1`, `b3` [E, F]: None without biases."""
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
         return
@@ -125,14 +155,18 @@ def up(
         if w3 is not None:
             g_MN = _dot(x_MK, _matrix(w3, expert, k_K, n_N, D, F, False, EVEN), g_MN)
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
+    if b1 is not None:
+        h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
+    if b3 is not None:
+        g_MN += _bias(b3, expert, n_N, F, EVEN)[None, :]
     # rounded to the stored dtype, so that the backward pass computes bitwise the same activation again
     h_MN = rounded(h_MN, a)
-    a_MN, _ = _activation(h_MN, FFN)
+    a_MN, _ = _activation(h_MN, FFN, ALPHA, LIMIT)
     if h is not None:
         put(h + corner + at_MN, h_MN, mask_MN)
     if w3 is not None:
         g_MN = rounded(g_MN, a)
-        a_MN *= g_MN
+        a_MN *= _gate(g_MN, LIMIT, OFFSET)
         if g is not None:
             put(g + corner + at_MN, g_MN, mask_MN)
     if scale is not None:
@@ -196,6 +230,9 @@ def back(
     D,
     F,
     FFN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -220,20 +257,40 @@ def back(
     # half the columns at a time: h, g and their derivatives for the whole tile would not fit into registers beside the sums
     left_MN, right_MN = tl.split(tl.permute(tl.reshape(grad_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-    part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, EVEN)
+    part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, ALPHA, LIMIT, OFFSET, EVEN)
     n_N += BLOCK_N // 2
-    part_M += _back_half(right_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, EVEN)
+    part_M += _back_half(right_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, ALPHA, LIMIT, OFFSET, EVEN)
     if gate is not None:
         tl.store(parts + row_M.to(tl.int64) * columns + column, part_M, mask=row_M < end)
 
 
 @triton.jit
-def _back_half(grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN: tl.constexpr, EVEN: tl.constexpr):
+def _back_half(
+    grad_MN,
+    gate_M,
+    scale,
+    h,
+    g,
+    grad_h,
+    grad_g,
+    a_gated,
+    begin,
+    row_M,
+    end,
+    n_N,
+    F,
+    FFN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Store dH, dG and gate * A of these columns, and return their part of <dA, A>."""
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
-    act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN)
+    act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
-        g_MN = tl.load(g + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+        up_MN = tl.load(g + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32)
+        g_MN = _gate(up_MN, LIMIT, OFFSET)
         a_MN = act_MN * g_MN
         slope_MN *= g_MN
     else:
@@ -250,6 +307,8 @@ def _back_half(grad_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row
     put(a_gated + corner + at_MN, a_MN, mask_MN)
     put(grad_h + corner + at_MN, grad_MN * slope_MN, mask_MN)
     if g is not None:
+        if LIMIT is not None:
+            act_MN = tl.where((up_MN > LIMIT) | (up_MN < -LIMIT), 0.0, act_MN)
         put(grad_g + corner + at_MN, grad_MN * act_MN, mask_MN)
     return part_M
 

@@ -1,9 +1,10 @@
 """The experts' network on the rows of a plan, forward and backward. Only X and the pre-activations are saved (SonicMoE, arXiv 2512.14080).
 
-    forward    H, G = X[token] W1, W3    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are thrown away
+    forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are thrown away
     backward   dA = dO[token] W2^T       d gate = <dA, A>, with A computed again from H and G
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]
-               dW1, dW3 = X[token]^T dH, dG               dX = total of (dH W1^T + dG W3^T)
+               dW1, dW3 = X[token]^T dH, dG          db1, db3 = 1^T dH, dG
+                                                          dX = total of (dH W1^T + dG W3^T)
 
 <dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Products gather rows as they load them, so there is no
 permuted copy, forward or backward. Weights of another dtype are cast where they are used; their gradients have the weights' dtype.
@@ -12,7 +13,7 @@ permuted copy, forward or backward. Weights of another dtype are cast where they
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -24,6 +25,9 @@ from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
 from parallel.weight_gradient import Owed, owed_for
+
+if TYPE_CHECKING:
+    from moe.recipe.sections import Swiglu
 
 # T tokens, K choices, R rows, E experts, D model, F hidden, I and O a matrix's in and out
 
@@ -71,8 +75,27 @@ def _even(t: Tile, inner: int, columns: int) -> bool:
     return inner % t.k == 0 and columns % t.n == 0
 
 
+@dataclass(frozen=True)
+class Form:
+    """Of a network: the activation `ffn`, and the bounds and slope of swiglu, where it has them."""
+
+    ffn: str
+    swiglu: Swiglu | None = None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """As kernels read them."""
+        s = self.swiglu
+        if s is None or self.ffn != "swiglu":
+            return {"FFN": self.ffn, "ALPHA": 1.0, "LIMIT": None, "OFFSET": 0.0}
+        return {"FFN": self.ffn, "ALPHA": s.alpha, "LIMIT": s.limit, "OFFSET": s.offset}
+
+
+Biases = tuple[Tensor | None, Tensor | None]  # b1, b3 [E, F]
+
+
 def up(
-    x: Tensor, w1: Tensor, w3: Tensor | None, scale_RF: Tensor | None, rows: Rows, *, ffn: str, keep: bool
+    x: Tensor, w1: Tensor, w3: Tensor | None, biases: Biases, scale_RF: Tensor | None, rows: Rows, *, form: Form, keep: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """H and G [R, F], None where not kept or without a gated activation, and A [R, F]."""
     width, hidden = w1.shape[1:]
@@ -81,8 +104,8 @@ def up(
     h, g = torch.empty_like(a) if keep else None, torch.empty_like(a) if keep and w3 is not None else None
     with on(x):
         gemm.up[_grid(rows, t, hidden)](
-            *(x, w1, w3, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
-            FFN=ffn,
+            *(x, w1, w3, *biases, scale_RF, h, g, a, rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
+            **form.constants,
             EVEN=_even(t, width, hidden),
             GROUP=t.group,
             **t.launch,
@@ -115,7 +138,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 
 
 def back(
-    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, ffn: str
+    grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Form
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
     hidden, width = w2.shape[1:]
@@ -126,7 +149,7 @@ def back(
         gemm.back[_grid(rows, t, hidden)](
             *(grad, w2, gate_TK, scale_RF, h, g, grad_h, grad_g, a_gated, parts),
             *(rows.choice_R, rows.tiles, len(rows.tiles), rows.choices, width, hidden),
-            FFN=ffn,
+            **form.constants,
             EVEN=_even(t, width, hidden),
             GROUP=t.group,
             **t.launch,
@@ -155,6 +178,15 @@ def weight_gradients(
     return out, out_too
 
 
+def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Biases, rows: Rows) -> Biases:
+    """The sums of each expert's rows: a product with a column of ones."""
+    if like[0] is None:
+        return None, None
+    ones = grad_h.new_ones(rows.number, 1)
+    of_h, of_g = weight_gradients(ones, grad_h, grad_g, like[0].unsqueeze(1), rows, gathered="neither")
+    return of_h.squeeze(1), None if of_g is None else of_g.squeeze(1)
+
+
 class _Network(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -164,16 +196,19 @@ class _Network(torch.autograd.Function):
         w1: Tensor,
         w2: Tensor,
         w3: Tensor | None,
+        b1: Tensor | None,
+        b3: Tensor | None,
         scale_RF: Tensor | None,
         rows: Rows,
-        ffn: str,
+        form: Form,
         keep: bool,
     ) -> Tensor:
-        h, g, a = up(x_TD, _cast(w1, x_TD), None if w3 is None else _cast(w3, x_TD), scale_RF, rows, ffn=ffn, keep=keep)
+        gate, biases = None if w3 is None else _cast(w3, x_TD), (b1, b3)
+        h, g, a = up(x_TD, _cast(w1, x_TD), gate, biases, scale_RF, rows, form=form, keep=keep)
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.ffn, ctx.weights = rows, ffn, (w1, w2, w3)
+            ctx.rows, ctx.form, ctx.weights, ctx.biases = rows, form, (w1, w2, w3), biases
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -182,7 +217,8 @@ class _Network(torch.autograd.Function):
         x_TD, gate_TK, w1, w2, w3, scale_RF, h, g = ctx.saved_tensors
         rows: Rows = ctx.rows
         grad_out = grad_out.contiguous()
-        grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, ffn=ctx.ffn)
+        grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
+        grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.biases, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         owed = owed_for(*(w for w in ctx.weights if w is not None))
         if owed is not None:
@@ -197,7 +233,7 @@ class _Network(torch.autograd.Function):
             grad_x = product(grad_h, _cast(w1, x_TD), rows, turned=True, a_too=grad_g, w_too=w_too)
             if rows.plan is not None:
                 grad_x = total(grad_x, rows.plan.row_TK, None)
-        return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, None, None, None, None
+        return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3, None, None, None, None
 
 
 def _put_off(
@@ -226,22 +262,41 @@ def _cast(weight: Tensor, like: Tensor) -> Tensor:
 
 
 def _apply(
-    x_TD: Tensor, gate_TK: Tensor | None, w1: Tensor, w2: Tensor, w3: Tensor | None, scale_RF: Tensor | None, rows: Rows, ffn: str
+    x_TD: Tensor,
+    gate_TK: Tensor | None,
+    weights: tuple[Tensor, Tensor, Tensor | None],
+    biases: Biases,
+    scale_RF: Tensor | None,
+    rows: Rows,
+    form: Form,
 ) -> Tensor:
     check_dtype(x_TD)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, gate_TK, w1, w2, w3))
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, gate_TK, *weights, *biases))
     scale_RF = None if scale_RF is None else scale_RF.contiguous()
-    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, w1, w2, w3, scale_RF, rows, ffn, keep)
+    out: Tensor = _Network.apply(x_TD.contiguous(), gate_TK, *weights, *biases, scale_RF, rows, form, keep)
     return out
 
 
 def grouped_ffn(
-    rows_RD: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None, *, counts: list[int], ffn: str, dropped_RF: Tensor | None = None
+    rows_RD: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    *,
+    counts: list[int],
+    ffn: str,
+    dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1) [* rows w3] w2`. Weights: [E, D, F], [E, F, D], and [E, D, F] or None."""
+    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+
+    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    """
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
-    return _apply(rows_RD, None, w1, w2, w3, dropped_RF, rows, ffn)
+    return _apply(rows_RD, None, (w1, w2, w3), (b1, b3), dropped_RF, rows, Form(ffn, swiglu))
 
 
 def routed_ffn(
@@ -254,7 +309,10 @@ def routed_ffn(
     *,
     ffn: str,
     dropped_RF: Tensor | None = None,
+    b1: Tensor | None = None,
+    b3: Tensor | None = None,
+    swiglu: Swiglu | None = None,
 ) -> Tensor:
     """permute, grouped_ffn and combine fused: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the device."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
-    return _apply(x_TD, gate_TK.contiguous(), w1, w2, w3, dropped_RF, rows, ffn)
+    return _apply(x_TD, gate_TK.contiguous(), (w1, w2, w3), (b1, b3), dropped_RF, rows, Form(ffn, swiglu))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe.kernels import cpu, grouped, reference
 from moe.kernels.activation import GATED, activate, activate_backward
 from moe.kernels.plan import Plan
+from moe.recipe.sections import Swiglu
 
 # T tokens, K choices, R rows, E experts, D model, F hidden
 D, F = 6, 10
@@ -105,6 +106,52 @@ def test_bf16_is_as_near_to_fp32_as_the_reference_in_bf16_is(ffn: str, master: t
         assert fast.dtype == plain.dtype
         far, near = (fast.float() - true).norm(), (plain.float() - true).norm()
         assert far <= 1.5 * near + 1e-6 * true.norm()
+
+
+BOUNDED = Swiglu(alpha=1.7, limit=0.8, offset=0.5)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 3), st.sampled_from([0.0, 0.4, 1.0]), st.sampled_from([40, 10**7]))
+@settings(max_examples=20, deadline=None)
+def test_biases_and_bounds_equal_plain_networks(seed: int, tokens: int, k: int, dropped: float, block_bytes: int) -> None:
+    """Token by token and expert by expert, in float64: relu and bounded swiglu with biases, whose padding rows are not zero."""
+    num_experts, plan = 4, None
+    expert_TK = cpu.top_k(random(tokens, num_experts, seed=seed), k)
+    kept_TK = torch.rand(expert_TK.shape, generator=torch.Generator().manual_seed(seed)) >= dropped
+    plan = cpu.plan(expert_TK, kept_TK, num_experts=num_experts)
+    shapes = [(tokens, D), (tokens, k), (4, D, F), (4, F, D), (4, F), (4, D, F), (4, F)]
+    before, grouped._BLOCK_BYTES = grouped._BLOCK_BYTES, block_bytes
+    try:
+        for ffn, count in (("relu", 5), ("swiglu", 7)):
+            inputs = [random(*shape, seed=seed + i).double() for i, shape in enumerate(shapes[:count])]
+            found = []
+            for plainly in (True, False):
+                x, gate, w1, w2, b1, *gated = leaves = [t.clone().requires_grad_() for t in inputs]
+                w3, b3 = gated if gated else (None, None)
+                if plainly:
+                    out = torch.stack([_plain_token(t, x, gate, w1, w2, b1, w3, b3, expert_TK, kept_TK) for t in range(tokens)])
+                else:
+                    out = cpu.routed_ffn(x, gate, plan, w1, w2, w3, ffn=ffn, b1=b1, b3=b3, swiglu=BOUNDED)
+                out.backward(random(tokens, D, seed=9).double())
+                found.append([out.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)])
+            close(found[1], found[0], 1e-13)
+    finally:
+        grouped._BLOCK_BYTES = before
+
+
+def _plain_token(t, x, gate, w1, w2, b1, w3, b3, expert_TK, kept_TK):  # type: ignore[no-untyped-def]
+    y = x[t] * 0
+    for k in range(expert_TK.shape[1]):
+        if kept_TK[t, k]:
+            e = expert_TK[t, k]
+            h = x[t] @ w1[e] + b1[e]
+            if w3 is None:
+                h = h.clamp(min=0)
+            else:
+                h, g = h.clamp(max=BOUNDED.limit), (x[t] @ w3[e] + b3[e]).clamp(-BOUNDED.bound, BOUNDED.bound)
+                h = h / (1 + (-BOUNDED.alpha * h).exp()) * (g + BOUNDED.offset)
+            y = y + gate[t, k] * (h @ w2[e])
+    return y
 
 
 @pytest.mark.parametrize("ffn", ["relu", "gelu", "geglu", "swiglu"])

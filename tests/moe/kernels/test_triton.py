@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,32 @@ def test_every_activation_equals_the_reference_with_dropout_inside(ffn: str) -> 
         return kernels.grouped_ffn(t[0], t[1], t[2], t[3] if len(t) > 3 else None, **named)  # type: ignore[no-any-return]
 
     both(grouped, random(rows, D), *weights(ffn), tolerance=3e-6)
+
+
+@pytest.mark.parametrize(("ffn", "kind"), [("relu", "drops"), ("swiglu", "empty experts"), ("swiglu", "nothing kept")])
+def test_biases_and_bounds_equal_the_reference(ffn: str, kind: str) -> None:
+    """With the gates inside the backward pass, and without; the reference against plain networks: tests/moe/kernels/test_grouped.py."""
+    plan, form = planned(kind, 2), {"ffn": ffn, "swiglu": sections.Swiglu(alpha=1.7, limit=0.8, offset=0.5)}
+    biases = [random(E, F, seed=i) for i in (11, 12)[: 2 if ffn == "swiglu" else 1]]
+
+    def named(t: list[Tensor]) -> dict[str, Any]:
+        w3, b3 = (t[3], t[5]) if ffn == "swiglu" else (None, None)
+        return form | {"w1": t[1], "w2": t[2], "w3": w3, "b1": t[4 if ffn == "swiglu" else 3], "b3": b3}
+
+    inputs = [*weights(ffn), *biases]
+    both(
+        lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, **named(t[:-1])),
+        random(T, D),
+        *inputs,
+        random(T, 2, seed=6),
+        tolerance=3e-6,
+    )
+    counts = plan.counts_E.tolist()
+    both(lambda kernels, t: kernels.grouped_ffn(t[0], counts=counts, **named(t)), random(sum(counts), D), *inputs, tolerance=3e-6)
+    halves = [t.bfloat16() for t in (random(T, D), *inputs)]
+    if kind != "nothing kept":
+        run = lambda kernels, t: kernels.routed_ffn(t[0], t[-1], plan, **named(t[:-1]))  # noqa: E731
+        assert max(errors(run, *halves, random(T, 2, seed=6))) < 2.0**-6
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50), st.integers(1, 50))

@@ -27,6 +27,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "untied, grouped queries": {
         "model": {"moe_every": 3, "tied_embeddings": False, "num_kv_heads": 2, "qk_norm": "whole", "qkv_bias": True}
     },
+    "biases of experts and router": {
+        "model": {"moe_every": 2, "ffn": "swiglu", "swiglu": {"limit": 2.0}},
+        "experts": {"biases": True, "d_ff": 20},
+        "router": {"preset": "mixtral", "logits": "affine"},
+    },
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
     },

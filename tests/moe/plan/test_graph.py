@@ -24,6 +24,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5, wide heads": {"model": {"positions": "t5", "head_size": 10, "qk_norm": "heads", "norm": "layernorm", "document_mask": True}},
     "experts": {"model": {"moe_every": 2}, "experts": {"num_experts": 6, "d_ff": 28}, "router": {"preset": "glam"}},
     "shared and gated": {"model": {"moe_every": 1}, "experts": {"num_experts": 4, "shared": 2, "shared_gate": True, "ffn": "geglu"}},
+    "biases": {
+        "model": {"moe_every": 2, "ffn": "swiglu"},
+        "experts": {"biases": True},
+        "router": {"preset": "mixtral", "logits": "affine"},
+    },
     "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 6), "residual": True, "d_ff": 20}},
 }
 EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in MODELS.items()])

@@ -26,6 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 GROUPED = {"num_choices": 1, "select": "group_limited", "expert_groups": 2, "top_groups": 1}
 STRETCHED = {"rope": {"scaling": "llama3", "factor": 4.0, "trained_length": 30, "low": 0.1, "high": 2.0}}
+GATED = {"ffn": "swiglu"}
 # key of the class function -> another value, and what else both recipes have
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_heads": (4, {}),
@@ -34,6 +35,9 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.norm_eps": (0.1, {}),
     "model.positions": ("t5", {}),
     "model.document_mask": (True, {}),
+    "model.swiglu.alpha": (2.0, GATED),
+    "model.swiglu.limit": (0.01, GATED),
+    "model.swiglu.offset": (1.0, GATED),
     "model.rope.base": (100.0, {}),
     "model.rope.scaling": ("linear", STRETCHED),
     "model.rope.factor": (8.0, STRETCHED),
@@ -47,6 +51,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "router.select": ("hash", {"balance_weight": 0.0}),
     "router.expert_groups": (4, GROUPED),
     "router.top_groups": (2, GROUPED),
+    "router.group_score": ("best", GROUPED),
     "router.bias_rate": (None, {"bias_rate": 0.001}),
     "router.gates": ("before_drop", {}),
     "router.gate_scale": (2.0, {}),
@@ -116,7 +121,7 @@ def test_the_tables_here_are_whole() -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None:
     other, both = OTHER[key]
-    section = "model" if both is STRETCHED else "router"
+    section = "model" if both in (STRETCHED, GATED) else "router"
     values = BASE | {section: BASE[section] | both}
     before, after = build_run(values), build_run(changed(values, key, other))
     base, like = logits(before)

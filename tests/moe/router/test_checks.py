@@ -25,12 +25,14 @@ from tests.support.routed import B, D, E, L, context, layer_of, random
 # another value of each field than PLAIN has
 OTHER: dict[str, Any] = {
     "num_choices": 3,
+    "logits": "affine",
     "score": "sigmoid",
     "softmax_over": "chosen",
     "jitter": 0.3,
     "noise": "noisy_top_k",
     "expert_groups": 2,
     "top_groups": 3,
+    "group_score": "best",
     "second": "random",
     "bias_rate": 0.1,
     "gates": "before_drop",
@@ -52,7 +54,7 @@ OTHER: dict[str, Any] = {
 }
 PLAIN: dict[str, Any] = {"preset": "switch", "num_choices": 2, "capacity_factor": 0.8, "eval_capacity_factor": 0.8, "min_capacity": 0}
 DROPLESS: dict[str, Any] = {"capacity_factor": None, "eval_capacity_factor": None}
-GROUPS = {"expert_groups", "top_groups"}
+GROUPS = {"expert_groups", "top_groups", "group_score"}
 CAPACITY = {"min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"}
 LOSSES = {"balance_weight", "importance_weight"}
 EVEN: dict[str, Any] = {"balance_weight": 0.0}  # no loss may pull at these

@@ -25,14 +25,15 @@ from tests.support.routed import B, D, E, L, by_hand, context, from_logits, ids,
 
 
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("counted", [2, 1])
 @pytest.mark.parametrize(("groups", "top", "k"), [(1, 1, 3), (4, 1, 2), (4, 2, 5), (4, 4, 6), (3, 2, 8), (12, 5, 4)])
-def test_group_limited_is_top_k_within_the_best_runs(kernels: object, groups: int, top: int, k: int) -> None:
-    """A run's score is the sum of its two best, as in DeepSeek-V3; ties go to the lowest run and the lowest expert."""
+def test_group_limited_is_top_k_within_the_best_runs(kernels: object, groups: int, top: int, k: int, counted: int) -> None:
+    """A run's score is the sum of its two best, as in DeepSeek-V3, or its best, as in V2; ties go to the lowest run and expert."""
     scores = (random(40, 12) * 2).round() / 2  # many ties
-    got = group_limited(scores, k, expert_groups=groups, top_groups=top, kernels=kernels)  # type: ignore[arg-type]
+    got = group_limited(scores, k, expert_groups=groups, top_groups=top, best=counted, kernels=kernels)  # type: ignore[arg-type]
     each = 12 // groups
     for row, experts in zip(scores.tolist(), got.tolist(), strict=True):
-        runs = [sum(sorted(row[g * each : (g + 1) * each])[-2:]) for g in range(groups)]
+        runs = [sum(sorted(row[g * each : (g + 1) * each])[-counted:]) for g in range(groups)]
         best = sorted(range(groups), key=lambda g: (-runs[g], g))[:top]
         allowed = [e for e in range(12) if e // each in best]
         assert experts == sorted(allowed, key=lambda e: (-row[e], e))[:k]
@@ -40,7 +41,7 @@ def test_group_limited_is_top_k_within_the_best_runs(kernels: object, groups: in
 
 def test_in_one_group_it_is_plain_top_k() -> None:
     scores = random(30, 8)
-    assert torch.equal(group_limited(scores, 3, expert_groups=1, top_groups=1, kernels=cpu), cpu.top_k(scores, 3))
+    assert torch.equal(group_limited(scores, 3, expert_groups=1, top_groups=1, best=2, kernels=cpu), cpu.top_k(scores, 3))
 
 
 # --- expert choice ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,91 @@
+"""Options of experts and routers that published models ask for: the model on its own and on layouts of ranks against the plain twin of
+`moe verify`, which has its own formulas for them; transformers' blocks: tests/peers/test_transformers_blocks.py.
+
+What this file alone would notice: a bias behind the experts whose gradient is summed over too few ranks, or that decays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from moe.checks.together import check_run
+from moe.recipe.load import build_run
+from moe.recipe.sections import Run
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "model": {"swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0}},  # a bound that activations of this size reach
+        "experts": {"biases": True, "shared": 1},
+        "router": {"preset": "mixtral", "logits": "affine", "num_choices": 3, "balance_scope": "sequence"},
+    },
+    "relu": {"experts": {"biases": True, "ffn": "relu"}, "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2}},
+    "best group": {
+        "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Chosen(Case):
+    """A case of `moe verify` with options of experts and router."""
+
+    option: str = ""
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        for section, options in OPTIONS[self.option].items():
+            values[section] = (values[section] if section != "router" else {}) | options
+        return build_run(values)
+
+
+def farthest(ran: Any, twin: Case) -> float:
+    """Of all numbers but a step's update: a bias that begins at 0 is all update after a step, and of gradients near 0 Adam makes steps of
+    their rounding. The losses of the steps after it judge it."""
+    assert not isinstance(ran, str), ran
+    return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_ten_steps_of_one_process_are_the_plain_twins(option: str) -> None:
+    case = Chosen("switch", "ddp", 1, 1, 1, "fp32", experts=8, option=option)
+    assert farthest(compute(case), case) < 1e-5
+
+
+def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+    """Experts on two ranks or in two halves, rows in blocks or chunks, engines that cut weights, tiles, weight gradients put off."""
+    two = {"precision": "fp32", "experts": 8, "option": "gpt_oss"}
+    cases: list[Case] = [
+        Chosen("switch", "ddp", 2, 2, 3, **two, recompute="full"),
+        Chosen("switch", "fsdp", 2, 2, 1, **two, rows="overlapped"),
+        Chosen("switch", "ddp", 2, 1, 1, **two, etp=2),
+        Chosen("switch", "ddp", 2, 2, 1, **two, tiles=5, rows="padded"),
+        Chosen("switch", "ddp", 2, 1, 4, **two, pp=2, schedule="zb_h1", layers=4),
+        Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
+    ]
+    for case, ran in run_world(cases, 2):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert isinstance(case, Chosen)
+        twin = Chosen("switch", "ddp", 1, 1, 1, **two | {"option": case.option}, layers=case.layers)
+        assert farthest(ran[0], replace(twin, layers=case.layers)) < 1e-5, case.layout
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": {"swiglu": {"limit": 7.0}}}, "model.swiglu.limit: got 7 with model.ffn=gelu"),
+        ({"model": {"swiglu": {"limit": 0}}}, "model.swiglu.limit"),
+        ({"model": {"moe_every": 2}, "experts": {"biases": True}, "optimizer": {"kind": "adafactor"}}, "got adafactor with experts.biases"),
+        ({"model": {"moe_every": 2}, "router": {"group_score": "best"}}, "router.group_score: got best with select top_k"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run(values), 1)

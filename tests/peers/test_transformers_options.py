@@ -1,0 +1,127 @@
+"""Sparse blocks of transformers with options of their own, and ours with the preset of that model: same output and all gradients.
+
+GPT-OSS           affine logits, softmax over the chosen, biases of experts, bounded swiglu       preset gpt_oss
+DeepSeek-V2       groups ranked by their best expert, gates times a factor, shared experts        preset deepseek_v2
+
+(The blocks whose weights lie as Mixtral's do: tests/peers/test_transformers_blocks.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe.experts.layer import MoELayer
+from moe.nn.context import Context
+from moe.nn.linear import FeedForward
+from moe.recipe import sections
+
+pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
+
+# B sequences, L length, D model, F hidden, E experts, K choices
+B, L, D, F, E, K = 3, 17, 10, 12, 8, 3
+Pairs = list[tuple[nn.Parameter, nn.Parameter, Callable[[Tensor], Tensor]]]  # ours, theirs, and how theirs lies as ours
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def as_is(x: Tensor) -> Tensor:
+    return x
+
+
+def block(kind: type[nn.Module], sizes: Any, name: str = "eager") -> Any:
+    sizes._experts_implementation = name
+    theirs = kind(sizes)
+    for i, p in enumerate(theirs.parameters()):
+        p.data.copy_(random(*p.shape, seed=i) / 2)
+    return theirs
+
+
+def layer(experts: dict[str, Any] | None = None, *, shared: nn.Module | None = None, ffn: str = "swiglu", **router: Any) -> MoELayer:
+    swiglu = router.pop("swiglu", None)
+    settings = sections.Router(balance_weight=0, **router)
+    sizes = {"d_model": D, "d_ff": F, "ffn": ffn, "layer": 1}
+    return MoELayer(sections.Experts(num_experts=E, **(experts or {})), settings, **sizes, swiglu=swiglu, shared=shared)  # type: ignore[arg-type]
+
+
+def gpt_oss() -> tuple[Any, MoELayer, Pairs]:
+    from transformers.models.gpt_oss import modeling_gpt_oss as m
+
+    theirs = block(m.GptOssMLP, m.GptOssConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=K))
+    theirs.experts.limit = 0.9  # that some activations reach
+    swiglu = sections.Swiglu(alpha=1.702, limit=0.9, offset=1.0)
+    ours, x = layer({"biases": True}, preset="gpt_oss", num_choices=K, swiglu=swiglu), theirs.experts
+    mine = ours.experts
+    assert mine.b1 is not None and mine.b3 is not None and mine.w3 is not None
+    assert ours.output_bias is not None and ours.router.logit_bias is not None
+    even: Callable[[Tensor], Tensor] = lambda w: w[..., ::2]  # noqa: E731
+    odd: Callable[[Tensor], Tensor] = lambda w: w[..., 1::2]  # noqa: E731
+    pairs = [(mine.w1, x.gate_up_proj, even), (mine.w3, x.gate_up_proj, odd), (mine.w2, x.down_proj, as_is)]
+    pairs += [(mine.b1, x.gate_up_proj_bias, even), (mine.b3, x.gate_up_proj_bias, odd), (ours.output_bias, x.down_proj_bias, as_is)]
+    pairs += [(ours.router.weight, theirs.router.weight, as_is), (ours.router.logit_bias, theirs.router.bias, as_is)]
+    return theirs, ours, pairs
+
+
+def deepseek_v2() -> tuple[Any, MoELayer, Pairs]:
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as m
+
+    groups = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": K, "n_routed_experts": E, "topk_method": "group_limited_greedy"}
+    sizes = m.DeepseekV2Config(
+        hidden_size=D,
+        num_attention_heads=2,
+        moe_intermediate_size=F,
+        n_shared_experts=2,
+        routed_scaling_factor=16.0,
+        norm_topk_prob=False,
+        **groups,
+    )
+    theirs, shared = block(m.DeepseekV2Moe, sizes), FeedForward(D, 2 * F, "swiglu")
+    ours = layer(shared=shared, preset="deepseek_v2", num_choices=K, expert_groups=4, top_groups=2)
+    return theirs, ours, [*fused(ours, theirs), (ours.router.weight, theirs.gate.weight, as_is), *beside(shared, theirs.shared_experts)]
+
+
+def fused(ours: MoELayer, theirs: Any) -> Pairs:
+    """[E, 2 F, D], gate before up, and [E, D, F]."""
+    half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w.chunk(2, dim=1)[i].transpose(1, 2)  # noqa: E731
+    x, mine = theirs.experts, ours.experts
+    assert mine.w3 is not None
+    return [(mine.w1, x.gate_up_proj, half(0)), (mine.w3, x.gate_up_proj, half(1)), (mine.w2, x.down_proj, lambda w: w.transpose(1, 2))]
+
+
+def beside(mine: FeedForward, theirs: Any) -> Pairs:
+    assert mine.w3 is not None
+    three = ((mine.w1, theirs.gate_proj), (mine.w3, theirs.up_proj), (mine.w2, theirs.down_proj))
+    return [(linear.weight, their.weight, as_is) for linear, their in three]
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6 * max(1.0, want.abs().max().item()))
+
+
+@pytest.mark.parametrize("make", [gpt_oss, deepseek_v2])
+def test_block_forward_and_every_gradient(make: Callable[[], tuple[Any, MoELayer, Pairs]]) -> None:
+    theirs, ours, pairs = make()
+    for mine, their, lies in pairs:
+        mine.data.copy_(lies(their.detach()))
+    assert {id(mine) for mine, _, _ in pairs} == {id(p) for p in ours.parameters()}
+    x = random(B, L, D, seed=20).requires_grad_()
+    twin = x.detach().clone().requires_grad_()
+    y, report = ours(x, Context.of(torch.zeros(B, L, dtype=torch.int64)))
+    want = theirs(twin)
+    want = want[0] if isinstance(want, tuple) else want
+    assert report.dropped == 0
+    same(y, want.view_as(y))
+    weight = random(B, L, D, seed=21)
+    (y * weight).sum().backward()
+    (want.view_as(y) * weight).sum().backward()
+    assert x.grad is not None and twin.grad is not None
+    same(x.grad, twin.grad)
+    for mine, their, lies in pairs:
+        assert mine.grad is not None and their.grad is not None and mine.grad.norm() > 0
+        same(mine.grad, lies(their.grad))
