@@ -90,7 +90,7 @@ def test_bash_completes_verbs_dotted_keys_and_choices(tmp_path: Path) -> None:
     assert complete("moe", "train", "switch_") == {name for name in recipe_names() if name.startswith("switch_")}
     assert complete("moe", "train", "switch_tiny", "--model.tied_embeddings", "") == {"true", "false"}
     assert complete("moe", "train", "switch_tiny", "--degrees.e") == {"--degrees.ep", "--degrees.etp"}
-    assert complete("moe", "train", "switch_tiny", "--router.preset", "g") == {"gshard", "glam"}
+    assert complete("moe", "train", "switch_tiny", "--router.preset", "g") == {"gshard", "glam", "gpt_oss"}
 
 
 def test_nothing_is_completed_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
