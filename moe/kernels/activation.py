@@ -41,8 +41,8 @@ def activate_backward(
     if ffn == "relu":
         return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None
     if ffn == "swiglu" and swiglu is not None and gate is not None:
-        grad_hidden, grad_gate = _bounded_backward(grad, hidden, gate, swiglu)
-        return grad.copy_(grad_hidden), grad_gate
+        of_hidden, of_gate = _bounded_backward(grad, hidden, gate, swiglu)
+        return grad.copy_(of_hidden), of_gate
     grad_gate = None
     if gate is not None:
         grad_gate = activate(hidden, None, ffn).mul_(grad)
@@ -80,4 +80,5 @@ class _Bounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_bounded_backward(grad, *ctx.saved_tensors, ctx.swiglu), None
+        hidden, gate = ctx.saved_tensors
+        return *_bounded_backward(grad, hidden, gate, ctx.swiglu), None

@@ -29,9 +29,9 @@ class Experts:
     hidden: int
     gated: bool = False
     shared_hidden: int = 0
+    capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
     biases: bool = False
     router_bias: bool = False
-    capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
 
 
 @dataclass(frozen=True)
