@@ -271,9 +271,17 @@ def _check_data(run: Run) -> None:
     if d.tokenizer != "ids" and d.vocab_size <= 256:
         needed = "greater than 256: each byte has an id, and what separates documents"
         raise BadInput("data.vocab_size", got=d.vocab_size, needed=needed, fix="set data.vocab_size to 257 or more")
-    if d.tokenizer == "ids" and run.model.document_mask:
-        needed = "text, whose documents are told apart: of ids nobody knows which one ends a document"
-        raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix="set model.document_mask to false")
+    if d.tokenizer == "ids" and run.model.document_mask and run.model.document_separator is None:
+        needed = "model.document_separator with it: of ids nobody knows which one is between documents"
+        fix = "set model.document_separator to that id, or model.document_mask to false"
+        raise BadInput("model.document_mask", got="true with data.tokenizer=ids", needed=needed, fix=fix)
+    if (separator := run.model.document_separator) is not None and separator >= run.vocab_size:
+        fix = f"set it to at most {run.vocab_size - 1}"
+        raise BadInput("model.document_separator", got=separator, needed=f"an id of the vocabulary of {run.vocab_size}", fix=fix)
+    if run.model.document_separator is not None and not run.model.document_mask:
+        got = f"{run.model.document_separator} with model.document_mask=false"
+        fix = "set model.document_mask to true, or leave model.document_separator out"
+        raise BadInput("model.document_separator", got=got, needed="the mask that it is for", fix=fix)
     if d.path is None and not d.sources:
         if d.source != "python_stdlib" or d.tokenizer == "ids":
             wants = f"data.source={d.source}" if d.source != "python_stdlib" else "data.tokenizer=ids"

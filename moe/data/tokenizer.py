@@ -149,6 +149,16 @@ class Given(Tokenizer):
         super().__init__(held)
         self.separator = separator
 
+    def beginning(self, prompt: str) -> list[int]:
+        """With what this tokenizer puts before a text (BOS), unless the prompt spells it."""
+        ids: list[int] = self.encode(prompt).tolist()
+        before = self._before_a_text()
+        return ids if before and ids[: len(before)] == before else [*before, *ids] or [self.separator]
+
+    def _before_a_text(self) -> list[int]:
+        text, framed = (self._library.encode("a", add_special_tokens=special).ids for special in (False, True))
+        return next((framed[:at] for at in range(len(framed)) if framed[at : at + len(text)] == text), [])
+
     @staticmethod
     def read(model: dict[str, Any], ends: int | None) -> Given:
         """Of a model whose texts end with the id `ends`. Raises BadInput for one that cannot be used."""
@@ -174,7 +184,10 @@ def _library(model: dict[str, Any]) -> Any:
     try:
         if (growth := _growth(model.get("normalizer"))) > _MOST_GROWTH:
             raise ValueError(f"replacements that make a text {growth:.2g} times as long")
-        return Library.from_str(json.dumps(model))
+        library = Library.from_str(json.dumps(model))
+        library.no_truncation()  # a file may say either, for its model's inputs; a text would lose its end, or ids would be put in
+        library.no_padding()
+        return library
     except BaseException as error:  # the library raises plain Exception for any error in its JSON, and where it panics no Exception
         if not _from_library(error):
             raise
@@ -249,6 +262,14 @@ class Ids(Tokenizer):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.name, "vocab_size": self.vocab_size, "separator": None}
+
+
+def check_separator(tokenizer: Tokenizer, separator: int | None) -> None:
+    """Raises BadInput if a model whose attention stays within documents looks for another id than this tokenizer puts between them."""
+    if isinstance(tokenizer, Ids) or tokenizer.separator == (SEPARATOR if separator is None else separator):
+        return
+    needed, fix = f"{tokenizer.separator}, which stands between the documents of this tokenizer", f"set it to {tokenizer.separator}"
+    raise BadInput("model.document_separator", got="null (0)" if separator is None else separator, needed=needed, fix=fix)
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Bpe:

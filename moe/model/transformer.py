@@ -28,6 +28,7 @@ from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Norm, drop
 from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
+from moe.recipe.shapes import SEPARATOR
 from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
 from parallel.regions import in_region
@@ -183,7 +184,8 @@ class Transformer(nn.Module):
         if any(block.recompute != "none" for block in blocks):
             context = context.remembering()  # a recomputed part must go where it went the first time
         if self.config.document_mask:
-            context = context.with_documents(lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
+            separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
+            context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
         x_BLD = self._look_up(tokens_BL) if part.begins else tokens_BL
         reports: list[LayerReport] = []
         if self.encoder_norm is None:

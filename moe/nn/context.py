@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moe.recipe.shapes import SEPARATOR
 from parallel.errors import BadInput
 from parallel.random import key_of, uniform
 from parallel.recompute import Replay
@@ -150,10 +149,10 @@ class Context:
         there = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **there)
 
-    def with_documents(self, whole: Callable[[Tensor], Tensor]) -> Context:
-        """The same, told where documents begin: with the token SEPARATOR. `whole(x)`: of [B, L, ...] of the tokens here, all places'."""
+    def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:
+        """The same, told where documents begin: with the token `separator`. `whole(x)`: of [B, L, ...] of the tokens here, all places'."""
         assert self.tokens_T is not None and self.sequence_B is not None
-        begins_BS = whole((self.tokens_T == SEPARATOR).view(len(self.sequence_B), -1))
+        begins_BS = whole((self.tokens_T == separator).view(len(self.sequence_B), -1))
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:

@@ -33,7 +33,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm norm_eps positions document_mask",
+        "model": "num_heads ffn norm norm_eps positions document_mask document_separator",
         "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high",
         "experts": "ffn",

@@ -103,6 +103,9 @@ class Model(Section):
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
+    document_separator: int | None = Field(
+        None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"
+    )
     max_length: int = Field(256, gt=0, le=2**30, description="tokens in one sequence; of encoder_decoder: those that the encoder reads")
     moe_every: int = Field(0, ge=0, description="every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")

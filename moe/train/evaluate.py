@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
 from moe.data.token_shard import TokenShard
+from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
 from moe.recipe.load import build_run, load
 from moe.records.results import write_json
@@ -115,6 +116,8 @@ def main(
         tokenizer=state["tokenizer"],
         log=_note,
     )
+    if run.model.document_mask:
+        check_separator(data.tokenizer, run.model.document_separator)
     model = restore(path)
     texts = _whole(data) if another else _held_out(data)
     found = evaluate(model, texts, sequences=sequences)

@@ -12,6 +12,7 @@ from pathlib import Path
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import open_data
+from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
@@ -73,6 +74,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         tokenizer=resumed.tokenizer,
         log=asked.say,
     )
+    if run.model.document_mask:
+        check_separator(data.tokenizer, run.model.document_separator)
     prepare(run, asked.say)
     executor = start_model(run, mesh, world)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()

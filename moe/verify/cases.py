@@ -58,9 +58,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }
-PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of the sequences here one token in sixteen begins one
+PACKED: dict[str, dict[str, Any]] = {  # attention stays within documents; of the tokens here one in 16 is id 0, one in 39 id 1
     "packed": {"model": {"document_mask": True}, "router": {"preset": "glam", "min_capacity": 1}},
-    "packed_t5": {"model": {"document_mask": True, "positions": "t5", "moe_every": 0}},
+    "packed_t5": {"model": {"document_mask": True, "document_separator": 1, "positions": "t5", "moe_every": 0}},
 }
 # four layers, so that each half has one with experts and one without
 HALVES: dict[str, dict[str, Any]] = {

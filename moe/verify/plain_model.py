@@ -87,7 +87,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
             return x
         return cast(x * cast((tokens.draw(name, x.shape[1]) >= model.dropout).float() / (1 - model.dropout)))
 
-    begins = (ids == 0).view(-1, length).tolist() if model.document_mask else None
+    begins = (ids == (model.document_separator or 0)).view(-1, length).tolist() if model.document_mask else None
     x = cast(cast(weights["embedding"])[ids])
     note("embedding", x)
     layers: dict[str, Layer] = {}

@@ -503,6 +503,8 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--data.sources a.txt", "data.sources: got 'a.txt', needed a list of {path, weight}", "write data.sources: [{path: a.txt,"),
     (T + "--data.sources [1]", "data.sources[0]: got 1", "write data.sources: [{path: a.txt,"),
     (T + "--optimizer.kind muon --sharding.kind zero", "optimizer.kind: got muon with sharding.kind=zero", "set sharding.kind to fsdp"),
+    (T + "--model.document_mask true --model.document_separator 256", "model.document_separator: got 256", "255"),
+    (T + "--model.document_separator 0", "model.document_separator: got 0 with model.document_mask=false", "document_mask to true"),
     (T + "--data.vocab_size 10", "data.vocab_size: got 10, needed greater than 256", "data.vocab_size"),
     (T + "--data.source text --data.path 2024-01-01", "data.path: got 2024-01-01, needed a file or folder that exists", "spelling"),
 ]

@@ -21,7 +21,7 @@ from moe.convert.huggingface import convert, tensors
 from moe.convert.huggingface.config import config_of, recipe_values
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
-from moe.data.tokenizer import Ids
+from moe.data.tokenizer import Given, Ids, check_separator
 from moe.recipe.load import build_run, load
 from moe.train.restore import load_model
 from parallel.errors import BadInput
@@ -126,6 +126,33 @@ def tokenizer(folder: Path) -> Any:
     library.train_from_iterator([trained.words(400, seed=1)], trainer)
     library.save(str(folder / "tokenizer.json"))
     return library
+
+
+def test_a_prompt_begins_as_its_tokenizer_begins_texts_and_no_text_is_cut_or_filled(tmp_path: Path) -> None:
+    from tokenizers import processors
+
+    library = tokenizer(tmp_path)
+    texts = ["abc deaf abc", "deaf", ""]
+    plain = [library.encode(text).ids for text in texts]
+    library.post_processor = processors.TemplateProcessing(single="<|1|> $A <|7|>", special_tokens=[("<|1|>", 1), ("<|7|>", 7)])
+    library.enable_truncation(2)
+    library.enable_padding()
+    mine = Given.read(json.loads(library.to_str()), 7)
+    assert [ids.tolist() for ids in mine.encode_pieces(texts)] == plain and len(plain[0]) > 2
+    assert [mine.beginning(text) for text in texts] == [[1, *ids] for ids in plain]
+    assert mine.beginning("<|1|>deaf") == [1, *plain[1]]
+    library.post_processor = processors.TemplateProcessing(single="$A <|7|>", special_tokens=[("<|7|>", 7)])
+    ended = Given.read(json.loads(library.to_str()), 7)
+    assert [ended.beginning(text) for text in texts] == [plain[0], plain[1], [7]]
+
+
+@pytest.mark.parametrize("separator", [None, 6])
+def test_documents_are_told_apart_by_the_tokenizers_own_id(separator: int | None, tmp_path: Path) -> None:
+    ours = Given.read(json.loads(tokenizer(tmp_path).to_str()), 7)
+    with pytest.raises(BadInput, match=r"document_separator: got .*, needed 7, .* set it to 7"):
+        check_separator(ours, separator)
+    check_separator(ours, 7)
+    check_separator(Ids(290), separator)
 
 
 def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

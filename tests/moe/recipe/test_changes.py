@@ -25,6 +25,7 @@ BASE: dict[str, dict[str, Any]] = {
     "degrees": {"dp": 1, "ep": 1},
 }
 GROUPED = {"num_choices": 1, "select": "group_limited", "expert_groups": 2, "top_groups": 1}
+MASKED = {"document_mask": True}
 STRETCHED = {"rope": {"scaling": "llama3", "factor": 4.0, "trained_length": 30, "low": 0.1, "high": 2.0}}
 GATED = {"ffn": "swiglu"}
 # key of the class function -> another value, and what else both recipes have
@@ -35,6 +36,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.norm_eps": (0.1, {}),
     "model.positions": ("t5", {}),
     "model.document_mask": (True, {}),
+    "model.document_separator": (7, MASKED),
     "model.swiglu.alpha": (2.0, GATED),
     "model.swiglu.limit": (0.01, GATED),
     "model.swiglu.offset": (1.0, GATED),
@@ -121,7 +123,7 @@ def test_the_tables_here_are_whole() -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None:
     other, both = OTHER[key]
-    section = "model" if both in (STRETCHED, GATED) else "router"
+    section = "model" if both in (STRETCHED, GATED, MASKED) else "router"
     values = BASE | {section: BASE[section] | both}
     before, after = build_run(values), build_run(changed(values, key, other))
     base, like = logits(before)

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "t5 places": ({"positions": "t5"}, {"shared": 1, "shared_gate": True}, {"num_choices": 2, "group": "rank"}),
     "documents": ({"document_mask": True, "num_kv_heads": 3}, {"residual": True}, {"select": "hash", "balance_weight": 0.0}),
     "t5 places, documents": (
-        {"document_mask": True, "positions": "t5"},
+        {"document_mask": True, "document_separator": 5, "positions": "t5"},
         {},
         {"select": "group_limited", "expert_groups": 2, "num_choices": 2},
     ),
