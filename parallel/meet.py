@@ -3,13 +3,17 @@
     rank 0 listens at MASTER_ADDR:MASTER_PORT (or torchrun's agent does)      every rank: "here", then waits until all are
 
 torch waits for a count of ranks, and says only the count when it is short.
+
+The store of torchrun's agent outlives the ranks, with what earlier ones wrote there, and agents that came later count restarts anew. So
+rank 0 gives each start a name of its own, and tells it to each rank that asks with a question that nobody asked before.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -39,11 +43,16 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         verb = "could not listen" if rank == 0 and not agent else f"got no answer from {who}"
         said = str(error).splitlines()[0].partition(" Exception raised")[0]
         raise NotMet(f"{here} {verb} at {host}:{port} within {timeout_s:g} s (train.timeout_s): {said}") from None
-    if agent:  # the agent's store outlives an attempt
-        store = dist.PrefixStore(f"worker/attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    until, answer = time.monotonic() + timeout_s, _nothing
     try:
+        if agent:
+            name = uuid.uuid4().hex if rank == 0 else _ask(store, rank, until=until)
+            if not name:
+                raise NotMet(f"rank 0 did not come within {timeout_s:g} s (train.timeout_s): {here} waits at {host}:{port}")
+            answer = _answers(store, name, size) if rank == 0 else _nothing
+            store = dist.PrefixStore(f"start/{name}", store)
         store.set(f"here/{rank}", node)
-        problem = _wait(store, size, until=time.monotonic() + timeout_s)
+        problem = _wait(store, size, until=until, answer=answer)
     except (dist.DistNetworkError, dist.DistStoreError):
         raise NotMet(f"{here} met others at {host}:{port}, and their store is gone: rank 0 has left") from None
     if problem:
@@ -54,7 +63,34 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
     return store
 
 
-def _wait(store: Any, size: int, *, until: float) -> str:
+def _ask(store: Any, rank: int, *, until: float) -> str:
+    """The name that rank 0 gave this start; nothing where it does not say in time."""
+    question = uuid.uuid4().hex
+    store.set(f"asks/{rank}", question)
+    while not store.check([f"told/{question}"]):
+        if time.monotonic() > until:
+            return ""
+        time.sleep(_LOOK_S)
+    return str(store.get(f"told/{question}").decode())
+
+
+def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
+    """What rank 0 does while it waits: tell the name to every rank that asks. Questions of an earlier start are answered to nobody."""
+    told: set[str] = set()
+
+    def answer() -> None:
+        for asks in (f"asks/{rank}" for rank in range(1, size)):
+            if store.check([asks]) and (question := store.get(asks).decode()) not in told:
+                store.set(f"told/{question}", name)
+                told.add(question)
+
+    return answer
+
+
+def _nothing() -> None: ...
+
+
+def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None]) -> str:
     """Until every rank is here: nothing, or which are not when the time is up for this rank or another."""
     everyone = [f"here/{rank}" for rank in range(size)]
     while not store.check(everyone):  # a wait with a time limit would fill the output with torch's warnings
@@ -62,6 +98,7 @@ def _wait(store: Any, size: int, *, until: float) -> str:
             return str(store.get(_PROBLEM).decode())
         if time.monotonic() > until:
             return _missing(store, size)
+        answer()
         time.sleep(_LOOK_S)
     return ""
 

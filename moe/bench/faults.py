@@ -29,6 +29,7 @@ KINDS = {
     "restarts": "moe.bench.restarts",
     "hostile": "moe.bench.hostile",
     "disks": "moe.bench.disks",
+    "elastic": "moe.bench.elastic",
 }
 
 

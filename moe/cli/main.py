@@ -71,6 +71,10 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
     _check_restarts(flags)
+    smaller: list[int] = []
+    if flags.elastic is not None and not _is_rank(os.environ):
+        run, smaller, dp = _elastic(flags, run, world, origins)
+        overrides = overrides | {"degrees.dp": str(dp)}
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_for_user(run, world, origins)
@@ -91,6 +95,8 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             profile=flags.profile,
             grace_s=run.train.grace_s,
             restarts=flags.restarts or 0,
+            elastic=flags.elastic,
+            smaller=smaller,
         )
     from moe.launch import launch
     from moe.launch.arguments import Arguments
@@ -106,6 +112,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         force=flags.force,
         profile=flags.profile,
         debug_collectives=flags.debug_collectives,
+        elastic=flags.elastic,
     )
     return launch.main(given.words())
 
@@ -124,6 +131,28 @@ def _check_restarts(flags: Train) -> None:
         needed = "ranks on this machine: those of others cannot be ended for certain from here"
         fix = "torchrun --max-restarts N on every host, or let the batch system queue the job again"
         raise BadInput("--restarts", got="it with --hostfile", needed=needed, fix=fix)
+
+
+def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tuple[Run, list[int], object]:
+    """The recipe for the processes that there are now, the smaller numbers on which it can go on, and dp of all. Raises BadInput."""
+    from moe.checks.advice import check_for_user
+    from moe.launch import elastic
+
+    assert flags.elastic is not None
+    if flags.elastic < 1:
+        raise BadInput("--elastic", got=flags.elastic, needed="the least number of processes, from 1", fix="--elastic 1")
+    if not flags.restarts:
+        needed = "--restarts N beside it: fewer processes go on where so many restarts did not help"
+        raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
+    whole = elastic.whole(run, world)
+    check_for_user(run, world if run.degrees.dp == "auto" else elastic.size(whole), origins)
+    left = elastic.for_world(whole, world, least=flags.elastic)
+    find = elastic.check_smaller if world == elastic.size(whole) else elastic.smaller
+    smaller = find(whole, below=world, least=flags.elastic)
+    print(
+        f"--elastic {flags.elastic}: where restarts do not help, it goes on with {elastic.listed(smaller)} of {world} processes", flush=True
+    )
+    return left, smaller, whole.degrees.dp
 
 
 def _is_rank(environment: Mapping[str, str]) -> bool:

@@ -58,6 +58,9 @@ class Train:
     restarts: int | None = _flag(
         None, "start a run whose ranks died again from its newest checkpoint: so often in a row without a new one; 0 by default"
     )
+    elastic: int | None = _flag(
+        None, "with --restarts: where that does not help, go on with fewer processes at the same global batch, so many at least"
+    )
     dry_run: bool = _flag(False, "say what the run would need, memory by part, FLOPs and seconds a step, and start and write nothing")
     cluster: str | None = _flag(None, "what predicts memory and time, as in moe plan; with --dry_run all its devices train")
     force: bool = _flag(False, "start what is predicted not to fit all the same")

@@ -14,7 +14,7 @@ from parallel.errors import BadInput
 
 USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
-    "[--profile] [--debug-collectives]"
+    "[--profile] [--debug-collectives] [--elastic MIN]"
 )
 # a flag with a value: (what it needs, an example); the others have none
 _VALUES = {
@@ -22,6 +22,7 @@ _VALUES = {
     "--allow-change": ("a key of the recipe", "--allow-change model.num_heads"),
     "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
+    "--elastic": ("the least number of processes", "--elastic 1"),
 }
 _ALONE = ("--fresh", "--force", "--profile", "--debug-collectives")
 
@@ -40,10 +41,11 @@ class Arguments:
     force: bool = False
     profile: bool = False
     debug_collectives: bool = False
+    elastic: int | None = None
 
     def words(self) -> list[str]:
         """The command line."""
-        values = (("init-from", self.init_from), ("cluster", self.cluster))
+        values = (("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
         words += [*(f"--allow-change={key}" for key in self.allow_changes), *(f"--{name}={value}" for name, value in values if value)]
@@ -93,7 +95,14 @@ def parse(argv: Sequence[str]) -> Arguments:
         force="--force" in alone,
         profile="--profile" in alone,
         debug_collectives="--debug-collectives" in alone,
+        elastic=_least(last["--elastic"]),
     )
+
+
+def _least(text: str | None) -> int | None:
+    if text is not None and not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        raise BadInput("--elastic", got=text, needed=_VALUES["--elastic"][0], fix=_VALUES["--elastic"][1])
+    return None if text is None else int(text)
 
 
 def _path(text: str | None) -> Path | None:

@@ -116,6 +116,15 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
     return ",".join(ids[:nproc])
 
 
+def devices_without(gone: int | None, environment: Mapping[str, str], nproc: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for a run on fewer than `nproc` GPUs, without the one of its rank `gone`; nothing where there are none."""
+    if gone is None or not has_gpu(environment):
+        return {}
+    visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(nproc)))
+    ids = [part.strip() for part in visible.split(",") if part.strip()]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids[:gone] + ids[gone + 1 :])}
+
+
 def free_port() -> int:
     """A TCP port on which nothing listens."""
     with socket.socket() as probe:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe.checks.advice import check_for_user
-from moe.launch import status
+from moe.launch import elastic, status
 from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
@@ -61,6 +61,8 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
         if given.debug_collectives:
             os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
         run, origins = load(given.recipe, given.overrides)
+        if given.elastic is not None:
+            run, origins = _for_those_left(run, origins, given.elastic)
         name = run_name(given.recipe)
         out = given.out or Path("runs") / name
         made = status.missing(out)
@@ -93,14 +95,18 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
 
 @dataclass(frozen=True)
 class _TooEarly:
-    """A signal's handler for the time before training, which does not put it back afterwards (moe/train/place.py)."""
+    """A signal's handler for the time before training, which does not put it back afterwards (moe/train/place.py).
+
+    It is for one process: a child that was forked meanwhile ends as it would by itself, and without a word in the rank's name.
+    """
 
     place: list[Path]
     rank: int
+    process: int
     before_training = True
 
     def __call__(self, number: int, _: object) -> None:
-        if number == signal.SIGINT:  # ends as it would by itself
+        if number == signal.SIGINT or os.getpid() != self.process:  # ends as it would by itself
             ctypes.CDLL(None).signal(number, 0)  # the default; Python would allow it in the main thread alone
             os.kill(os.getpid(), number)
         if self.place:
@@ -119,7 +125,7 @@ def _early_signals(place: list[Path], rank: int) -> Iterator[None]:
     folder, once it is known.
     """
 
-    stop = _TooEarly(place, rank)
+    stop = _TooEarly(place, rank, os.getpid())
     heard = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     with contextlib.suppress(ValueError):  # not the main thread: a library caller keeps its own handlers
         for number in heard:
@@ -142,6 +148,13 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
         return
     heard, told = os.pipe()
     os.set_blocking(told, False)
+    mine = [os.getpid()]
+
+    def leave_to_parent() -> None:  # in a forked child, whose signals are its own: they would be heard as this process's
+        if mine:
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=leave_to_parent)
 
     def listen() -> None:
         while number := os.read(heard, 1):
@@ -155,6 +168,7 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
     try:
         yield
     finally:
+        mine.clear()
         signal.set_wakeup_fd(before)
         os.close(told)
 
@@ -165,6 +179,21 @@ def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> Non
     if given.fresh and restarts.isdecimal() and int(restarts) > 0:
         fix = "start with another --out and without --fresh, or let moe train --restarts start it again"
         raise BadInput("--fresh", got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
+
+
+def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
+    """The recipe for the processes that are there, and where its values come from. Raises BadInput."""
+    from parallel import process
+
+    world = process.read_environment()
+    run = elastic.whole(run, None)
+    check_for_user(run, elastic.size(run), origins)
+    left = elastic.for_world(run, world.size, least=least)
+    if left == run:
+        return run, origins
+    if world.rank == 0:
+        print(f"--elastic: {world.size} processes of {elastic.size(run)}: {elastic.layout(left.resolve(world.size))}", flush=True)
+    return left, origins | dict.fromkeys(("degrees.dp", "degrees.ep", "pipeline.microbatches"), elastic.ORIGIN)
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:

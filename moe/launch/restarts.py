@@ -8,12 +8,17 @@ new checkpoint comes at once, the next ones after 1, 2, 4, ... seconds, a minute
 
 Only what may pass is tried again. Not bad input (exit code 2), the user's own signals, memory that ran out, a launcher that starts no
 rank, nor an error of Python's that comes again in the same words before anything new was saved.
+
+With `--elastic MIN` the run goes on with fewer processes where it would end because ranks die again and again, or because some of them
+meet the same error again: 4 processes, 3, 2 ... (moe/launch/elastic.py says which numbers will do). The count then begins again. The rank
+that was first to die in most of these lives is the one that leaves: on a GPU, its device is left out.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,27 +34,41 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class End:
-    """How one life of a run ended: its exit code, what was said about it, what each rank left, and whether any rank had begun."""
+    """How one life of a run ended: its exit code, what was said about it, what each rank left, and whether any rank had begun.
+
+    `first`: the rank that was first to die, or that the others waited for; None where nobody knows.
+    """
 
     code: int
     lines: Sequence[str]
     left: Mapping[int, Mapping[str, Any]]
     began: bool = True
     stuck: bool = False
+    first: int | None = None
 
 
 class Restarts:
-    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all."""
+    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all.
 
-    def __init__(self, out: Path, *, limit: int, fresh: bool) -> None:
+    `smaller`: numbers of processes with which it may go on, largest first. `processes`: with how many the next life begins, None for all;
+    `gone`: the rank that left before it, by its number in the life before, if the number of processes has just changed.
+    """
+
+    def __init__(self, out: Path, *, limit: int, fresh: bool, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
         self._old = _inode(self._checkpoints) if fresh else None  # to be set aside
         self._fresh = fresh
         self._newest = _newest(self._checkpoints)
         self._count = self._in_a_row = 0
+        self._since = time.time()
         self._said: tuple[str, ...] = ()
         self._wait_s = 0.0
         self._why = ""
+        self._smaller = list(smaller)
+        self._left_for: tuple[str, ...] = ()  # the error for which a rank has left: where it comes again, that did not help
+        self._first: Counter[int] = Counter()  # how often each rank was first to die since something was saved
+        self.processes: int | None = None
+        self.gone: int | None = None
 
     def fresh(self) -> bool:
         """Whether the next life has still to set earlier checkpoints aside: not those of a life of this run."""
@@ -57,7 +76,7 @@ class Restarts:
 
     def variables(self) -> dict[str, str]:
         """What the ranks of the next life are told in their environment."""
-        return Restart(self._count, self._why).variables() if self._count else {}
+        return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
     def after(self, end: End) -> int | None:
         """The exit code where the run is over, None where it begins again. One line says which and why, unless no restart was asked for."""
@@ -67,7 +86,10 @@ class Restarts:
         saved = newest is not None and newest != self._newest
         said = tuple(sorted({str(word.get("error")) for word in end.left.values() if not word.get("of_all")}))
         own_words = bool(end.left) and all("pid" in word for word in end.left.values())
-        reason = None
+        if saved:
+            self._first.clear()
+        self._first.update([] if end.first is None else [end.first])
+        reason, fewer = None, False
         if not end.began and not self._count:
             reason = "no rank had started"
         elif end.stuck:
@@ -78,21 +100,35 @@ class Restarts:
             reason = "memory would run out again"
         elif not saved and own_words and said and said == self._said:
             reason = f"the same error came again before a new checkpoint: {said[0]}"
+            fewer, self._left_for = said != self._left_for, said
         elif not saved and self._in_a_row >= self._limit:
             times = f"{self._limit} restart{'s' if self._limit > 1 else ''} in a row"
             reason = f"{times} (--restarts {self._limit}) brought no new checkpoint"
-        if reason is not None:
-            _say(f"not started again: {reason}")
+            fewer = True
+        self.gone = None
+        if fewer and self._smaller:
+            self._leave(str(reason))
+        elif reason is not None:
+            _say(f"not started again: {reason}" + (", and --elastic allows no fewer processes" if fewer and self.processes else ""))
             return end.code
         self._in_a_row = 0 if saved else self._in_a_row
-        self._wait_s = min(_LONGEST_S, 2.0 ** (self._in_a_row - 1)) if self._in_a_row else 0.0
+        self._wait_s = min(_LONGEST_S, 2.0 ** (self._in_a_row - 1)) if self._in_a_row > 0 else 0.0
         self._in_a_row, self._count = self._in_a_row + 1, self._count + 1
         self._newest, self._said, self._why = newest, said, end.lines[0] if end.lines else ""
         where = "its beginning" if newest is None or self.fresh() else newest[0]
         after = f" in {self._wait_s:g} s" if self._wait_s else ""
-        row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved else ""
-        _say(f"restart {self._count}{row}: the run goes on from {where}{after}")
+        row = f", {self._in_a_row} of {self._limit} in a row without a new checkpoint" if not saved and self._in_a_row else ""
+        on = "" if self.processes is None else f" on {self.processes} process{'es' if self.processes > 1 else ''}"
+        _say(f"restart {self._count}{row}: the run goes on from {where}{on}{after}")
         return None
+
+    def _leave(self, reason: str) -> None:
+        """The next life has fewer processes; restarts are counted from it."""
+        self.processes, self._in_a_row = self._smaller.pop(0), -1
+        self.gone = max(self._first, key=self._first.__getitem__, default=None)
+        self._first.clear()
+        who = "a rank" if self.gone is None else f"rank {self.gone}"
+        _say(f"{who} leaves for good: {reason}")
 
     def wait(self, caught: Sequence[object]) -> bool:
         """Wait as long as is due before the next life. False, with a line, where a signal came meanwhile."""

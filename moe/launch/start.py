@@ -26,12 +26,12 @@ from typing import Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
-from moe.launch.environment import child_environment, devices, port_from
+from moe.launch.environment import child_environment, devices, devices_without, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
-from moe.launch.verdict import verdict
+from moe.launch.verdict import first_to_fail, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
 from parallel.files import read_text
@@ -62,12 +62,15 @@ def start(
     module: str = "moe.launch.launch",
     grace_s: float = 60.0,
     restarts: int = 0,
+    elastic: int | None = None,
+    smaller: Sequence[int] = (),
 ) -> int:
     """Run `module` on `nproc` processes (with a hostfile: on each of its hosts). Returns this command's exit code.
 
     After a signal the ranks have `grace_s` to save; after that, or at a second signal, all are killed. `restarts`: so many times in a row
-    a run whose ranks died is started again without having saved in between. Raises BadInput before anything starts. Call it from the main
-    thread, which receives the signals.
+    a run whose ranks died is started again without having saved in between; `smaller`: numbers of processes on which it goes on after that,
+    largest first, and `elastic` the least of them, for the ranks. Raises BadInput before anything starts. Call it from the main thread,
+    which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
@@ -86,15 +89,19 @@ def start(
         force=force,
         profile=profile,
         debug_collectives=debug_collectives,
+        elastic=elastic,
     )
-    again = Restarts(out, limit=restarts, fresh=fresh)
+    again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
     with alone_in(out), _caught_signals() as caught:
         while True:
             words = replace(given, fresh=again.fresh()).words()
-            end = _run(words, again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
+            end = _run(words, environment | again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
             code = end.code if caught else again.after(end)
             if code is not None:
                 break
+            if again.processes not in (None, nproc):
+                environment |= devices_without(again.gone, environment, world)
+                world = nproc = again.processes or world
             if not again.wait(caught):
                 code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
                 break
@@ -105,7 +112,7 @@ def start(
 
 def _run(
     words: list[str],
-    variables: Mapping[str, str],
+    environment: Mapping[str, str],
     world: int,
     nproc: int | None,
     launcher: Launcher,
@@ -118,11 +125,11 @@ def _run(
     """Start the launcher, wait, end what is left, and say how it went."""
     folder = status.empty(out)
     token = secrets.token_hex(8)
-    env = child_environment(os.environ, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())} | dict(variables)
-    visible = devices(os.environ, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
+    env = child_environment(environment, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
+    visible = devices(environment, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
-    port = port_from(os.environ, local=hostfile is None)
+    port = port_from(environment, local=hostfile is None)
     command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
     print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -144,7 +151,8 @@ def _run(
     lines += [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck))
+    first = first_to_fail(words_left, ranks, ended_here=left)
+    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck), first=first)
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:

@@ -39,9 +39,10 @@ def verdict(
         return DONE, []
     if all(code in (DONE, STOPPED) for code in exits):
         return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
-    if asked is not None and all(_came_too_early(left.get(rank), rank, ranks, asked, killed) for rank in range(world)):
+    if _too_early(left, ranks, world, asked, killed):
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
-        return code, [f"exit code {code}: {signal.Signals(asked).name} came before training began, and {status.NOTHING_LOST}"]
+        name = "a signal" if asked is None else signal.Signals(asked).name
+        return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
     if not left and not ranks:
         return FAILED, [
             "no rank had started"
@@ -77,10 +78,30 @@ def verdict(
     return FAILED, lines
 
 
-def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int, killed: bool) -> bool:
+def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:
+    """The rank that failed before the others, which say what ended all of them; or the one that they waited for. None: nobody knows."""
+    own = [rank for rank in ranks if not left.get(rank.rank, {}).get("of_all") and rank.ended_at is not None]
+    failed = [rank for rank in own if rank.rank not in ended_here and left.get(rank.rank, {}).get("exit") not in (DONE, STOPPED)]
+    waited_for = [rank for rank in own if rank.rank in ended_here and "pid" not in left.get(rank.rank, {})]
+    found = min(failed or waited_for, key=lambda rank: rank.ended_at or 0.0, default=None)
+    return None if found is None else found.rank
+
+
+def _too_early(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, asked: int | None, killed: bool) -> bool:
+    """Whether a signal ended the run before its first step: some ranks left for it before they could have trained, and nobody has failed
+    but those that waited for them, in the first step at the most."""
+    early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, asked, killed)}
+    return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
+
+
+def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int | None, killed: bool) -> bool:
     """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
+    if left is not None and left.get("error") == status.TOO_EARLY:
+        return True
+    if asked is None:
+        return False
     if left is not None:
-        return left.get("error") == status.TOO_EARLY or left.get("exit") == -asked
+        return left.get("exit") == -asked
     seen = next((r for r in ranks if r.rank == rank), None)
     return killed if seen is None else seen.code in (-asked, STOPPED)
 

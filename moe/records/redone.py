@@ -4,38 +4,61 @@
 
 Each event `resumed` says how much, and carries the sums so far; the last one's are the summary's. Whoever started the run again counts:
 its user, `moe train --restarts`, torchrun or SLURM.
+
+A run that is started again before anything was saved goes on from its own records, with all their steps made again. Records that are older
+than whatever starts the ranks are those of an earlier run in the folder, and are kept as such: the lives before have not come to theirs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from moe.records.metrics import METRICS, whole_lines
 
 NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}
-_RESTART = "MOE_RESTART"  # "NUMBER WHY", from `moe train --restarts` to its ranks
+_RESTART = "MOE_RESTART"  # "NUMBER SINCE WHY", from `moe train --restarts` to its ranks
 _TORCHRUN = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """That a run was started again without its user: the how manyeth time (from 1), and what ended it before."""
+    """That a run was started again without its user: the how manyeth time (from 1), and what ended it before. `since`: when what starts
+    the ranks began, in Unix seconds."""
 
     number: int
     why: str = ""
+    since: float = 0.0
 
     def variables(self) -> dict[str, str]:
         """The environment by which ranks learn of it."""
-        return {_RESTART: f"{self.number} {self.why}"}
+        return {_RESTART: f"{self.number} {self.since:.2f} {self.why}"}
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Restart | None:
         """From this project's parent, or from torchrun, which does not say why; None in a run's first start."""
-        number, _, why = environment.get(_RESTART, environment.get(_TORCHRUN, "0")).partition(" ")
-        return Restart(int(number), why) if number.isdecimal() and int(number) > 0 else None
+        if _RESTART in environment:
+            number, since, why = [*environment[_RESTART].split(" ", 2), "", ""][:3]
+            return Restart(int(number), why, float(since))
+        number = environment.get(_TORCHRUN, "0")
+        return Restart(int(number), since=_parent_began()) if number.isdecimal() and int(number) > 0 else None
+
+    def has_records(self, out: Path) -> bool:
+        """Whether the records in `out` are of this run's earlier lives, or there are none."""
+        first = next((line["time"] for line in whole_lines(out / METRICS) if line.get("time")), None)
+        return first is None or first >= self.since
+
+
+def _parent_began() -> float:
+    try:
+        return psutil.Process(os.getppid()).create_time()
+    except psutil.Error:  # it has just ended, and this process will
+        return 0.0
 
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def open_job(run: Run, asked: Asked) -> Job:
             state.begin(source, executor.engine, mesh, log=asked.say, whole=whole)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
-    goes_on = found is not None or (asked.restart is not None and not asked.fresh)
+    goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
     again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
     records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=asked.say)
     progress = open_progress(
@@ -121,7 +121,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
     if goes_on:
         about = resumed.recorded() if source is None else {}
-        records.write({"kind": "event", "event": "resumed", "step": counters.step, **again, **about})
+        worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
+        records.write({"kind": "event", "event": "resumed", "step": counters.step, **worlds, **again, **about})
     if source is not None:
         progress.note(f"begins with the weights and the tokenizer of {source.path}")
         records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())

@@ -18,11 +18,15 @@ from parallel.stored import Reader
 
 @dataclass(frozen=True)
 class Resumed:
-    """`tokenizer`: the description to use, None where the text decides; `changed`: every key that differs; `function`: some of them."""
+    """`tokenizer`: the description to use, None where the text decides; `changed`: every key that differs; `function`: some of them.
+
+    `world`: on how many ranks the steps before were made; None where nothing was trained.
+    """
 
     tokenizer: dict[str, Any] | None = None
     changed: tuple[Change, ...] = ()
     function: tuple[Change, ...] = ()
+    world: int | None = None
 
     @staticmethod
     def of(found: Reader | None, run: Run, allowed: Sequence[str]) -> Resumed:
@@ -35,7 +39,9 @@ class Resumed:
             check_moments(before, run, where=found.path.name)
         function = tuple(function_changes(before, run))
         retrained = any(change.key.startswith("data.") for change in function)
-        return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function)
+        d, trained = before.degrees, found.state["counters"]["step"] > 0
+        world = d.dp * d.pp * d.tp * d.sp if trained and d.dp != "auto" else None
+        return Resumed(None if retrained else found.state["tokenizer"], tuple(changes(before, run)), function, world)
 
     @staticmethod
     def begun(source: Reader, run: Run, allowed: Sequence[str]) -> Resumed:

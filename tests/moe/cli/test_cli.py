@@ -272,6 +272,8 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
         "profile": False,
         "grace_s": 600.0,
         "restarts": 0,
+        "elastic": None,
+        "smaller": [],
     }
     flags |= {"allow_changes": []}
     assert launched.pop() == ("switch_tiny", {}, flags | {"debug_collectives": True})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from moe.cli.main import main as command
@@ -42,6 +45,9 @@ class Clock:
         patch.setattr(restarts, "time", self)
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -213,8 +219,32 @@ def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypat
 
 
 def test_torchrun_says_that_it_started_ranks_again() -> None:
-    assert Restart.of({"TORCHELASTIC_RESTART_COUNT": "2"}) == Restart(2)
+    found = Restart.of({"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert found is not None and found.number == 2 and found.since == pytest.approx(psutil.Process(os.getppid()).create_time())
     assert Restart.of({"TORCHELASTIC_RESTART_COUNT": "0"}) is None and Restart.of({}) is None
+
+
+def test_an_older_runs_records_are_kept_where_the_first_life_died_before_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with records and no checkpoint: a life that was started again moves them aside, and the next one goes on with its own."""
+    home, out, write = trained.home(tmp_path, monkeypatch), tmp_path / "run", metrics.Records.write
+    recipe = trained.recipe(home, train={"steps": 2, "save_every": 0})
+    trained.train(recipe, out)
+    shutil.rmtree(out / "checkpoints")
+    older = (out / "metrics.jsonl").read_bytes()
+
+    def dies(self: metrics.Records, line: Any) -> None:
+        write(self, line)
+        raise RuntimeError("dies here")
+
+    since = time.time()
+    monkeypatch.setattr(metrics.Records, "write", dies)
+    with pytest.raises(RuntimeError, match="dies here"):  # of a run whose life 0 wrote nothing
+        trainer.train(recipe, out=out, world=World(), display=False, restart=Restart(1, "died", since))
+    assert (out / metrics.PREVIOUS).read_bytes() == older and len(trained.lines(out)) == 1
+    monkeypatch.setattr(metrics.Records, "write", write)
+    trainer.train(recipe, out=out, world=World(), display=False, restart=Restart(2, "died", since))
+    assert (out / metrics.PREVIOUS).read_bytes() == older
+    assert [(line["event"], line.get("redone_steps")) for line in trained.lines(out, "event")][0] == ("resumed", 1)
 
 
 def test_records_say_how_much_was_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

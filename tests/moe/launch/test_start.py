@@ -310,6 +310,14 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     code, lines = verdict({0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}, early, 2, 1, asked=signal.SIGTERM)
     assert code == 75 and "nothing is lost" in lines[0]
     assert verdict({0: {"exit": -2}}, [Rank(1, 5, ended_at=1.0, code=-2)], 2, 1, asked=signal.SIGINT)[0] == 130
+    # others may be in their first step already: they fail because this one has left, whether they were asked or not
+    first = {0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}, 1: {"exit": 1, "error": "rank 0 has left", "pid": 5, "of_all": True}}
+    for asked in (signal.SIGTERM, None):
+        code, lines = verdict(first, [Rank(1, 5, ended_at=1.0, code=1)], 2, 1, asked=asked)
+        assert code == 75 and "nothing is lost" in lines[0]
+    gone = [Rank(0, 4, ended_at=1.0, code=-2), Rank(1, 5, ended_at=1.1, code=1)]
+    assert verdict({1: first[1]}, gone, 2, 1, asked=signal.SIGINT)[0] == 130
+    assert verdict({1: first[1]}, gone, 2, 1)[0] == 1  # nobody asked for that
     # a rank that hung, or failed, is no early one: what it had trained may be lost
     assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, killed=True)[0] == 1
     failed = {0: {"exit": 1, "error": "ValueError", "pid": 4}}
@@ -330,6 +338,19 @@ def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Sig
         time.sleep(0.01)
     os.kill(pid, number)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+
+
+def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
+    """Forked before training, as data loaders are: it ends as it would by itself, says nothing in the rank's name, and the rank goes on."""
+    if not (pid := os.fork()):
+        with _early_signals([tmp_path], 0):
+            children = [os.fork() or time.sleep(60) for _ in range(2)]
+            for child, number in zip(children, (signal.SIGTERM, signal.SIGUSR1), strict=True):
+                os.kill(child, number)  # type: ignore[arg-type]
+            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]  # type: ignore[arg-type]
+            time.sleep(0.2)  # for the thread that listens
+            os._exit(0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and not (tmp_path / status.NAME).exists()
 
 
 def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -> None:

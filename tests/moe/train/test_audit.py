@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,14 @@ from moe.bench import corruption
 from moe.checks.together import check_run
 from moe.train import audit
 from moe.train.executor import Single
+from parallel import process
+from parallel.audit import Held, by_change, fingerprints
 from parallel.deterministic import deterministic
 from parallel.errors import BadInput, Ended
+from parallel.mesh import Degrees
+from parallel.process import World
 from tests.support import trained
+from tests.support.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize("fault", [f for f in corruption.FAULTS if "zero" not in f.layout and f.full >= 30], ids=str)
@@ -101,6 +107,41 @@ without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
     trained.train(recipe, home / "out", ranks=2)
     trained.train(recipe, home / "undisturbed", ranks=2)
     assert trained.losses(home / "out") == trained.losses(home / "undisturbed")
+
+
+def _audited(rank: int, spoilt: tuple[int, ...], folder: Path, dp: int) -> tuple[list[float], list[str], str]:
+    """An audit of one table that dp holds on both stages, as a tied embedding: what it is afterwards, what was told, the end."""
+    ranks, events = 2 * dp, list[dict[str, Any]]()
+    mesh = process.connect(Degrees(dp=dp, pp=2), World(rank, ranks, rank, ranks))
+    held = [Held("embedding", "weight", torch.arange(5.0), ("dp",) if dp > 1 else (), (0, 1))]
+    engine: Any = SimpleNamespace(copy_again=lambda: False)
+    auditor = audit.Auditor(engine, mesh, every=1, record=events.append, note=lambda _: None, checkpoints=folder)
+    auditor._held = lambda: held  # type: ignore[method-assign]
+    before, end = fingerprints(held), ""
+    if rank in spoilt:
+        held[0].tensor[2] = -1.0
+    try:
+        if dp > 1:
+            auditor.compare_copies(4, "before the step")
+        else:
+            auditor._settle(by_change(held, before, fingerprints(held), mesh), 4, "during the step")
+    except Ended as ended:
+        end = str(ended)
+    return held[0].tensor.tolist(), [event["found"] for event in events], end
+
+
+def test_a_table_on_two_stages_is_mended_within_a_stage_or_from_the_other(tmp_path: Path) -> None:
+    """Of three copies on a stage the odd one is mended, though all that it is told by the other stage is that they differ. What changed
+    during a step is taken from the stage where it has not. Where a whole stage is odd, nobody knows which one is right."""
+    right = torch.arange(5.0).tolist()
+    for rank in (1, 5):  # on the first stage, and on the last
+        place = f"weight of embedding on rank {rank}"
+        for tensor, found, end in run_on_ranks(_audited, 6, (rank,), tmp_path, 3):
+            assert tensor == right and len(found) == 1 and place in found[0] and end == ""
+    for tensor, found, end in run_on_ranks(_audited, 2, (0,), tmp_path, 1):
+        assert tensor == right and found == ["during the step: weight of embedding on rank 0"] and end == ""
+    ends = [end for _, _, end in run_on_ranks(_audited, 6, (0, 1, 2), tmp_path, 3)]
+    assert len(set(ends)) == 1 and "weight of embedding on ranks 0, 3" in ends[0] and "no copy is known to be intact" in ends[0]
 
 
 def test_two_deterministic_runs_are_equal_and_the_settings_are_put_back(home: Path) -> None:
