@@ -33,7 +33,8 @@ from moe.records.metrics import METRICS, read, whole_lines
 
 CLOSE = 1e-5  # relative; fp32 sums in another order
 _LONGEST_S = 240.0
-_AGENTS = {"train.steps": "400", "train.save_every": "20", "train.eval_every": "0"}
+_KEPT = {"train.keep": "9", "precision.compute": "fp32"}
+_AGENTS = {"train.steps": "3000", "train.save_every": "20", "train.eval_every": "0", "precision.compute": "fp32"}
 _NODES = ["--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_conf", "last_call_timeout=3"]
 
 
@@ -51,26 +52,25 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
 
 def _moe_train(home: Path, number: int) -> tuple[str, float]:
     out, by_hand, wanted = (home / f"{name}-{number}" for name in ("run", "by-hand", "undisturbed"))
-    kept = {"train.keep": "9"}
-    life = Life(home, out, kept, world=4)
+    life = Life(home, out, _KEPT, world=4)
     life.reach(4)
     life.send(signal.SIGTERM)
     life.end()
     shutil.copytree(out, by_hand)
     words = ["-m", "moe", "train", "switch_tiny", "--nproc", "4", "--restarts", "1", "--elastic", "2", "--out", str(out)]
-    with _started(home, words, kept, out.with_suffix(".log")) as process:
+    with _started(home, words, _KEPT, out.with_suffix(".log")) as process:
         killed: set[int] = set()
-        while len(killed) < 2 and process.poll() is None:  # one in each life on four
-            for rank in find_ranks(process.pid)[1:2]:
-                if rank.pid not in killed:
+        while len(killed) < 2 and process.poll() is None:  # rank 1 of each life on four
+            for rank in find_ranks(process.pid):
+                if rank.rank == 1 and rank.pid not in killed:
                     os.kill(rank.pid, signal.SIGKILL)
                     killed.add(rank.pid)
             time.sleep(0.1)
         at = time.time()
         code = process.wait(_LONGEST_S)
     problem = "" if code == 0 else f"the run ended with {code}"
-    problem = problem or whole(home, by_hand, kept | {"degrees.dp": "2", "degrees.ep": "2", "pipeline.microbatches": "2"})
-    problem = problem or whole(home, wanted, kept | {"degrees.ep": "1"}, world=1) or _unlike(out, wanted, worlds=[4, 2])
+    problem = problem or whole(home, by_hand, _KEPT | {"degrees.dp": "2", "degrees.ep": "2", "pipeline.microbatches": "2"})
+    problem = problem or whole(home, wanted, _KEPT | {"degrees.ep": "1"}, world=1) or _unlike(out, wanted, worlds=[4, 2])
     last = "checkpoints/step-" + TINY["train.steps"]
     if not problem and hashes(out / last) != hashes(by_hand / last):
         problem = "the last weights or moments are not those of the run that was resumed by hand"
@@ -107,6 +107,7 @@ def _started(home: Path, words: list[str], values: Mapping[str, str], log: Path)
     """A command under way, which does not outlive this."""
     overrides = [f"--{key}={value}" for key, value in (TINY | {"data.path": str(home / "text.txt")} | dict(values)).items()]
     env = os.environ | {"XDG_CACHE_HOME": str(home / "cache"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13 does not tell an agent that comes later where to meet
     with log.open("w") as file, subprocess.Popen([sys.executable, *words, *overrides], stdout=file, stderr=file, env=env) as process:
         try:
             yield process

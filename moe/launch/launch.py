@@ -148,13 +148,14 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
         return
     heard, told = os.pipe()
     os.set_blocking(told, False)
-    mine = [os.getpid()]
+    hears = [told]
 
-    def leave_to_parent() -> None:  # in a forked child, whose signals are its own: they would be heard as this process's
-        if mine:
-            signal.set_wakeup_fd(-1)
+    def hear(fd: int) -> None:  # a forked child's signals are its own, from its first moment: they would be heard as this process's
+        if hears:
+            with contextlib.suppress(ValueError):  # another thread than the main one forks
+                signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
-    os.register_at_fork(after_in_child=leave_to_parent)
+    os.register_at_fork(before=lambda: hear(-1), after_in_parent=lambda: hear(told), after_in_child=lambda: hear(-1))
 
     def listen() -> None:
         while number := os.read(heard, 1):
@@ -168,7 +169,7 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
     try:
         yield
     finally:
-        mine.clear()
+        hears.clear()
         signal.set_wakeup_fd(before)
         os.close(told)
 
@@ -192,7 +193,7 @@ def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run,
     if left == run:
         return run, origins
     if world.rank == 0:
-        print(f"--elastic: {world.size} processes of {elastic.size(run)}: {elastic.layout(left.resolve(world.size))}", flush=True)
+        print(f"--elastic: {world.size} of {elastic.size(run)} processes: {elastic.layout(left.resolve(world.size))}", flush=True)
     return left, origins | dict.fromkeys(("degrees.dp", "degrees.ep", "pipeline.microbatches"), elastic.ORIGIN)
 
 

@@ -39,6 +39,7 @@ READS_THE_ENVIRONMENT = {
     "moe/bench/hangs.py": "what a forked rank inherits, as from a launcher",
     "moe/bench/lives.py": "likewise",
     "moe/bench/restarts.py": "what it passes on to the command that it kills",
+    "moe/bench/elastic.py": "the same",
     "moe/bench/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {

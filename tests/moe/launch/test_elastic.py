@@ -203,7 +203,7 @@ def test_the_command_goes_on_with_fewer(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_losses_stay_those_of_the_run_that_lost_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """3 ranks with an expert each until step 3, then 2 with all: the losses of one process, and bit by bit the weights of a run that its user resumed."""
+    """3 ranks with an expert each until step 3, then 2 with all: one process's losses, and the weights of a run resumed by hand."""
     home = trained.home(tmp_path, monkeypatch)
     sizes = {"train": {"global_batch": 12, "eval_sequences": 12, "steps": 5}, "experts": {"num_experts": 3}, "degrees": {"dp": 3, "ep": 3}}
     run, out, by_hand = trained.recipe(home, **sizes), tmp_path / "run", tmp_path / "by hand"

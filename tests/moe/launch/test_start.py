@@ -61,13 +61,17 @@ if mode == "wordless":
 if mode == "teardown":
     (out / ".status" / f"{rank}.json").write_text(json.dumps({"exit": 0}))
     os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else os._exit(0)
+def found():
+    while not (out / f"found-{rank}").exists():
+        time.sleep(0.05)
+
 if mode == "exit3" and rank == 1:
-    time.sleep(1.0)  # long enough to be found
+    found()
     leave(3, "ValueError: three")
 if mode == "badinput":
     leave(2, "data.path: got a short text")
 if mode == "sigkill" and rank == 1:
-    time.sleep(1.0)
+    found()
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "waits":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -80,10 +84,13 @@ time.sleep(60)
 leave(1, "nobody stopped it")
 """
 
+# it looks at its ranks long after they have died: an exit code can be read from outside until a launcher has asked for it
 FAULTY_LAUNCHER = """
 import os, subprocess, sys, time
 ranks = [subprocess.Popen([sys.executable, "-m", *sys.argv[2:]], env=os.environ | {"RANK": str(r)}) for r in range(int(sys.argv[1]))]
 while any(rank.poll() is None for rank in ranks):
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    time.sleep(1.0)
     if any(rank.poll() not in (None, 0, 75) for rank in ranks):
         for rank in ranks:
             rank.kill()
@@ -95,11 +102,17 @@ import signal, sys
 from pathlib import Path
 from moe.launch import start
 
+def add(ranks, more):
+    known(ranks, more)
+    for rank in ranks:
+        (out / f"found-{rank.rank}").touch()
+
+known, start._add = start._add, add
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and that is inherited
 if sys.argv[2] == "faulty":
     start._command = lambda *_, module, **__: [sys.executable, sys.argv[3] + "/faulty.py", "2", module]
-mode, launcher, out = sys.argv[1:]
-sys.exit(start.start(mode, {"train.seed": "-1"}, nproc=2, launcher=launcher, out=Path(out), module="rank_program", grace_s=2.0))
+mode, launcher, out = *sys.argv[1:3], Path(sys.argv[3])
+sys.exit(start.start(mode, {"train.seed": "-1"}, nproc=2, launcher=launcher, out=out, module="rank_program", grace_s=2.0))
 """
 
 
