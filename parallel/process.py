@@ -69,7 +69,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
         return world
     except ValueError:
         needed = "whole numbers, each rank below the size of its world"
-        raise BadInput("RANK, WORLD_SIZE, LOCAL_RANK", got=values, needed=needed, fix="start with moe train --nproc N") from None
+        what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {values['rank'] or 0}"  # there may be no rank 0 that would say it for all
+        raise BadInput(what, got=values, needed=needed, fix="start with moe train --nproc N") from None
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:

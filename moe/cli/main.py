@@ -68,6 +68,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     if source is not None and not source.is_dir():
         needed, fix = "the folder of a run, or of one of its checkpoints", "--init_from runs/NAME"
         raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
+    out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
     _check_restarts(flags)
@@ -84,7 +85,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
             overrides,
             nproc=flags.nproc,
             launcher=launcher,
-            out=flags.out,
+            out=out,
             fresh=flags.fresh,
             allow_changes=allowed,
             hostfile=flags.hostfile,
@@ -104,7 +105,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     given = Arguments(
         flags.recipe,
         overrides,
-        out=flags.out,
+        out=out,
         fresh=flags.fresh,
         allow_changes=tuple(allowed),
         init_from=source,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput
+from parallel.files import user_path
 
 USAGE = (
     "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
@@ -87,10 +88,10 @@ def parse(argv: Sequence[str]) -> Arguments:
     return Arguments(
         recipe,
         overrides,
-        out=_path(last["--out"]),
+        out=_path(last, "--out"),
         fresh="--fresh" in alone,
         allow_changes=tuple(key.replace("-", "_") for key in given["--allow-change"]),
-        init_from=_path(last["--init-from"]),
+        init_from=_path(last, "--init-from"),
         cluster=last["--cluster"],
         force="--force" in alone,
         profile="--profile" in alone,
@@ -105,5 +106,6 @@ def _least(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+def _path(given: Mapping[str, str | None], name: str) -> Path | None:
+    text = given[name]
+    return None if text is None else user_path(text, what=name)

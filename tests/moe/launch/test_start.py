@@ -337,6 +337,23 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     assert verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
 
 
+@pytest.mark.parametrize("words", [["moe", "train"], ["moe", "train", "--nproc=2"], ["rank"]], ids=str)
+@pytest.mark.parametrize("folder", ["a" * 5000, "~nosuchuser/x"], ids=["long", "of nobody"])
+def test_a_run_folder_that_cannot_be_is_one_line(words: list[str], folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["switch_tiny", f"--out={folder}"]
+    assert (rank_main(given) if words == ["rank"] else cli.main([words[1], *given, *words[2:]])) == 2
+    assert re.fullmatch(r"error: --out: got .*\n", capsys.readouterr().err)
+
+
+def test_a_rank_beyond_its_world_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert rank_main(["switch_tiny", "--out", str(tmp_path / "run")]) == 2
+    assert re.fullmatch(r"error: RANK, WORLD_SIZE, LOCAL_RANK on rank 5: got .*\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """As in torch's store, which waits for the others minutes long: a mutex that is locked twice never returns."""
@@ -357,10 +374,15 @@ def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
     """Forked before training, as data loaders are: it ends as it would by itself, says nothing in the rank's name, and the rank goes on."""
     if not (pid := os.fork()):
         with _early_signals([tmp_path], 0):
-            children = [os.fork() or time.sleep(60) for _ in range(2)]
-            for child, number in zip(children, (signal.SIGTERM, signal.SIGUSR1), strict=True):
-                os.kill(child, number)  # type: ignore[arg-type]
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]  # type: ignore[arg-type]
+            codes = []
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                up, told = os.pipe()
+                if not (child := os.fork()):
+                    os.write(told, b".")  # Python drops a signal that comes while it forks
+                    time.sleep(60)
+                os.read(up, 1)
+                os.kill(child, number)
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             time.sleep(0.2)  # for the thread that listens
             os._exit(0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and not (tmp_path / status.NAME).exists()
