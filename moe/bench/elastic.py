@@ -34,7 +34,7 @@ from moe.records.metrics import METRICS, read, whole_lines
 CLOSE = 1e-5  # relative; fp32 sums in another order
 _LONGEST_S = 400.0
 _KEPT = {"train.keep": "9", "precision.compute": "fp32"}
-_AGENTS = {"train.steps": "1500", "train.save_every": "20", "train.eval_every": "0", "precision.compute": "fp32"}
+_AGENTS = {"train.steps": "1500", "train.save_every": "20", "train.eval_every": "0", "precision.compute": "fp32", "optimizer.lr": "1e-6"}
 _NODES = ["--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_conf", "last_call_timeout=3"]
 
 

@@ -147,9 +147,9 @@ def _elastic(flags: Train, run: Run, world: int, origins: dict[str, str]) -> tup
         raise BadInput("--elastic", got="it without --restarts", needed=needed, fix=f"--restarts 3 --elastic {flags.elastic}")
     whole = elastic.whole(run, world)
     check_for_user(run, world if run.degrees.dp == "auto" else elastic.size(whole), origins)
-    left = elastic.for_world(whole, world, least=flags.elastic)
     find = elastic.check_smaller if world == elastic.size(whole) else elastic.smaller
     smaller = find(whole, below=world, least=flags.elastic)
+    left = elastic.for_world(whole, world, least=flags.elastic)
     print(
         f"--elastic {flags.elastic}: where restarts do not help, it goes on with {elastic.listed(smaller)} of {world} processes", flush=True
     )
