@@ -7,9 +7,11 @@
 
     load         a recipe by name or path, with overrides          moe/recipe/load.py
     train        the whole loop; resumes where it stopped          moe/train/trainer.py
+    script       a script of your own, ended as a run is           moe/launch/launch.py
     verify       every layout against one process                  moe/verify/verify.py
     Transformer  the model, alone: no process group is needed      moe/model/transformer.py
     MoELayer     one MoE layer, for a model of your own            moe/experts/layer.py
+    Callback     your own code after steps, evaluations, saves     moe/train/callbacks.py
 
 Each is imported when it is first used, so that `import moe` takes no time and loads no torch.
 """
@@ -25,15 +27,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moe.experts.layer import MoELayer as MoELayer
+    from moe.launch.launch import script as script
     from moe.model.transformer import Transformer as Transformer
     from moe.recipe.load import load as load
+    from moe.train.callbacks import Callback as Callback
     from moe.train.trainer import train as train
     from moe.verify.verify import main as verify
 
 __version__ = "0.1.0"
-__all__ = ["MoELayer", "Transformer", "__version__", "load", "train", "verify"]
+__all__ = ["Callback", "MoELayer", "Transformer", "__version__", "load", "script", "train", "verify"]
 
-_HOME = {"MoELayer": "moe.experts.layer", "Transformer": "moe.model.transformer", "load": "moe.recipe.load"}
+_HOME = {
+    "Callback": "moe.train.callbacks",
+    "MoELayer": "moe.experts.layer",
+    "Transformer": "moe.model.transformer",
+    "load": "moe.recipe.load",
+    "script": "moe.launch.launch",
+}
 _CALLED = ("train", "verify")  # packages of this name: each can be called, and then does what its name says
 
 

@@ -75,6 +75,11 @@ class Saver:
         found, self._told = None if newest == self._told else newest, newest
         return found
 
+    @property
+    def known(self) -> int | None:
+        """The step of the newest checkpoint of this run that every rank knows to be there."""
+        return self._newest
+
     def leave(self) -> None:
         """Where the run fails: give what is on its way a while to be committed, without the other ranks."""
         if self._writer is not None:

@@ -12,7 +12,7 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
-from moe.recipe.sections import Model, Rope, Run
+from moe.recipe.sections import Data, Model, Rope, Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
@@ -282,6 +282,9 @@ def _check_data(run: Run) -> None:
         got = f"{run.model.document_separator} with model.document_mask=false"
         fix = "set model.document_mask to true, or leave model.document_separator out"
         raise BadInput("model.document_separator", got=got, needed="the mask that it is for", fix=fix)
+    if d.source == "given":
+        _check_given(d)
+        return
     if d.path is None and not d.sources:
         if d.source != "python_stdlib" or d.tokenizer == "ids":
             wants = f"data.source={d.source}" if d.source != "python_stdlib" else "data.tokenizer=ids"
@@ -291,6 +294,21 @@ def _check_data(run: Run) -> None:
         _check_path(f"data.sources[{number}].path", source.path)
     if d.path is not None:
         _check_path("data.path", d.path)
+
+
+def _check_given(d: Data) -> None:
+    """Samples of a user's program are ids already, and all that is read."""
+    if d.tokenizer == "bpe":
+        needed = "ids, which the samples are, or bytes"
+        raise BadInput(
+            "data.tokenizer", got="bpe with data.source=given", needed=needed, fix="set data.tokenizer to ids, and data.vocab_size"
+        )
+    for key, value in (("path", d.path), ("sources", d.sources)):
+        if value:
+            raise BadInput(f"data.{key}", got="it with data.source=given", needed="one of the two", fix=f"leave data.{key} out, or data=")
+    if d.objective != "next_token":
+        fix = "set data.objective to next_token"
+        raise BadInput("data.objective", got=f"{d.objective} with data.source=given", needed="next_token", fix=fix)
 
 
 def _check_path(key: str, given: str) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from moe.data.corpus import find_corpus
+from moe.data.given import GivenValidation, Stream, open_given
 from moe.data.ids import open_ids
 from moe.data.mixture import MixedTrain, MixedValidation
 from moe.data.order import Held, TrainSet, ValidationSet, Windows
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
-from moe.data.tokenizer import Tokenizer, load
+from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START
@@ -50,8 +51,8 @@ class Dataset:
     `key` is that of the text and of what the recipe says about it: runs with the same key see the same text.
     """
 
-    train: TrainSet | MixedTrain | CorruptedTrain
-    validation: ValidationSet | MixedValidation | CorruptedValidation
+    train: TrainSet | MixedTrain | CorruptedTrain | Stream
+    validation: ValidationSet | MixedValidation | CorruptedValidation | GivenValidation
     tokenizer: Tokenizer
     index: dict[str, Any]
     key: str
@@ -68,14 +69,18 @@ def open_data(
     verify: bool = False,
     log: Callable[[str], object] = print,
     as_key: Callable[[int], int] = int,
+    given: Any = None,
 ) -> Dataset:
     """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
     `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
     the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
-    wants one. `verify` also hashes token files that existed already; `as_key` as of Windows. Raises BadInput for an unusable path or text,
+    wants one. `verify` also hashes token files that existed already; `as_key` as of Windows; `given`: samples that a user's program makes
+    (moe/data/given.py), for data.source given. Raises BadInput for an unusable path or text,
     text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
     """
+    if data_config.source == "given" and data_config.path is None and not data_config.sources:
+        return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
     cache = cache or cache_folder()
     again = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
     if data_config.objective == "span_corruption":
@@ -103,6 +108,16 @@ def open_data(
         index=files.index,
         key=files.key,
     )
+
+
+def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]) -> Dataset:
+    if given is None:
+        needed = "the samples, which only the program has that trained with them"
+        raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")
+    tokenizer = Ids(data.vocab_size) if data.tokenizer == "ids" else Bytes()
+    share, ids = data.validation_share, tokenizer.vocab_size
+    found = open_given(given, max_length=max_length, vocab_size=ids, validation_share=share, seed=seed, say=log)
+    return Dataset(found.train, found.validation, tokenizer, {"key": found.key}, found.key)
 
 
 def _corrupted(made: Dataset, objective: SpanCorruption) -> Dataset:

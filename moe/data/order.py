@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +62,15 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+class Sequences(Protocol):
+    """Numbered sequences of max_length + 1 tokens."""
+
+    @property
+    def num_windows(self) -> int: ...
+
+    def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]: ...
+
+
 @dataclass(frozen=True)
 class Windows:
     """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
@@ -101,7 +111,7 @@ class Windows:
 class TrainSet:
     """The training sequences in the order of one seed, without end: epoch after epoch, each shuffled anew."""
 
-    windows: Windows
+    windows: Sequences
     seed: int
 
     @property

@@ -17,8 +17,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from moe.checks.advice import check_for_user
 from moe.launch import elastic, status
@@ -35,39 +36,63 @@ from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
 
 
+@dataclass
+class Life:
+    """What is known of a rank's run: its folder (nothing before that is known), the folders that were made for it, its recipe."""
+
+    place: list[Path] = field(default_factory=list)
+    made: list[Path] = field(default_factory=list)
+    run: Run | None = None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank from its arguments. Returns its exit code."""
+    return live(lambda life: _from_words(argv, life))
+
+
+def script(work: Callable[[], object]) -> NoReturn:
+    """Run a script's own code around `train`, and leave Python as `moe train` does: what a user can mend in one line, said once; the exit
+    codes of moe/launch/exit_codes.py; ranks that leave together.
+
+        script(lambda: train(run, callbacks=[Best()]))
+    """
+    sys.exit(live(lambda life: _carried_out(work)))
+
+
+def live(work: Callable[[Life], int]) -> int:
+    """One rank's life around `work`, which gives its exit code. Returns that, or the one for what was raised, which is said and left."""
     die_with_parent()
     use_extensions_dir()
     set_before_torch(os.environ)
     outlive_readers()
     number = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
     rank = int(number) if number.isdecimal() else 0  # anything else is refused below, in one line
-    place: list[Path] = []
-    with _early_signals(place, rank):
-        return _run(argv, rank, place)
+    life = Life()
+    with _early_signals(life.place, rank):
+        return _ended(work, life, rank)
 
 
-def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
-    """One rank's life. `place` gets the run's folder as soon as it is known. Returns the exit code."""
-    out: Path | None = None
-    run: Run | None = None
+def _from_words(argv: Sequence[str] | None, life: Life) -> int:
+    given = parse(list(sys.argv[1:] if argv is None else argv))
+    _refuse_fresh_again(given, os.environ)
+    if given.debug_collectives:
+        os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
+    run, origins = load(given.recipe, given.overrides)
+    if given.elastic is not None:
+        run, origins = _for_those_left(run, origins, given.elastic)
+    name = run_name(given.recipe)
+    out = given.out or Path("runs") / name
+    life.run, life.made = run, status.missing(out)
+    life.place.append(out)
+    return _train(run, origins, name, out, given)
+
+
+def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
+    """How `work` ended: said, left in the run's folder, and as an exit code."""
     error: str | None = None
-    code, made, of_all, repeats = FAILED, list[Path](), False, False
+    code, of_all, repeats = FAILED, False, False
     try:
-        words = list(sys.argv[1:] if argv is None else argv)
-        given = parse(words)
-        _refuse_fresh_again(given, os.environ)
-        if given.debug_collectives:
-            os.environ.setdefault(DEBUG, f"{TIMEOUT_S:g}")
-        run, origins = load(given.recipe, given.overrides)
-        if given.elastic is not None:
-            run, origins = _for_those_left(run, origins, given.elastic)
-        name = run_name(given.recipe)
-        out = given.out or Path("runs") / name
-        made = status.missing(out)
-        place.append(out)
-        code = _train(run, origins, name, out, given)
+        code = work(life)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
         if rank == 0 or "on rank" in error:
@@ -79,17 +104,17 @@ def _run(argv: Sequence[str] | None, rank: int, place: list[Path]) -> int:
     except KeyboardInterrupt:  # before training began; during it, a signal saves and stops
         code, error = INTERRUPTED, "interrupted"
     except BaseException as failure:  # whatever it was, the other ranks and the parent must learn of it
-        error = None if run is None else _did_not_fit(failure, run)
+        error = None if life.run is None else _did_not_fit(failure, life.run)
         if error is None:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         else:
             repeats = True
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-    if out is not None:
+    for out in life.place:
         status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
         if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
-            status.tidy(out, made)  # nobody started this process, so nobody waits to read it
+            status.tidy(out, life.made)  # nobody started this process, so nobody waits to read it
     return code
 
 
@@ -198,14 +223,15 @@ def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run,
 
 
 def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
-    from parallel import process, watchdog  # they import torch, so only after the recipe has been read
+    from parallel import process  # it imports torch, so only after the recipe has been read
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
-    from moe.train.trainer import Stopped, train
 
-    process.share_cores(world)
-    try:
+    def work() -> None:
+        from moe.train.trainer import train
+
+        process.share_cores(world)
         process.start(world, timeout_s=run.train.timeout_s, end=_last_word(out, world.rank))
         train(
             run,
@@ -221,6 +247,17 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
             restart=Restart.of(os.environ),
             profile=given.profile,
         )
+
+    return _carried_out(work)
+
+
+def _carried_out(work: Callable[[], object]) -> int:
+    """Train, and leave in good order: the exit code. Raises what ended the run on all ranks in the place of this rank's echo of it."""
+    from moe.train.trainer import Stopped
+    from parallel import process, watchdog
+
+    try:
+        work()
     except Stopped:
         return STOPPED
     except Exception as failure:

@@ -21,12 +21,14 @@ from parallel.data.ddp import DDP
 from parallel.data.dp import Replicas
 from parallel.data.engine import AdamW, Engine, Rule
 from parallel.data.offload import Offload
+from parallel.errors import BadInput
 from parallel.kfac.grafted import Curved, Grafted
 from parallel.kfac.kfac import Settings
 from parallel.layout import Layout
 from parallel.malloc import give_freed_memory_back
 from parallel.mesh import Mesh
 from parallel.optim.adafactor import Adafactor
+from parallel.optim.given import Factory, Given
 from parallel.optim.muon import Muon, Orientation
 from parallel.optim.sgd import Sgd
 from parallel.precision import DTYPES
@@ -52,9 +54,10 @@ def by_fsdp(run: Run) -> bool:
     return s.kind == "fsdp" or (s.kind == "zero" and (s.engine == "fsdp" or slow))
 
 
-def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    """The data-parallel kind that the recipe names, around the model. What carries out its passes is moe/train/executor.py. Collective."""
-    optimizer = optimizer_of(run.optimizer)
+def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Engine:
+    """The data-parallel kind that the recipe names, around the model; `rule`: a user's own optimizer. What carries out its passes is
+    moe/train/executor.py. Collective."""
+    optimizer = rule or optimizer_of(run.optimizer)
     if run.sharding.kind == "dp":
         first = next(model.parameters()).device
         apart = first.type == "cuda" and torch.cuda.device_count() >= run.sharding.replicas
@@ -62,16 +65,16 @@ def start_engine(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: M
         replicas = Replicas(model, devices=devices, scatter=scatter, gather=gather)
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer, forward=replicas)
     if run.sharding.kind == "ddp":
-        return _start_ddp(run, model, layouts, mesh)
+        return _start_ddp(run, model, layouts, mesh, optimizer)
     if by_fsdp(run):
         from parallel.data.fsdp import FSDP
 
         return FSDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
-    return _start_zero(run, model, layouts, mesh)
+    return _start_zero(run, model, layouts, mesh, optimizer)
 
 
-def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
-    optimizer, k = optimizer_of(run.optimizer), run.optimizer.kfac
+def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:
+    k = run.optimizer.kfac
     if run.optimizer.kind != "kfac":
         return DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer)
     settings = Settings(k.damping, k.ema, k.refresh_every, k.delay)
@@ -81,13 +84,13 @@ def _start_ddp(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mes
     return Curved(DDP(model, layouts=layouts, mesh=mesh, optimizer=optimizer), kfac)
 
 
-def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Engine:
+def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> Engine:
     """ZeRO by DeepSpeed's engine; stage 0 shards nothing and is DDP, and so are a pipeline's stages without replicas or offload."""
     assert isinstance(model, Transformer)
-    wide, optimizer, offload = DTYPES[run.precision.master], optimizer_of(run.optimizer), offload_of(run.sharding.offload)
+    wide, offload = DTYPES[run.precision.master], offload_of(run.sharding.offload)
     alone = mesh.axis("pp").size > 1 and mesh.axis("dp", "sp").size == 1
     if run.sharding.stage == 0 or (alone and offload.optimizer == "none"):
-        return _start_ddp(run, model, layouts, mesh)
+        return _start_ddp(run, model, layouts, mesh, optimizer)
     assert isinstance(optimizer, AdamW)
     kept = read_in_fp32(model)
     working = None if model.compute == wide else lambda name: wide if name in kept else model.compute
@@ -118,6 +121,35 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
     if s.kind == "sgd":
         return Sgd(s.sgd.momentum, s.sgd.nesterov, s.weight_decay, decays)
     return AdamW(betas, s.eps, s.weight_decay, decays)
+
+
+def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
+    """A user's own optimizer as a rule."""
+    return Given(factory, "optimizer", settings.lr, settings.weight_decay, decays)
+
+
+def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
+    """Refuse an optimizer whose state no checkpoint can hold, or whose steps of a parameter depend on what else a rank holds of it.
+
+    `layouts`: of the whole model, so that every rank finds the same. Raises BadInput for the first parameter.
+    """
+    for name, layout in layouts.items():
+        num_dims = len(layout.shape)
+        rule.kept(name, num_dims)
+        apart = {dim for dim in range(num_dims) if any(mesh.axis(axis).size > 1 for axis in layout.cut_by(dim))}
+        stacked = {0} if num_dims > 2 else set()  # experts, each by itself wherever it lies
+        if by_fsdp(run) or layout.tile is not None:
+            apart |= set(range(num_dims))
+        if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
+            experts = mixed == [0] and bool(stacked)
+            what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
+            fix = "step each expert by itself" if experts else "set sharding.kind to ddp, and degrees.tp, degrees.etp and tiling to 1"
+            raise BadInput(
+                "optimizer",
+                got=f"an optimizer whose steps of a part of {name} are not those of the whole",
+                needed=f"the same: {what}",
+                fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",
+            )
 
 
 _TABLES = ("embedding", "head")

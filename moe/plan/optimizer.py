@@ -1,6 +1,6 @@
 """Bytes that a recipe's optimizer keeps beside each parameter, without a model: of dense ones and of experts, on average.
 
-    adamw, kfac   8     two moments
+    adamw, kfac   8     two moments; a user's own is counted so, too
     sgd           4     a momentum
     muon          4     of matrices, 8 of embedding, head, gates and norms
     adafactor     4 (n + m) / (n m)     of an n x m matrix; 4 of a vector
@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
 def optimizer_bytes(run: Run) -> tuple[float, float]:
     """(of a dense parameter, of an expert's), each the mean over all of them."""
     kind, found = run.optimizer.kind, list(_matrices(run))
-    if kind in ("adamw", "kfac"):
+    if kind in ("adamw", "kfac", "given"):
         return 8.0, 8.0
     if kind == "sgd":
         return 4.0, 4.0

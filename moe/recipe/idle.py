@@ -48,7 +48,7 @@ def _check_optimizer(run: Run, nearness: Callable[[str], int]) -> None:
     """Refuse keys of the optimizer that its kind, its step or its schedule leaves unread."""
     o = run.optimizer
     adamw = "adamw, kfac or muon, which alone read it"
-    rows = [(key, "kind", o.kind in ("sgd", "adafactor"), adamw) for key in ("beta1", "beta2", "eps")]
+    rows = [(key, "kind", o.kind in ("sgd", "adafactor", "given"), adamw) for key in ("beta1", "beta2", "eps")]
     rows += [("min_lr_share", "schedule", o.schedule in ("inverse_sqrt", "constant"), "cosine, wsd or linear, which end at that share")]
     for key, decides, idle, needed in rows:
         value = getattr(o, key)

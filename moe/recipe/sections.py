@@ -370,7 +370,9 @@ class Source(Section):
 
 
 class Data(Section):
-    source: Literal["python_stdlib", "text", "jsonl"] = Field("python_stdlib", description="text and jsonl need path")
+    source: Literal["python_stdlib", "text", "jsonl", "given"] = Field(
+        "python_stdlib", description="text and jsonl need path; given: from Python, train(run, data=...)"
+    )
     path: str | None = Field(None, description="a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
     sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight}")
     text_key: str = Field("text", description="the field of a JSONL line, or the column of a table, that holds the text")
@@ -427,8 +429,9 @@ class Sgd(Section):
 class Optimizer(Section):
     """Which optimizer, its rate and its decay. No weight decay on norms, biases and the router."""
 
-    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd"] = Field(
-        "adamw", description="kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices"
+    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] = Field(
+        "adamw",
+        description="kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python",
     )
     lr: float = Field(1e-3, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from moe.data import CorruptedTrain, CorruptedValidation, Dataset, MixedTrain, MixedValidation, ValidationSet, open_data
+from moe.data.given import GivenValidation, Stream
+from moe.data.order import Windows
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import check_separator
 from moe.model.transformer import Transformer
@@ -145,9 +147,14 @@ def main(
 def _whole(data: Dataset) -> list[Text]:
     """Both parts of a text: nothing of it was trained on."""
     train = data.train.inner if isinstance(data.train, CorruptedTrain) else data.train
+    assert not isinstance(train, Stream), "samples are given to train() alone"
     trained = train.parts if isinstance(train, MixedTrain) else (train,)
     both = zip(trained, _parts(data), strict=True)
-    return _as_asked(data, [part for train, held in both for part in (ValidationSet(train.windows, held.bytes_per_id), held)])
+    texts: list[ValidationSet] = []
+    for train, held in both:
+        assert isinstance(train.windows, Windows)
+        texts += [ValidationSet(train.windows, held.bytes_per_id), held]
+    return _as_asked(data, texts)
 
 
 def _held_out(data: Dataset) -> list[Text]:
@@ -157,6 +164,7 @@ def _held_out(data: Dataset) -> list[Text]:
 
 def _parts(data: Dataset) -> list[ValidationSet]:
     held = data.validation.inner if isinstance(data.validation, CorruptedValidation) else data.validation
+    assert not isinstance(held, GivenValidation), "samples are given to train() alone"
     return list(held.parts) if isinstance(held, MixedValidation) else [held]
 
 

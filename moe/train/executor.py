@@ -29,7 +29,7 @@ from moe.recipe.sections import Run
 from moe.train.passes import Pass
 from parallel import watchdog
 from parallel.collectives import sum_over_all
-from parallel.data.engine import Engine
+from parallel.data.engine import Engine, Rule
 from parallel.kfac.fisher import Filler
 from parallel.kfac.grafted import Curved
 from parallel.layout import Layout
@@ -58,9 +58,10 @@ class Executor(Protocol):
         ...
 
 
-def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh) -> Executor:
-    """The data-parallel kind that the recipe names, around the model, and where it is cut into stages what carries them out. Collective."""
-    engine = start_engine(run, model, layouts, mesh)
+def start_executor(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Mesh, *, rule: Rule | None = None) -> Executor:
+    """The data-parallel kind that the recipe names, around the model, and where it is cut into stages what carries them out. `rule`: a
+    user's own optimizer. Collective."""
+    engine = start_engine(run, model, layouts, mesh, rule=rule)
     if mesh.axis("pp").size == 1:
         return Single(engine)
     return pipelined(run, engine, mesh, watchers=fillers(run, engine, mesh))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
@@ -12,6 +14,7 @@ from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
 from moe.train.audit import Auditor
+from moe.train.callbacks import Callbacks, Now
 from moe.train.executor import Executor
 from moe.train.prediction import Measured
 from moe.train.profile import Recording
@@ -55,6 +58,11 @@ class Job:
     recording: Recording | None = None
     auditor: Auditor | None = None  # of a rehearsal there is none
     schedules: dict[int, Schedule] = field(default_factory=dict)
+    callbacks: Callbacks | None = None  # of a rehearsal there are none
+    own_data: bool = False  # samples that a user's program makes: what it raises on one rank ends all of them
+    saved_at: int | None = None  # the step whose checkpoint was begun last
+    told_saved: int | None = None  # the step of the last one that callbacks know of
+    evaluated_at: int | None = None
 
     @property
     def engine(self) -> Engine:
@@ -63,3 +71,14 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         return self.saver.folder
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a callback has asked to stop, if one has."""
+        return None if self.callbacks is None else self.callbacks.stopped
+
+    def tell(self, event: str, record: Mapping[str, Any]) -> None:
+        """Call the callbacks. Collective where there are any."""
+        if self.callbacks is not None:
+            w = self.world
+            self.callbacks.call(event, Now(self.run, self.counters.step, record, w.rank, w.size, self.out, self.engine.module))

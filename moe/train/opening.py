@@ -24,14 +24,17 @@ from moe.records.redone import Restart, going_on
 from moe.records.title import title
 from moe.train import state
 from moe.train.audit import Auditor
+from moe.train.callbacks import Callbacks
 from moe.train.executor import Executor, start_executor
 from moe.train.job import Job
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
+from moe.train.own import Own
 from moe.train.place import make_writable, set_aside
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
 from moe.train.state import Counters
 from parallel import process
+from parallel.data.engine import Rule
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 from parallel.process import World
@@ -51,6 +54,7 @@ class Asked:
     display: bool
     init_from: Path | None
     restart: Restart | None
+    own: Own = Own()
 
     def say(self, line: str) -> None:
         """Print it, on the one rank that does."""
@@ -63,6 +67,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     world, out, first = asked.world, asked.out, asked.world.rank == 0
     make_writable(out, world)
     mesh = process.connect(run.mesh_degrees(), world)
+    callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
     found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say)
     source = None if asked.init_from is None or found is not None else state.source(asked.init_from, mesh, log=asked.say)
     resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
@@ -73,11 +78,12 @@ def open_job(run: Run, asked: Asked) -> Job:
         seed=run.train.seed,
         tokenizer=resumed.tokenizer,
         log=asked.say,
+        given=asked.own.data,
     )
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     prepare(run, asked.say)
-    executor = start_model(run, mesh, world)
+    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh))
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     if asked.fresh:
         set_aside(out / "checkpoints", world)
@@ -135,13 +141,29 @@ def open_job(run: Run, asked: Asked) -> Job:
         executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
     )
     return Job(
-        run, asked.name, out, world, mesh, executor, data, shard, records, progress, scale, rebalancer, saver, counters, auditor=auditor
+        run,
+        asked.name,
+        out,
+        world,
+        mesh,
+        executor,
+        data,
+        shard,
+        records,
+        progress,
+        scale,
+        rebalancer,
+        saver,
+        counters,
+        auditor=auditor,
+        callbacks=callbacks,
+        own_data=asked.own.data is not None,
     )
 
 
-def start_model(run: Run, mesh: Mesh, world: World) -> Executor:
-    """The model as this rank holds it, in its engine and with what carries out its passes. Collective."""
+def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None) -> Executor:
+    """The model as this rank holds it, in its engine and with what carries out its passes. `rule`: a user's own optimizer. Collective."""
     with during(WEIGHTS):
         model, layouts = build(run, mesh, device=world.device)
     with during(STATES):
-        return start_executor(run, model, layouts, mesh)
+        return start_executor(run, model, layouts, mesh, rule=rule)

@@ -24,7 +24,7 @@ def count(job: Job, norm: GradientNorm) -> None:
         c.skipped, c.in_a_row = c.skipped + 1, c.in_a_row + 1
 
 
-def record(job: Job, made: Made, seconds: float) -> None:
+def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     """The step's line in the records and on the display; `seconds` that it took."""
     run, c = job.run, job.counters
     numbers, norm, rate, scale = made
@@ -54,6 +54,7 @@ def record(job: Job, made: Made, seconds: float) -> None:
     }
     job.records.write(line)
     job.progress.step(line)
+    return line
 
 
 def _layer_line(layer: LayerNumbers) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from moe.recipe.sections import Run
 from moe.records.redone import Restart
 from moe.train import state
 from moe.train.advance import advance
+from moe.train.callbacks import Callback
 from moe.train.ending import finish
 from moe.train.energy_clocks import planned_clocks
 from moe.train.job import Job
 from moe.train.opening import Asked, open_job
+from moe.train.own import Own
 from moe.train.place import asked_to_stop, check_precision, settle_precision
 from moe.train.prediction import Measured, foretell
 from moe.train.profile import Recording, first_of_its_stage
@@ -33,6 +35,7 @@ from moe.train.validation import evaluate, was_evaluated
 from parallel import process, watchdog
 from parallel.deterministic import deterministic
 from parallel.lock import alone_in
+from parallel.optim.given import Factory
 from parallel.process import World
 
 
@@ -55,6 +58,9 @@ def train(
     init_from: Path | None = None,
     restart: Restart | None = None,
     profile: bool = False,
+    callbacks: Sequence[Callback] = (),
+    data: Any = None,
+    optimizer: Factory | None = None,
 ) -> dict[str, Any]:
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
@@ -62,17 +68,22 @@ def train(
     instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
     predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. `init_from`: another run, or one of
     its checkpoints, whose weights and tokenizer this one begins with. `restart`: that the run was started again without its user, for its
-    records. `profile`: record where a few steps' time goes. Raises BadInput before anything is written, and Stopped after a signal once
-    the state is saved.
+    records. `profile`: record where a few steps' time goes.
+
+    A user's own parts, the same on every rank: `callbacks` (moe/train/callbacks.py), `data`, samples instead of text (moe/data/given.py),
+    `optimizer`, a function of torch's parameter groups (parallel/optim/given.py).
+
+    Raises BadInput before anything is written, Stopped after a signal once the state is saved, and Ended where a callback raised.
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
+    run = (own := Own(tuple(callbacks), data, optimizer)).named_in(run)
     asked, run = run, check_run(run, world.size)
     process.start(world, timeout_s=run.train.timeout_s)
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
-    told = Asked(name, out, world, origins or {}, fresh, allow_changes, display, init_from, restart)
+    told = Asked(name, out, world, origins or {}, fresh, allow_changes, display, init_from, restart, own)
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
     with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
         return _train(run, told, predicted, profile)
@@ -88,7 +99,9 @@ def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -
         try:
             with planned_clocks(run, job.executor, job.mesh, told.world, note=job.progress.note):
                 _loop(job, asked)
-            return finish(job)
+            summary = finish(job)
+            job.tell("on_train_end", summary)
+            return summary
         finally:
             if job.recording is not None:
                 job.recording.close()
@@ -100,9 +113,10 @@ def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters, began = job.run, job.counters, job.counters.step
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
+    job.tell("on_train_begin", {})
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
-        evaluate(job)
-    while counters.step < run.train.steps:
+        job.tell("on_evaluate", evaluate(job))
+    while counters.step < run.train.steps and job.stopped is None:
         started = time.perf_counter()
         watchdog.enter("starting the step", step=counters.step + 1, patience=watchdog.FIRST if began == counters.step else 1.0)
         made = advance(job, asked) if job.recording is None else job.recording.of(lambda: advance(job, asked))
@@ -110,19 +124,35 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         seconds = (time.perf_counter() - started) / len(made)
         for one in made:
             count(job, one.norm)
-            record(job, one, seconds)
+            line = record(job, one, seconds)
             refuse_endless_skips(job, one.norm)
             job.rebalancer.after_step(one.numbers, step=counters.step, updates=counters.updates, record=job.records.write)
+            job.tell("on_step_end", line)
         _record_saved(job)
-        last, flags = counters.step == run.train.steps, made[-1].numbers.flags
+        last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         if last or due(run.train.save_every) or flags:
             _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
         if last or due(run.train.eval_every):
-            evaluate(job)
+            job.tell("on_evaluate", evaluate(job))
+        if job.stopped is not None:
+            _end_early(job)
         if flags and not last:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
             job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
             raise Stopped
+
+
+def _end_early(job: Job) -> None:
+    """A callback asked to stop: what its moment left undone of a run's end is done now."""
+    step = job.counters.step
+    if job.saved_at != step:
+        _save(job, wait=True)
+    job.saver.settle()
+    _tell_saved(job)
+    if job.evaluated_at != step:
+        evaluate(job)
+    job.records.write({"kind": "event", "event": "stopped", "step": step, "by": job.stopped})
+    job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
 
 
 def _save(job: Job, *, wait: bool) -> None:
@@ -140,12 +170,27 @@ def _save(job: Job, *, wait: bool) -> None:
     )
     job.saver.settle()
     _record_saved(job)
+    _tell_saved(job)
     (job.saver.save if wait or job.run.train.save_mode == "sync" else job.saver.begin)(**parts)
+    job.saved_at = job.counters.step
     watchdog.enter("after saving", patience=1.0)
     _record_saved(job)
+    _tell_saved(job)
 
 
 def _record_saved(job: Job) -> None:
     step = job.saver.news()
     if step is not None:
-        job.records.write({"kind": "event", "event": "saved", "step": step, "path": str(job.checkpoints / f"step-{step}")})
+        job.records.write(_saved(job, step))
+
+
+def _tell_saved(job: Job) -> None:
+    """Callbacks learn of a checkpoint when every rank knows of it: rank 0 may before."""
+    step = job.saver.known
+    if step is not None and step != job.told_saved:
+        job.told_saved = step
+        job.tell("on_save", _saved(job, step))
+
+
+def _saved(job: Job, step: int) -> dict[str, Any]:
+    return {"kind": "event", "event": "saved", "step": step, "path": str(job.checkpoints / f"step-{step}")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -14,19 +15,23 @@ from parallel import watchdog
 from parallel.collectives import max_over
 
 
-def evaluate(job: Job, *, record: bool = True) -> None:
-    """Evaluate at this step; `record`: write it down too. Collective."""
+def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
+    """Evaluate at this step; `record`: write it down too. The line of it. Collective."""
     run = job.run
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
     held = job.data.validation.held(shard)
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
     loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
-    job.evaluated = {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token}
+    job.evaluated_at, job.evaluated = (
+        job.counters.step,
+        {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token},
+    )
     line = {"kind": "eval", "step": job.counters.step, "time": time.time()} | job.evaluated
     if record:
         job.records.write(line)
     job.progress.evaluation(line)
+    return line
 
 
 def was_evaluated(job: Job) -> bool:

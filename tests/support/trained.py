@@ -28,7 +28,7 @@ from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.records import metrics
 from moe.train import ending, trainer
-from parallel.errors import BadInput
+from parallel.errors import BadInput, Ended
 from parallel.process import World
 from parallel.stored import Reader
 from tests.support.ranks import run_on_ranks
@@ -102,8 +102,10 @@ def train(
     forked: bool = False,
     init_from: Path | None = None,
     profile: bool = False,
+    own: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> list[Any]:
-    """Each rank's summary, "stopped", or the text of its BadInput. One rank trains in this process unless `forked` or `before`."""
+    """Each rank's summary, "stopped", or the text of its BadInput or of what ended all. One rank trains in this process unless `forked` or
+    `before`. `own`: a rank's callbacks, data and optimizer."""
 
     def work(rank: int) -> Any:
         if before is not None:
@@ -111,10 +113,10 @@ def train(
         try:
             world = World(rank, ranks, rank, ranks)
             options: dict[str, Any] = {"fresh": fresh, "allow_changes": allow_changes, "init_from": init_from, "profile": profile}
-            return trainer.train(run, out=out, world=world, display=False, **options)
+            return trainer.train(run, out=out, world=world, display=False, **options, **own(rank))
         except trainer.Stopped:
             return STOPPED
-        except BadInput as bad:
+        except (BadInput, Ended) as bad:
             return str(bad)
 
     return [work(0)] if ranks == 1 and not forked and before is None else run_on_ranks(work, ranks, timeout_s=90)

@@ -1,0 +1,230 @@
+"""Samples that a user's program makes, instead of text: `train(run, data=...)`.
+
+    indexable    len(samples), samples[i]       shuffled by the seed, epoch after epoch, as windows of a text are
+    iterable     for ids in samples             in its own order, and again from its beginning where it ends
+
+A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row with "input_ids"; what is shorter is padded,
+and padding is neither predicted nor routed. Which samples a step reads is a function of the step for both, so a resumed run and any number
+of ranks read the same. Every rank has to be given all samples, and reads those of its own: an iterable's others it reads and drops, and
+a resumed run reads through it up to its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe.data.order import Held, TrainSet
+from moe.data.token_shard import TokenShard
+from parallel.errors import BadInput
+
+PADDING = -100  # moe/nn/vocabulary.py's, which imports torch
+_LOOKED_AT = 8  # samples by which data is told from other data
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """An indexable source in the place of a text's windows (moe/data/order.py). `first`, `count`: the run of it that is read."""
+
+    source: Any
+    max_length: int
+    vocab_size: int
+    name: str
+    first: int
+    count: int
+
+    @property
+    def num_windows(self) -> int:
+        return self.count
+
+    def read(self, windows: Ints, columns: Ints | None = None) -> Ints:
+        """Samples by number [n] -> ids [n, max_length + 1] int64, or these columns of them. Raises BadInput, naming the sample."""
+        rows = np.stack([self._row(self.first + int(number)) for number in windows]) if len(windows) else self._none()
+        return rows if columns is None else rows[:, columns]
+
+    def _row(self, number: int) -> Ints:
+        what = f"data, sample {number} of {self.name}"
+        try:
+            sample = self.source[number]
+        except Exception as error:
+            raise BadInput(what, got=_said(error), needed="its ids", fix="mend what makes it") from error
+        return row(sample, what=what, max_length=self.max_length, vocab_size=self.vocab_size)
+
+    def _none(self) -> Ints:
+        return np.empty((0, self.max_length + 1), dtype=np.int64)
+
+
+@dataclass
+class Stream:
+    """An iterable's samples in its own order, without end. It knows how far it has read."""
+
+    source: Any
+    max_length: int
+    vocab_size: int
+    say: Callable[[str], object]
+    _rows: Iterator[Any] = field(default_factory=lambda: iter(()))
+    _at: int = -1  # samples read so far; -1: not begun
+    _read: int = 0  # of this time through
+
+    def batch(self, step: int, shard: TokenShard) -> Ints:
+        """One rank's part of step `step` (the first is 0), int64 of the shard's shape."""
+        first = step * shard.num_sequences
+        if self._at != first:
+            if first:
+                self.say(f"data: reads {first:,} samples again, up to where the run stopped")
+            self._begin()
+            for _ in range(first):
+                self._next()
+        batch = [self._next() for _ in range(shard.num_sequences)]
+        mine = batch[shard.sequences.start : shard.sequences.stop]
+        return np.stack([self._row(at, sample) for at, sample in enumerate(mine, first + shard.sequences.start)])[:, shard.columns]
+
+    def _row(self, number: int, sample: Any) -> Ints:
+        return row(sample, what=f"data, sample {number} of train", max_length=self.max_length, vocab_size=self.vocab_size)
+
+    def _begin(self) -> None:
+        if self._at >= 0 and iter(self.source) is self.source:
+            raise BadInput(
+                "data", got="an iterator that was read already", needed="one from its beginning", fix="give what iter() makes it of"
+            )
+        self._rows, self._at, self._read = iter(self.source), 0, 0
+
+    def _next(self) -> Any:
+        while True:
+            try:
+                found = next(self._rows)
+            except StopIteration:
+                self._again()
+                continue
+            except Exception as error:
+                raise BadInput(f"data, sample {self._at} of train", got=_said(error), needed="its ids", fix="mend what makes it") from error
+            self._at, self._read = self._at + 1, self._read + 1
+            return found
+
+    def _again(self) -> None:
+        if not self._read:
+            raise BadInput("data", got="an iterable without samples", needed="at least one", fix="give one that has some")
+        if iter(self.source) is self.source:
+            got = f"an iterator that ended after {self._at:,} samples"
+            raise BadInput(
+                "data", got=got, needed="train.steps * train.global_batch of them", fix="give what iter() makes it of, or lower train.steps"
+            )
+        self._rows, self._read = iter(self.source), 0
+
+
+@dataclass(frozen=True)
+class GivenValidation:
+    """Held-out samples: the same in every evaluation, spread evenly. An id counts as a byte."""
+
+    windows: Samples
+
+    def held(self, shard: TokenShard) -> Held:
+        """One rank's part of as many samples; where there are fewer, they come again, each about as often as the others."""
+        chosen = np.arange(shard.num_sequences, dtype=np.int64) * self.windows.count // shard.num_sequences
+        return Held(self.windows.read(chosen[shard.sequences.start : shard.sequences.stop], shard.columns), 1.0)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What data was given: both sides, and by what it is told from other data."""
+
+    train: TrainSet | Stream
+    validation: GivenValidation
+    key: str
+
+
+def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share: float, seed: int, say: Callable[[str], object]) -> Given:
+    """Samples, or {"train": samples, "validation": samples}. Raises BadInput for what is neither, or too few."""
+    sides = dict(given) if isinstance(given, Mapping) else {"train": given}
+    if "train" not in sides or sides.keys() - {"train", "validation"}:
+        needed, fix = "train, and validation if there is one", 'write {"train": samples, "validation": samples}'
+        raise BadInput("data", got=f"a dict of {', '.join(map(str, sides)) or 'nothing'}", needed=needed, fix=fix)
+    train, held = sides["train"], sides.get("validation")
+    lengths = {name: _length(name, side) for name, side in sides.items() if side is not None}
+
+    def samples(name: str, source: Any, first: int, count: int) -> Samples:
+        return Samples(source, max_length, vocab_size, name, first, count)
+
+    if held is not None:
+        if lengths["validation"] is None:
+            needed = "len() and []: each evaluation reads the same samples"
+            raise BadInput("data, validation", got=f"a {type(held).__name__}", needed=needed, fix="give a list of samples")
+        validation = samples("validation", held, 0, lengths["validation"])
+    count = lengths["train"]
+    if count is None:
+        if held is None:
+            got, fix = f"a {type(train).__name__}, which has no len() and []", 'give {"train": it, "validation": a list of samples}'
+            raise BadInput("data", got=got, needed="samples to hold out for validation", fix=fix)
+        key = _key(type(train).__qualname__, [], validation)
+        return Given(Stream(train, max_length, vocab_size, say), GivenValidation(validation), key)
+    if held is None:
+        kept_back = max(1, round(count * validation_share))
+        if count < 2:
+            raise BadInput("data", got=f"{count} samples", needed="at least 2, of which one is held out", fix="give more")
+        count -= kept_back
+        validation = samples("train", train, count, kept_back)
+    inside = samples("train", train, 0, count)
+    some = [inside.read(np.array([at * (count - 1) // (_LOOKED_AT - 1)])) for at in range(_LOOKED_AT)]
+    return Given(TrainSet(inside, seed), GivenValidation(validation), _key(f"{count}", some, validation))
+
+
+def _length(name: str, side: Any) -> int | None:
+    """How many samples an indexable source has; None for an iterable. Raises BadInput for what is neither, or has none."""
+    if hasattr(side, "__getitem__") and hasattr(side, "__len__") and not isinstance(side, str | bytes | Mapping):
+        count = len(side)
+        if count < 1:
+            raise BadInput(f"data, {name}", got="no samples", needed="at least one", fix="give some")
+        return count
+    if not hasattr(side, "__iter__") or isinstance(side, str | bytes | Mapping):
+        needed = "samples: len() and [], or what can be iterated"
+        raise BadInput(f"data, {name}", got=f"a {type(side).__name__}", needed=needed, fix="give for example a list of lists of ids")
+    if hasattr(side, "dataset") and hasattr(side, "batch_size"):
+        fix = f"give the set that it loads: data={type(side).__name__}(...).dataset"
+        raise BadInput(f"data, {name}", got=f"a {type(side).__name__}, which makes batches", needed="samples, one sequence each", fix=fix)
+    return None
+
+
+def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
+    """A sample as ids [max_length + 1] int64, with PADDING behind. Raises BadInput for anything else."""
+    if isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__")):
+        if "input_ids" not in sample:
+            raise BadInput(
+                what, got=f"a row of {', '.join(map(str, sample.keys()))}", needed="ids, or a row with input_ids", fix="name them so"
+            )
+        sample = sample["input_ids"]
+    try:
+        ids = np.asarray(sample)
+    except Exception as error:
+        raise BadInput(what, got=_said(error), needed="a list of ids", fix="give what numpy can read as one") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        got = f"numbers of shape {list(ids.shape)} and {ids.dtype}" if ids.dtype.kind in "iufb" else f"a {type(sample).__name__}"
+        fix = "give one sequence of token ids for each sample" + (", not a batch of them" if ids.ndim == 2 else "")
+        raise BadInput(what, got=got, needed="whole numbers in one dimension", fix=fix)
+    if not 2 <= len(ids) <= max_length + 1:
+        fix = f"cut it, or set model.max_length to {len(ids) - 1}" if len(ids) > 1 else "leave it out: nothing is predicted in it"
+        raise BadInput(what, got=f"{len(ids)} ids", needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        fix = "give ids of the vocabulary" if wrong < 0 else f"set data.vocab_size to at least {wrong + 1}"
+        raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
+    found = np.full(max_length + 1, PADDING, dtype=np.int64)
+    found[: len(ids)] = ids
+    return found
+
+
+def _key(about: str, some: list[Ints], validation: Samples) -> str:
+    digest = hashlib.sha256(f"given {about} {validation.count}".encode())
+    for rows in (*some, validation.read(np.array([0]))):
+        digest.update(rows.tobytes())
+    return digest.hexdigest()[:24]
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,56 @@
+"""The parts of a run that its user's program brings, as objects: callbacks, samples instead of text, an optimizer.
+
+A recipe says that they are there, `data.source: given` and `optimizer.kind: given`, so that a run's folder tells what it was trained with
+and a start without them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe.parallelize.build import whole_layouts
+from moe.parallelize.engines import check_given, given_of
+from moe.recipe.sections import Run
+from moe.train.callbacks import Callback, check
+from parallel.errors import BadInput
+from parallel.mesh import Mesh
+from parallel.optim.given import Factory, Given
+
+GIVEN = "given"
+
+
+@dataclass(frozen=True)
+class Own:
+    """`data`: as of moe/data/given.py; `optimizer`: as of parallel/optim/given.py."""
+
+    callbacks: Sequence[Callback] = ()
+    data: Any = None
+    optimizer: Factory | None = None
+
+    def named_in(self, run: Run) -> Run:
+        """The run that says what is given. Raises BadInput where it says so and nothing is, or says something else as well."""
+        check(self.callbacks)
+        rows = (("data.source", "data", self.data, run.data.source), ("optimizer.kind", "optimizer", self.optimizer, run.optimizer.kind))
+        for key, argument, value, said in rows:
+            section, name = key.split(".")
+            if value is None and said == GIVEN:
+                needed = f"it from Python: train(run, {argument}=...)"
+                raise BadInput(key, got=GIVEN, needed=needed, fix=f"start the script that gives it, or set {key} to another one")
+            if value is None:
+                continue
+            default = type(getattr(run, section)).model_fields[name].default
+            if said not in (GIVEN, default):
+                got = f"{said}, and train(run, {argument}=...) as well"
+                raise BadInput(key, got=got, needed="one of the two", fix=f"leave {key} out, or {argument}=")
+            run = run.model_copy(update={section: getattr(run, section).model_copy(update={name: GIVEN})})
+        return run
+
+    def rule(self, run: Run, mesh: Mesh) -> Given | None:
+        """The optimizer, tried on small parameters with every name of the model's. Raises BadInput, on every rank alike."""
+        if self.optimizer is None:
+            return None
+        rule = given_of(run.optimizer, self.optimizer)
+        check_given(rule, run, whole_layouts(run), mesh)
+        return rule

@@ -1,0 +1,158 @@
+"""An optimizer that a user's program makes: what must be known of it is found by trying it on small parameters of the same names.
+
+    factory([{"params": [...], "names": [...], "weight_decay": 0.1, "lr": 0.001}, ...])  ->  a torch.optim.Optimizer
+
+    three steps                             == two steps, its state into a new one, one step      a checkpoint can hold it
+    of a stack of experts                   == of each expert by itself                           experts may lie anywhere
+    of a matrix                             == of its upper and its lower part, ...               parts of it may lie apart (fsdp, tp, etp)
+
+What is kept of a parameter must have its shape: that is what checkpoints cut and put together for any layout. The rate is set before
+each step, as for every other kind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.data.engine import Kept, Rule
+from parallel.data.load import fill_stepped
+from parallel.data.whole import Whole
+from parallel.errors import BadInput
+
+Groups = list[dict[str, Any]]
+Factory = Callable[[Groups], torch.optim.Optimizer]
+_SIZES = (2, 3, 5)  # of small parameters, the last ones of as many dims: unequal, so that a state of another shape shows
+_STEPS, _CLOSE = 3, 1e-5
+
+
+@dataclass
+class Given(Rule):
+    """`key`: what names the factory in a line about it; `lr`: of the first group lists, the recipe's."""
+
+    factory: Factory
+    key: str
+    lr: float
+    weight_decay: float
+    decays: Callable[[str, Tensor], bool]
+    _kept: dict[tuple[str, int], Kept] = field(default_factory=dict)
+    _cuts: dict[tuple[str, int], frozenset[int]] = field(default_factory=dict)
+
+    def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
+        held = list(parameters)
+        names = {id(parameter): name for name, parameter in held}
+        made = super().groups(held)
+        return [group | {"names": [names[id(p)] for p in group["params"]], "lr": self.lr} for group in made]
+
+    def build(self, groups: Groups, wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
+        """Raises BadInput for a factory that fails, or gives anything but an optimizer of all these parameters, and of no others."""
+        asked = {id(p) for group in groups for p in group["params"]}
+        rates = [group["lr"] for group in groups]
+        try:
+            made = self.factory(groups)
+        except Exception as error:
+            raise self._refused(f"{type(error).__name__}: {error}") from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise self._refused(f"a {type(made).__name__}")
+        held = [id(p) for group in made.param_groups for p in group["params"]]
+        if sorted(held) != sorted(asked):
+            raise self._refused(
+                f"an optimizer of {len(held)} parameters where there are {len(asked)}", "one that steps every parameter once"
+            )
+        if any(rate not in rates for rate in (group["lr"] for group in made.param_groups)):
+            fix = "set optimizer.lr, and leave lr out of the groups"
+            raise BadInput(
+                self.key, got="a group with a rate of its own", needed="the recipe's rate, which is set before each step", fix=fix
+            )
+        return made
+
+    def kept(self, name: str, num_dims: int) -> Kept:
+        """Of a parameter of this name, by trying it. Raises BadInput for what a checkpoint cannot hold, or would not go on from."""
+        at = name, num_dims
+        if at not in self._kept:
+            self._kept[at] = self._tried(name, num_dims)
+        return self._kept[at]
+
+    def cuts(self, name: str, num_dims: int) -> frozenset[int]:
+        """The dims along which parts of the parameter get the steps of the whole."""
+        at = name, num_dims
+        if at not in self._cuts:
+            whole = _small(num_dims)
+            stepped = self._stepped(name, whole)[0]
+            self._cuts[at] = frozenset(
+                dim
+                for dim in range(num_dims)
+                if _equal(torch.cat([self._stepped(name, whole, dim, part)[0] for part in _parts(whole.shape[dim])], dim), stepped)
+            )
+        return self._cuts[at]
+
+    def _tried(self, name: str, num_dims: int) -> Kept:
+        whole = _small(num_dims)
+        kept: dict[str, int | None] = {}
+        through, optimizer, parameter = self._stepped(name, whole)
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if kind == "step" or value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.is_floating_point():
+                got = (
+                    f"{kind}, a tensor {list(value.shape)} of {value.dtype}"
+                    if isinstance(value, Tensor)
+                    else f"{kind}, a {type(value).__name__}"
+                )
+                needed = (
+                    f"floating-point tensors of the parameter's shape {list(parameter.shape)}, which checkpoints can cut for any layout"
+                )
+                raise BadInput(
+                    self.key, got=f"an optimizer that keeps {got}, of {name}", needed=needed, fix="keep tensors of that shape, and `step`"
+                )
+            kept[kind] = None
+        if not _equal(self._stepped(name, whole, again=kept)[0], through):
+            needed = "what it goes on with in optimizer.state, a tensor of the parameter's shape for each name, and `step`"
+            fix = "keep nothing in the groups or in the object, and torch's state_dict in the form of torch.optim"
+            raise BadInput(self.key, got=f"an optimizer whose state does not say how it goes on, of {name}", needed=needed, fix=fix)
+        return kept
+
+    def _stepped(
+        self, name: str, whole: Tensor, dim: int = 0, part: slice = slice(None), *, again: Kept | None = None
+    ) -> tuple[Tensor, torch.optim.Optimizer, nn.Parameter]:
+        """A part of a small parameter after a few steps; `again`: with what is kept put into a new optimizer before the last one."""
+        at = (slice(None),) * dim + (part,)
+        parameter = nn.Parameter(whole[at].clone())
+        optimizer = self.build(self.groups([(name, parameter)]))
+        for step in range(_STEPS):
+            if again is not None and step == _STEPS - 1:
+                state = {kind: copy.deepcopy(optimizer.state[parameter].get(kind)) for kind in again}
+                left = {"weight": parameter.detach().clone()} | {k: v for k, v in state.items() if v is not None}
+                parameter = nn.Parameter(parameter.detach().clone())
+                optimizer = self.build(self.groups([(name, parameter)]))
+                fill_stepped(parameter, optimizer, lambda kind, box: left[kind][box], kept=again, steps=step)  # noqa: B023
+            parameter.grad = torch.sin(whole * (step + 2))[at].clone()
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise self._refused(f"an optimizer whose step() raised {type(error).__name__}: {error}") from error
+        return parameter.detach(), optimizer, parameter
+
+    def _refused(self, got: str, needed: str = "a function of torch's parameter groups that returns a torch.optim.Optimizer") -> BadInput:
+        fix = "for example: lambda groups: torch.optim.RMSprop(groups)"
+        return BadInput(self.key, got=got, needed=needed, fix=fix)
+
+
+def _small(num_dims: int) -> Tensor:
+    sizes = _SIZES[-num_dims:] if num_dims else ()
+    return torch.cos(torch.arange(float(torch.Size(sizes).numel())) + 1).reshape(sizes)
+
+
+def _parts(size: int) -> list[slice]:
+    return [slice(0, 1), slice(1, size)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE)

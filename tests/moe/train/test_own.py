@@ -1,0 +1,326 @@
+"""A user's own callbacks, samples and optimizer in a run: what they see is what the records have, what they give is what is trained with,
+and what one rank's raises ends all ranks, in one line.
+
+Plain twins: windows of a text given as samples train as the text does; torch's AdamW as a factory as `optimizer.kind: adamw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe import Callback
+from moe.data import open_data
+from moe.recipe.sections import Run
+from moe.train.callbacks import Now
+from parallel.stored import Reader
+from tests.support import trained
+
+
+class Listens(Callback):
+    """Keeps every call in a list, as (event, step, record)."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, dict[str, Any]]] = []
+
+    def on_train_begin(self, now: Now) -> None:
+        self.heard.append(("begin", now.step, dict(now.record)))
+
+    def on_step_end(self, now: Now) -> None:
+        self.heard.append(("step", now.step, dict(now.record)))
+
+    def on_evaluate(self, now: Now) -> None:
+        self.heard.append(("evaluate", now.step, dict(now.record)))
+
+    def on_save(self, now: Now) -> None:
+        assert Reader(Path(now.record["path"])).state["counters"]["step"] == now.record["step"], "it is whole"
+        self.heard.append(("save", now.record["step"], dict(now.record)))
+
+    def on_train_end(self, now: Now) -> None:
+        self.heard.append(("end", now.step, dict(now.record)))
+
+
+def sparse(home: Path, **sections: dict[str, Any]) -> Run:
+    return trained.recipe(home, **sections)
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_every_moment_is_told_once_with_what_the_records_have(mode: str, home: Path, tmp_path: Path) -> None:
+    listens = Listens()
+    run = sparse(home, train={"steps": 4, "eval_every": 2, "save_every": 2, "save_mode": mode})
+    (summary,) = trained.train(run, tmp_path / "run", own=lambda rank: {"callbacks": [listens]})
+    order = [(event, step) for event, step, _ in listens.heard if event != "save"]
+    steps = [("step", 1), ("step", 2), ("evaluate", 2), ("step", 3), ("step", 4), ("evaluate", 4)]
+    assert order == [("begin", 0), *steps, ("end", 4)]
+    assert [step for event, step, _ in listens.heard if event == "save"] == [2, 4]
+    kept = {kind: [line for line in trained.lines(tmp_path / "run", kind)] for kind in ("train", "eval")}
+    assert [r["loss"] for e, _, r in listens.heard if e == "step"] == [line["loss"] for line in kept["train"]]
+    assert [r["validation_loss"] for e, _, r in listens.heard if e == "evaluate"] == [line["validation_loss"] for line in kept["eval"]]
+    assert listens.heard[-1][2] == summary
+
+
+class Stops(Callback):
+    """On one rank asks to stop after a step, or an evaluation."""
+
+    def __init__(self, rank: int, event: str, step: int) -> None:
+        self.rank, self.event, self.step = rank, event, step
+
+    def _at(self, event: str, now: Now) -> None:
+        if (now.rank, event, now.step) == (self.rank, self.event, self.step):
+            now.stop("enough")
+
+    def on_step_end(self, now: Now) -> None:
+        self._at("step", now)
+
+    def on_evaluate(self, now: Now) -> None:
+        self._at("evaluate", now)
+
+
+@pytest.mark.parametrize(("event", "rank"), [("step", 1), ("evaluate", 0)])
+def test_a_stop_saves_and_a_start_goes_on_as_if_there_had_been_none(event: str, rank: int, home: Path, tmp_path: Path) -> None:
+    run = sparse(home, train={"steps": 5, "eval_every": 3, "save_every": 0})
+    found = trained.train(run, tmp_path / "run", ranks=2, own=lambda here: {"callbacks": [Stops(rank, event, 3)]})
+    assert [summary["steps"] for summary in found] == [3, 3]
+    assert trained.checkpoints(tmp_path / "run") == [3]
+    assert ("stopped", 3) in trained.events(tmp_path / "run") and len(trained.lines(tmp_path / "run", "eval")) == 1
+    (again, _) = trained.train(run, tmp_path / "run", ranks=2)
+    assert again["steps"] == 5
+    trained.train(run, tmp_path / "unbroken", ranks=2)
+    assert trained.losses(tmp_path / "run") == trained.losses(tmp_path / "unbroken")
+
+
+class Raises(Callback):
+    def on_step_end(self, now: Now) -> None:
+        if (now.rank, now.step) == (1, 2):
+            raise KeyError("boom")
+
+
+def test_what_one_rank_raises_ends_all_of_them_in_one_line(home: Path, tmp_path: Path) -> None:
+    run = sparse(home, train={"steps": 4, "save_every": 1})
+    lines = trained.train(run, tmp_path / "run", ranks=2, own=lambda rank: {"callbacks": [Listens(), Raises()]})
+    assert lines[0] == lines[1]
+    assert (
+        lines[0].startswith("callback Raises.on_step_end raised KeyError: 'boom' (test_own.py, line ") and "on rank 1 at step 2" in lines[0]
+    )
+    assert trained.checkpoints(tmp_path / "run") == [1]
+
+
+class Misspelt(Callback):
+    def on_step(self, now: Now) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([Listens], "got the class Listens, needed an object of it; fix: write Listens()"),
+        ([print], "got a builtin_function_or_method, needed objects of subclasses of moe.Callback"),
+        ([Misspelt()], "got a method on_step, which nothing calls, needed one of on_train_begin, on_step_end"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_anything_is_written(given: list[Any], said: str, home: Path, tmp_path: Path) -> None:
+    (line,) = trained.train(sparse(home), tmp_path / "run", own=lambda rank: {"callbacks": given})
+    assert line.startswith("callbacks: ") and said in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_callbacks_on_one_rank_alone_are_refused_on_all(home: Path, tmp_path: Path) -> None:
+    lines = trained.train(sparse(home), tmp_path / "run", ranks=2, own=lambda rank: {"callbacks": [Listens()] if rank == 0 else []})
+    assert all("needed the same on every rank" in line for line in lines)
+
+
+# --- data -----------------------------------------------------------------------------------------------------------------
+
+
+def windows(run: Run) -> dict[str, list[list[int]]]:
+    """Both sides of the run's text, window after window."""
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed, log=lambda _: None)
+    sides = {"train": data.train.windows, "validation": data.validation.windows}  # type: ignore[union-attr]
+    return {name: side.read(torch.arange(side.num_windows).numpy()).tolist() for name, side in sides.items()}
+
+
+def given(run: Run) -> Run:
+    """The same recipe without its text."""
+    return run.model_copy(update={"data": run.data.model_copy(update={"path": None})})
+
+
+def test_windows_of_a_text_given_as_samples_train_as_the_text_does(home: Path, tmp_path: Path) -> None:
+    run = sparse(home, train={"steps": 4, "save_every": 2})
+    samples = windows(run)
+    trained.train(run, tmp_path / "text", ranks=2)
+    trained.train(given(run), tmp_path / "own", ranks=2, own=lambda rank: {"data": samples})
+    assert trained.losses(tmp_path / "own") == trained.losses(tmp_path / "text")
+    assert [line["validation_loss"] for line in trained.lines(tmp_path / "own", "eval")] == [
+        line["validation_loss"] for line in trained.lines(tmp_path / "text", "eval")
+    ]
+
+
+@pytest.mark.parametrize("form", ["samples", "iterable", "generator"])
+def test_a_run_that_goes_on_reads_the_samples_that_an_unbroken_one_does_on_any_number_of_ranks(
+    form: str, home: Path, tmp_path: Path
+) -> None:
+    run = given(sparse(home, train={"steps": 5, "save_every": 2}))
+    drawn = torch.randint(250, (21, 13), generator=torch.Generator().manual_seed(3))
+    rows = [{"input_ids": row[: 5 + n % 9].tolist()} for n, row in enumerate(drawn)]  # of unequal length
+
+    def data(rank: int) -> dict[str, Any]:
+        endless = (rows[n % 21] for n in range(100))
+        train = {"samples": rows, "iterable": _Iterable(rows), "generator": endless}[form]
+        return {"data": {"train": train, "validation": rows[:5]}}
+
+    trained.train(run, tmp_path / "whole", own=data)
+    trained.train(run, tmp_path / "cut", ranks=2, own=data, before=trained.stop_at(2))
+    trained.train(run, tmp_path / "cut", own=data)
+    assert len(trained.lines(tmp_path / "cut")) == 5
+    trained.close(tmp_path / "cut", tmp_path / "whole", rel=1e-5)
+
+
+class _Iterable:
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def test_a_run_that_was_given_samples_does_not_go_on_without_them(home: Path, tmp_path: Path) -> None:
+    run = given(sparse(home, train={"steps": 2}))
+    trained.train(run, tmp_path / "run", own=lambda rank: {"data": [[1, 2, 3]] * 9})
+    stored = sparse(home, train={"steps": 4}, data={"source": "given", "path": None})
+    (line,) = trained.train(stored, tmp_path / "run")
+    assert line.startswith("data.source: got given, needed it from Python: train(run, data=...)")
+
+
+class Broken(list[list[int]]):
+    def __getitem__(self, at: Any) -> Any:
+        if at == 7:
+            raise OSError("the disk is gone")
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Broken([[1, 2]] * 15), "data, sample 7 of train: got OSError: the disk is gone"),
+        ([[1, 2], [3, 300]] * 8, "got the id 300, needed ids from 0 to 255; fix: set data.vocab_size to at least 301"),
+        ([[1] * 14] * 8, "got 14 ids, needed 2 to model.max_length + 1 = 13; fix: cut it, or set model.max_length to 13"),
+        ([[[1, 2], [3, 4]]] * 8, "fix: give one sequence of token ids for each sample, not a batch of them"),
+        ([["a", "b"]] * 8, "needed whole numbers in one dimension"),
+        (iter([[1, 2]]), 'fix: give {"train": it, "validation": a list of samples}'),
+        ({"train": iter([[1, 2]] * 9), "validation": [[1, 2]]}, "got an iterator that ended after 9 samples"),
+        ({"trian": [[1, 2]]}, "got a dict of trian, needed train, and validation"),
+        ("text.txt", "needed samples: len() and [], or what can be iterated"),
+        ([], "got no samples"),
+    ],
+)
+def test_samples_that_are_none_are_refused_on_every_rank_in_one_line(data: Any, said: str, home: Path, tmp_path: Path) -> None:
+    ranks = 2 if isinstance(data, Broken) else 1  # one rank reads what the other does not
+    lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=ranks, own=lambda rank: {"data": data})
+    assert len(set(lines)) == 1 and said in lines[0] and "\n" not in lines[0]
+
+
+# --- the optimizer --------------------------------------------------------------------------------------------------------
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (1, {}),
+        (2, {"degrees": {"ep": 2}}),
+        (2, {"sharding": {"kind": "fsdp"}}),
+        (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}}),
+    ],
+)
+def test_torchs_adamw_as_a_factory_trains_as_the_kind_does(layout: tuple[int, dict[str, Any]], home: Path, tmp_path: Path) -> None:
+    ranks, sections = layout
+    run = sparse(home, **sections, train={"steps": 3})
+    own: Callable[[int], dict[str, Any]] = lambda rank: {"optimizer": adamw}  # noqa: E731
+    trained.train(run, tmp_path / "kind", ranks=ranks)
+    trained.train(run, tmp_path / "own", ranks=ranks, own=own)
+    trained.close(tmp_path / "own", tmp_path / "kind", rel=1e-6)
+
+
+def test_a_run_with_an_own_optimizer_goes_on_to_the_bit_and_only_with_it(home: Path, tmp_path: Path) -> None:
+    run = sparse(home, train={"steps": 5, "save_every": 2})
+    own: Callable[[int], dict[str, Any]] = lambda rank: {"optimizer": torch.optim.RMSprop}  # noqa: E731
+    trained.train(run, tmp_path / "whole", own=own)
+    trained.train(run, tmp_path / "cut", own=own, before=trained.stop_at(2))
+    (line,) = trained.train(run, tmp_path / "cut")
+    assert line.startswith("optimizer.kind: got adamw, needed given")
+    trained.train(run, tmp_path / "cut", own=own)
+    assert trained.losses(tmp_path / "cut") == trained.losses(tmp_path / "whole")
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Steps of a tensor's whole length: of a part of it they are others."""
+
+    def __init__(self, groups: Any, *, by_expert: bool = True) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.by_expert = by_expert
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                dims = (-2, -1) if weight.ndim > 1 and self.by_expert else tuple(range(weight.ndim))
+                weight.sub_(group["lr"] * weight.grad / (weight.grad.square().sum(dims, keepdim=True).sqrt() + 1e-6))
+
+
+def test_an_optimizer_of_whole_matrices_is_taken_where_ranks_hold_them_whole(home: Path, tmp_path: Path) -> None:
+    run = sparse(home, degrees={"ep": 2}, train={"steps": 2})
+    one, two = tmp_path / "one", tmp_path / "two"
+    trained.train(sparse(home, train={"steps": 2}), one, own=lambda rank: {"optimizer": ByNorm})
+    trained.train(run, two, ranks=2, own=lambda rank: {"optimizer": ByNorm})
+    trained.close(two, one, rel=1e-5)
+
+
+class Counts(ByNorm):
+    """What it goes on with is in no state."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["made"] = group.get("made", 0) + 1
+            group["lr"] /= group["made"]
+        super().step()
+
+
+class Wide(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["history"] = torch.zeros(4, *weight.shape)
+
+
+@pytest.mark.parametrize(
+    ("factory", "sections", "said"),
+    [
+        (lambda groups: 1 / 0, {}, "got ZeroDivisionError: division by zero, needed a function of torch's parameter groups"),
+        (lambda groups: "sgd", {}, "got a str, needed"),
+        (lambda groups: torch.optim.SGD(groups[0]["params"][:0] or [torch.zeros(1)]), {}, "needed one that steps every parameter once"),
+        (lambda groups: torch.optim.SGD([g | {"lr": 3.0} for g in groups]), {}, "got a group with a rate of its own"),
+        (torch.optim.LBFGS, {}, "got an optimizer whose step() raised TypeError: LBFGS.step() missing 1 required"),
+        (torch.optim.NAdam, {}, "got an optimizer that keeps mu_product, a tensor [] of torch.float32"),
+        (Wide, {}, "got an optimizer that keeps history, a tensor [4,"),
+        (Counts, {}, "got an optimizer whose state does not say how it goes on"),
+        (ByNorm, {"sharding": {"kind": "fsdp"}}, "needed the same: ranks hold parts of it, cut along dim"),
+        (lambda groups: ByNorm(groups, by_expert=False), {}, "needed the same: experts of a layer are stacked"),
+        (torch.optim.SGD, {"sharding": {"kind": "zero"}}, "optimizer.kind: got given with sharding.kind=zero and stage 1"),
+        (torch.optim.SGD, {"optimizer": {"kind": "muon"}}, "got muon, and train(run, optimizer=...) as well"),
+    ],
+)
+def test_what_no_engine_or_checkpoint_can_take_is_refused_in_one_line(
+    factory: Any, sections: dict[str, Any], said: str, home: Path, tmp_path: Path
+) -> None:
+    (line,) = trained.train(sparse(home, **sections), tmp_path / "run", own=lambda rank: {"optimizer": factory})
+    assert said in line and "\n" not in line
+    assert trained.checkpoints(tmp_path / "run") == []
