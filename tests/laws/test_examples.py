@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 import moe
 from moe.recipe.load import load
+from parallel import process
+from tests.support.ranks import run_on_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/use/python.md"
 SCRIPTS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), flags=re.S | re.M)
@@ -31,7 +35,7 @@ def test_a_script_of_the_page_runs(script: str, home: Path, tmp_path: Path, monk
     assert summary["steps"] == 3 and summary["recipe"] in script
 
 
-def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user can mend is one line and exit code 2, what a callback raises one line and 1, and 0 is the end of a run."""
     monkeypatch.chdir(tmp_path)
 
@@ -40,13 +44,17 @@ def test_a_script_ends_as_a_run_does(home: Path, tmp_path: Path, monkeypatch: py
             raise ValueError("boom")
 
     run, _ = small("switch_tiny", {"data.path": str(home / "text.txt")})
-    ends = [{"data": 3}, {"callbacks": [Boom()]}, {}]
-    codes = []
-    for own in ends:
-        with pytest.raises(SystemExit) as ended:
-            moe.script(lambda own=own: moe.train(run, display=False, **own))  # type: ignore[misc]
-        codes.append(ended.value.code)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert codes == [2, 1, 0]
-    assert said[0].startswith("error: data, train: got a int, needed samples") and "Boom.on_step_end raised ValueError: boom" in said[1]
-    assert len(said) == 2
+
+    def work(rank: int) -> list[tuple[Any, list[str]]]:  # in a process of its own, which ends without its signals
+        monkeypatch.setattr(process, "stop", lambda: None)  # the group is the test's
+        found = []
+        for callbacks in ([3], [Boom()], []):
+            with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as ended:
+                moe.script(lambda callbacks=callbacks: moe.train(run, display=False, callbacks=callbacks))  # type: ignore[misc]
+            found.append((ended.value.code, said.getvalue().splitlines()))
+        return found
+
+    (((bad, line), (failed, other), (done, nothing)),) = run_on_ranks(work, 1)
+    assert (bad, failed, done, nothing) == (2, 1, 0, [])
+    assert [text[:33] for text in line] == ["error: callbacks: got a int, neede"[:33]]
+    assert len(other) == 1 and "callback Boom.on_step_end raised ValueError: boom (test_examples.py, line " in other[0]
