@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 import unicodedata
 from collections.abc import Iterable
 
@@ -53,3 +54,10 @@ class Ended(RuntimeError):
     def __init__(self, line: str, *, speaker: bool = True) -> None:
         super().__init__(line)
         self.speaker = speaker
+
+
+def where(error: BaseException) -> str:
+    """The innermost line of a program that raised it, "my_train.py, line 12", and what it said."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}".replace("\n", " ")

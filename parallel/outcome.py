@@ -9,7 +9,6 @@ Two small collectives where something failed, one where nothing did.
 from __future__ import annotations
 
 import json
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.collectives import largest, sum_over
-from parallel.errors import BadInput
+from parallel.errors import BadInput, where
 from parallel.mesh import Axis
 
 T = TypeVar("T")
@@ -78,10 +77,3 @@ def _told(mine: str, world: Axis) -> str:
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def where(error: BaseException) -> str:
-    """The innermost line of a program that raised it, "my_train.py, line 12", and what it said."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}".replace("\n", " ")

@@ -16,7 +16,7 @@ def check_optimizer(run: Run) -> None:
     for kind in OWN:
         if kind != o.kind:
             _check_unset(o, kind)
-    if o.kind in ("muon", "adafactor", "sgd", "given"):
+    if o.kind in ("muon", "adafactor", "sgd") or o.is_own:
         _check_deepspeed(run)
     if o.kind in ("muon", "adafactor"):
         _check_matrices(run)

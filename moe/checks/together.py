@@ -12,6 +12,7 @@ from moe.checks.sequence import check_sequence
 from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
+from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Model, Rope, Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
@@ -32,6 +33,8 @@ def check_run(run: Run, world_size: int) -> Run:
 
 def check_together(run: Run) -> None:
     """Refuse a resolved run that cannot work. Raises BadInput for the first reason found."""
+    for key, value in run.plugins().items():
+        check_there(key, value)
     _check_model(run)
     check_encoder_decoder(run)
     _check_experts(run)
@@ -282,7 +285,7 @@ def _check_data(run: Run) -> None:
         got = f"{run.model.document_separator} with model.document_mask=false"
         fix = "set model.document_mask to true, or leave model.document_separator out"
         raise BadInput("model.document_separator", got=got, needed="the mask that it is for", fix=fix)
-    if d.source == "given":
+    if d.is_own:
         _check_given(d)
         return
     if d.path is None and not d.sources:
@@ -297,18 +300,18 @@ def _check_data(run: Run) -> None:
 
 
 def _check_given(d: Data) -> None:
-    """Samples of a user's program are ids already, and all that is read."""
+    """Samples of a user's program are ids already, and all that is read. What a path means is for a part that a recipe names to say."""
     if d.tokenizer == "bpe":
         needed = "ids, which the samples are, or bytes"
         raise BadInput(
-            "data.tokenizer", got="bpe with data.source=given", needed=needed, fix="set data.tokenizer to ids, and data.vocab_size"
+            "data.tokenizer", got=f"bpe with data.source={d.source}", needed=needed, fix="set data.tokenizer to ids, and data.vocab_size"
         )
-    for key, value in (("path", d.path), ("sources", d.sources)):
+    for key, value in (("path", d.path if d.source == "given" else None), ("sources", d.sources)):
         if value:
-            raise BadInput(f"data.{key}", got="it with data.source=given", needed="one of the two", fix=f"leave data.{key} out, or data=")
+            raise BadInput(f"data.{key}", got=f"it with data.source={d.source}", needed="one of the two", fix=f"remove data.{key}")
     if d.objective != "next_token":
         fix = "set data.objective to next_token"
-        raise BadInput("data.objective", got=f"{d.objective} with data.source=given", needed="next_token", fix=fix)
+        raise BadInput("data.objective", got=f"{d.objective} with data.source={d.source}", needed="next_token", fix=fix)
 
 
 def _check_path(key: str, given: str) -> None:

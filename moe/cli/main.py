@@ -170,11 +170,13 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
 
         os.environ[DEBUG] = "20"  # seconds; ranks are forked from this process, so they inherit it
     if flags.mutations:
-        for name in ("nproc", "kinds", "timeout_s", "go_on"):
+        for name in ("nproc", "kinds", "timeout_s", "go_on", "recipe"):
             if getattr(flags, name) != getattr(Verify, name):
                 got = f"{getattr(flags, name)} with --mutations"
                 raise BadInput(f"--{name}", got=got, needed="nothing: each mutation names its layout", fix=f"remove --{name}")
         return _call("moe.verify.mutations.run", json=_text(flags.json), only=flags.only)
+    if flags.recipe is not None and flags.kinds != Verify.kinds:
+        raise BadInput("--kinds", got=f"{flags.kinds} with --recipe", needed="nothing: the recipe decides", fix="remove --kinds")
     return _call(
         "moe.verify.verify",
         nproc=flags.nproc,
@@ -183,6 +185,7 @@ def _verify(flags: Verify, _: dict[str, str]) -> int:
         kinds=flags.kinds,
         timeout_s=flags.timeout_s,
         go_on=flags.go_on,
+        recipe=flags.recipe,
     )
 
 

@@ -24,10 +24,11 @@ from moe.data.order import Held, TrainSet, ValidationSet, Windows
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
+from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Data
 from moe.recipe.shapes import START
 from moe.recipe.spans import inputs_within, spans_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, where
 
 __all__ = [
     "CorruptedTrain",
@@ -79,7 +80,7 @@ def open_data(
     (moe/data/given.py), for data.source given. Raises BadInput for an unusable path or text,
     text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
     """
-    if data_config.source == "given" and data_config.path is None and not data_config.sources:
+    if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
     cache = cache or cache_folder()
     again = partial(open_data, seed=seed, cache=cache, verify=verify, log=log)
@@ -111,6 +112,13 @@ def open_data(
 
 
 def _given(data: Data, given: Any, *, max_length: int, vocab_size: int, seed: int, log: Callable[[str], object]) -> Dataset:
+    if is_plugin(data.source):
+        make = load_plugin("data.source", data.source, arguments=1)
+        try:
+            given = make(data)
+        except Exception as error:
+            fix = "mend it: it is called with the recipe's section data"
+            raise BadInput("data.source", got=f"{data.source}, which raised {where(error)}", needed="samples", fix=fix) from error
     if given is None:
         needed = "the samples, which only the program has that trained with them"
         raise BadInput("data.source", got="given", needed=needed, fix="add --data.path FILE to take a text or ids from there")

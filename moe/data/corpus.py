@@ -102,7 +102,8 @@ def find_corpus(data: Data) -> Corpus:
     lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
     tables = [name for name in names if formats.is_table(name)]
     found: Literal["text", "jsonl", "mixed"] = "jsonl" if names and len(lines) == len(names) else "mixed" if lines or tables else "text"
-    source = data.source if data.source == "text" or data.source == "jsonl" else found  # where no kind is named, the path decides
+    named: dict[str, Literal["text", "jsonl"]] = {"text": "text", "jsonl": "jsonl"}
+    source = named.get(data.source, found)  # where no kind is named, the path decides
     if source == "jsonl" and path.is_dir():
         left_out += [name for name in names if name not in lines]
         names = lines

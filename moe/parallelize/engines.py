@@ -16,6 +16,7 @@ from moe.parallelize.curvature import watched
 from moe.parallelize.replicas import gather, scatter
 from moe.parallelize.units import read_in_fp32
 from moe.recipe import sections
+from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Run
 from parallel.data.ddp import DDP
 from parallel.data.dp import Replicas
@@ -111,6 +112,8 @@ def _start_zero(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: Me
 def optimizer_of(settings: sections.Optimizer) -> Rule:
     """The optimizer that a recipe names, as data; of K-FAC the part that is AdamW's."""
     s, betas = settings, (settings.beta1, settings.beta2)
+    if is_plugin(s.kind):
+        return given_of(s, load_plugin("optimizer.kind", s.kind, arguments=1))
     if s.kind == "muon":
         m = s.muon
         own = m.momentum, m.nesterov, m.iterations, m.scale, m.lr_factor
@@ -125,7 +128,7 @@ def optimizer_of(settings: sections.Optimizer) -> Rule:
 
 def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
     """A user's own optimizer as a rule."""
-    return Given(factory, "optimizer", settings.lr, settings.weight_decay, decays)
+    return Given(factory, "optimizer.kind" if is_plugin(settings.kind) else "optimizer", settings.lr, settings.weight_decay, decays)
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
@@ -145,7 +148,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
             fix = "step each expert by itself" if experts else "set sharding.kind to ddp, and degrees.tp, degrees.etp and tiling to 1"
             raise BadInput(
-                "optimizer",
+                rule.key,
                 got=f"an optimizer whose steps of a part of {name} are not those of the whole",
                 needed=f"the same: {what}",
                 fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",

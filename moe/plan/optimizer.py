@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
 def optimizer_bytes(run: Run) -> tuple[float, float]:
     """(of a dense parameter, of an expert's), each the mean over all of them."""
     kind, found = run.optimizer.kind, list(_matrices(run))
-    if kind in ("adamw", "kfac", "given"):
+    if kind in ("adamw", "kfac") or run.optimizer.is_own:
         return 8.0, 8.0
     if kind == "sgd":
         return 4.0, 4.0

@@ -68,7 +68,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "tiling": "ffn head",
         "recompute": "kind every loss_chunks",
         "train": "eval_every eval_sequences save_every keep save_mode grace_s timeout_s audit_every deterministic sample_tokens "
-        "measure_speed report",
+        "measure_speed report trackers",
     },
     "name": {"router": "preset"},
 }

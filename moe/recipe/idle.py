@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from moe.recipe.plugin import is_plugin
 from moe.recipe.sections import Data, Run
 from parallel.errors import BadInput
 from parallel.files import user_path
@@ -48,8 +49,15 @@ def _check_optimizer(run: Run, nearness: Callable[[str], int]) -> None:
     """Refuse keys of the optimizer that its kind, its step or its schedule leaves unread."""
     o = run.optimizer
     adamw = "adamw, kfac or muon, which alone read it"
-    rows = [(key, "kind", o.kind in ("sgd", "adafactor", "given"), adamw) for key in ("beta1", "beta2", "eps")]
-    rows += [("min_lr_share", "schedule", o.schedule in ("inverse_sqrt", "constant"), "cosine, wsd or linear, which end at that share")]
+    rows = [(key, "kind", o.kind in ("sgd", "adafactor") or o.is_own, adamw) for key in ("beta1", "beta2", "eps")]
+    rows += [
+        (
+            "min_lr_share",
+            "schedule",
+            o.schedule in ("inverse_sqrt", "constant") or is_plugin(o.schedule),
+            "cosine, wsd or linear, which end at that share",
+        )
+    ]
     for key, decides, idle, needed in rows:
         value = getattr(o, key)
         if idle and value != type(o).model_fields[key].default and nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):

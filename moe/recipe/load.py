@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
+from moe.recipe.plugin import WORDS, Plugin
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section
 from parallel import yaml_text
@@ -305,6 +306,7 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     if choices and error["type"] not in _RANGES:
         near = did_you_mean(str(error["input"]), choices)
         numbers = " or a number" if field is not None and _takes_number(field.annotation) else ""
+        numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
         needed = f"{', '.join(choices)}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
         fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
     if more > 0:

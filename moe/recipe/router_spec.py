@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from moe.recipe.plugin import Plugin
+
 _SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
 
 
@@ -56,11 +58,11 @@ class RouterSpec:
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
     logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
-    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"], Key("of a logit")] = "softmax"
+    score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("of a logit")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
     noise: Annotated[Literal["none", "gumbel", "noisy_top_k"], Key("on logits, train only")] = "none"
-    select: Annotated[Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"], Key("who is chosen")] = "top_k"
+    select: Annotated[Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] | Plugin, Key("who is chosen")] = "top_k"
     expert_groups: Annotated[int, Key("of group_limited: equal runs of experts", above=0)] = 1
     top_groups: Annotated[int, Key("of group_limited: runs a token may choose from", above=0)] = 1
     group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: a run is as good as these of its experts together")] = (

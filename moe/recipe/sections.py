@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
+from moe.recipe.plugin import Plugin, is_plugin
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
@@ -241,7 +242,7 @@ else:
 class Dispatch(Section):
     """How rows travel to the ranks that hold their experts, and back. All kinds give the same numbers."""
 
-    kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] = Field(
+    kind: Literal["auto", "all_to_all", "padded", "all_gather", "hierarchical"] | Plugin = Field(
         "auto", description="auto: all_to_all; where one rank holds every expert, nothing travels whatever is set"
     )
     overlap_chunks: int = Field(1, gt=0, description="of all_to_all: so many runs of the experts held; one computes, the next travels")
@@ -370,7 +371,7 @@ class Source(Section):
 
 
 class Data(Section):
-    source: Literal["python_stdlib", "text", "jsonl", "given"] = Field(
+    source: Literal["python_stdlib", "text", "jsonl", "given"] | Plugin = Field(
         "python_stdlib", description="text and jsonl need path; given: from Python, train(run, data=...)"
     )
     path: str | None = Field(None, description="a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
@@ -382,6 +383,11 @@ class Data(Section):
     objective: Literal["next_token", "span_corruption"] = Field(
         "next_token", description="span_corruption: an encoder reads a text with spans hidden, a decoder writes what they hide (T5)"
     )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the samples are those of a user's program."""
+        return self.source == "given" or is_plugin(self.source)
 
     @property
     def name(self) -> str:
@@ -429,7 +435,7 @@ class Sgd(Section):
 class Optimizer(Section):
     """Which optimizer, its rate and its decay. No weight decay on norms, biases and the router."""
 
-    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] = Field(
+    kind: Literal["adamw", "kfac", "muon", "adafactor", "sgd", "given"] | Plugin = Field(
         "adamw",
         description="kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python",
     )
@@ -439,7 +445,7 @@ class Optimizer(Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     warmup_steps: int = Field(50, ge=0)
-    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] = "cosine"
+    schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
     min_lr_share: float = Field(0.1, ge=0, le=1)
     clip_norm: float | None = Field(1.0, ge=1e-8)
@@ -447,6 +453,11 @@ class Optimizer(Section):
     muon: Muon = Muon()
     adafactor: Adafactor = Adafactor()
     sgd: Sgd = Sgd()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of a user's program."""
+        return self.kind == "given" or is_plugin(self.kind)
 
 
 class Train(Section):
@@ -471,6 +482,7 @@ class Train(Section):
     sample_tokens: int = Field(160, ge=0, description="of a text that the model writes after the last step; 0: none")
     measure_speed: bool = Field(True, description="after the last step: plain matrix products, for the share of their speed")
     report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field((), description="beside TensorBoard")
 
 
 class Run(Section):
@@ -505,6 +517,18 @@ class Run(Section):
     def num_sentinels(self) -> int:
         """How many ids at the end of the vocabulary stand for hidden spans."""
         return self.model.spans.num_spans if self.data.objective == "span_corruption" else 0
+
+    def plugins(self) -> dict[str, str]:
+        """The user's own parts that the recipe names, by key."""
+        values = {
+            "optimizer.kind": self.optimizer.kind,
+            "optimizer.schedule": self.optimizer.schedule,
+            "data.source": self.data.source,
+            "dispatch.kind": self.dispatch.kind,
+        }
+        if self.model.layers_with_experts():
+            values |= {"router.score": self.router.spec.score, "router.select": self.router.spec.select}
+        return {key: value for key, value in values.items() if is_plugin(value)}
 
     def resolve(self, world_size: int) -> Run:
         """The same run with `auto` degrees made numbers for so many processes."""

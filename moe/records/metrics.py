@@ -21,6 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from moe.records.tracker import Board
 from parallel.errors import BadInput
 from parallel.files import read_text
 
@@ -34,12 +35,20 @@ class Records:
 
     `resume_step=n` keeps the lines of steps up to n (0: only lines from before the first step). `resume_step=None` starts a new run: the
     predecessor's lines move to `metrics.previous.jsonl`, with its summary beside them. Raises BadInput if the folder cannot be
-    written. `say` is called with one line if TensorBoard is missing.
+    written. `say` is called with one line if TensorBoard is missing. `trackers` by name open when the file is there.
     """
 
-    def __init__(self, out: Path | None, *, resume_step: int | None = None, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        out: Path | None,
+        *,
+        resume_step: int | None = None,
+        say: Callable[[str], None] = print,
+        trackers: Mapping[str, Callable[[], Board]] | None = None,
+    ) -> None:
         self._file: FileIO | None = None
         self._board: TensorBoard | None = None
+        self._trackers: dict[str, Board] = {}
         self._say = say
         if out is None:
             return
@@ -62,6 +71,11 @@ class Records:
             self._board = TensorBoard(Path(out) / TENSORBOARD, first_step=(resume_step or 0) + 1)
         except Exception as error:  # a missing or broken TensorBoard (protobuf clashes raise anything) must not stop a run
             say(f"TensorBoard is off ({type(error).__name__}: {_first_line(error)}); {METRICS} has every number")
+        for name, opened in (trackers or {}).items():
+            try:
+                self._trackers[name] = opened()
+            except Exception as error:  # no account, no network: a view is no reason to stop
+                say(f"{name} is off ({type(error).__name__}: {_first_line(error)}); {METRICS} has every number")
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line. `kind` is "train" and `time` is now unless given. NaN and inf become null and are named in `nonfinite`."""
@@ -76,6 +90,7 @@ class Records:
                 raise OSError(errno.ENOENT, f"{METRICS} was removed while the run went on")
         except OSError as error:
             raise _unwritable(self._path, error) from None
+        self._track(clean)
         if self._board is None:
             return
         try:
@@ -84,10 +99,25 @@ class Records:
             self._board = None
             self._say(f"TensorBoard stops here ({type(error).__name__}: {_first_line(error)}); {METRICS} goes on")
 
+    def _track(self, line: Mapping[str, Any]) -> None:
+        values = dict(scalars(line)) if self._trackers else {}
+        for name, board in list(self._trackers.items()) if values else ():
+            try:
+                board.log(values, line["step"])
+            except Exception as error:
+                del self._trackers[name]
+                self._say(f"{name} stops here ({type(error).__name__}: {_first_line(error)}); {METRICS} goes on")
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+        while self._trackers:
+            name, tracker = self._trackers.popitem()
+            try:
+                tracker.close()
+            except Exception as error:
+                self._say(f"{name}'s last numbers are lost ({type(error).__name__}: {_first_line(error)}); {METRICS} has them")
         board, self._board = self._board, None
         if board is not None:
             try:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput
 
@@ -124,7 +125,7 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
         )
     if s.select == "group_limited":
         _check_groups(s, num_experts)
-    if s.bias_rate is not None and s.select not in ("top_k", "group_limited"):
+    if s.bias_rate is not None and s.select not in ("top_k", "group_limited") and not is_plugin(s.select):
         raise BadInput(
             "router.bias_rate",
             got=f"{s.bias_rate} with select {s.select}",

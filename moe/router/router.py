@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import linear_fp32
+from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.noise import gumbel, jittered, noisy_logits
+from moe.router.own import check_own, own_choices
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
@@ -84,6 +86,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec, self.num_experts, self.name = spec, num_experts, name
         check_spec(spec, num_experts)
+        check_own(spec, num_experts)
         self.kernels = choose(kernels)
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(num_experts)) if spec.logits == "affine" else None
@@ -190,6 +193,8 @@ class Router(nn.Module):
             if context.tokens_T is None:
                 raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
             return hashed(context.tokens_T, k, num_experts=self.num_experts, name=self.name, kernels=self.kernels)
+        if is_plugin(spec.select):
+            return own_choices(preferred_TE, k, spec.select)
         expert_TK: Tensor = self.kernels.top_k(preferred_TE, k)
         return expert_TK
 

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
+from moe.router.own import own_scores
 
 # T tokens, E experts, K choices
 
@@ -28,6 +30,8 @@ def scores_of(logits_TE: Tensor, spec: RouterSpec) -> Tensor:
     """The scores [T, E] that select experts and give gates (unless softmax is over the chosen experts)."""
     if spec.score == "softmax":
         return logits_TE.softmax(-1)
+    if is_plugin(spec.score):
+        return own_scores(logits_TE, spec.score)
     if spec.score == "sigmoid":
         return logits_TE.sigmoid()
     return F.softplus(logits_TE).clamp(min=1e-30).sqrt()  # the slope of a square root at 0 is infinite
@@ -51,7 +55,9 @@ def chosen_gates(scores_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, *, spe
         gate_TK = chosen_scores(scores_TE, logits_TE, expert_TK, spec=spec)
         gate_TK = gate_TK if of_TK is None else gate_TK * of_TK
     else:
-        gate_TK = _sum_to_one(_log_scores(logits_TE.gather(1, expert_TK), spec), of_TK)
+        own = is_plugin(spec.score)  # whose scores need not be of each logit alone
+        log_TK = scores_TE.gather(1, expert_TK).clamp(min=_TINY).log() if own else _log_scores(logits_TE.gather(1, expert_TK), spec)
+        gate_TK = _sum_to_one(log_TK, of_TK)
     return gate_TK if spec.gate_scale == 1 else gate_TK * spec.gate_scale
 
 

@@ -24,9 +24,9 @@ from torch import nn
 from moe.recipe.sections import Run
 from parallel import watchdog
 from parallel.collectives import largest
-from parallel.errors import BadInput, Ended
+from parallel.errors import BadInput, Ended, where
 from parallel.mesh import Axis
-from parallel.outcome import agree, where
+from parallel.outcome import agree
 
 EVENTS = ("on_train_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end")
 

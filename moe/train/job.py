@@ -59,6 +59,7 @@ class Job:
     auditor: Auditor | None = None  # of a rehearsal there is none
     schedules: dict[int, Schedule] = field(default_factory=dict)
     callbacks: Callbacks | None = None  # of a rehearsal there are none
+    code: dict[str, str] = field(default_factory=dict)  # hashes of the parts that the recipe names, by key
     own_data: bool = False  # samples that a user's program makes: what it raises on one rank ends all of them
     saved_at: int | None = None  # the step whose checkpoint was begun last
     told_saved: int | None = None  # the step of the last one that callbacks know of

@@ -4,14 +4,27 @@ warm-up    linear from 0 over warmup_steps
 cosine     half a cosine down to min_lr_share                    (arXiv 1608.03983)
 linear     straight down to min_lr_share
 wsd        constant, then linear down over the last decay_share  (warm-up, stable, decay: arXiv 2404.06395)
+module:name    a share of the rate, by a function of the user's own: (update after the warm-up, of so many) -> 0 or more
 inverse_sqrt   sqrt(warmup_steps / update): the same however long the run is  (arXiv 1706.03762, section 5.3; T5, Switch)
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Optimizer
+from parallel.errors import BadInput
+
+
+def own_share(name: str, update: int, total: int) -> float:
+    """What a user's own function makes of it. Raises BadInput for anything but a number of at least 0."""
+    share: Any = load_plugin("optimizer.schedule", name, arguments=2)(update, total)
+    if not isinstance(share, int | float) or not 0 <= share < math.inf:
+        needed = f"the share of optimizer.lr at update {update} of {total}, a number from 0"
+        raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return one")
+    return float(share)
 
 
 def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
@@ -19,6 +32,8 @@ def learning_rate(update: int, settings: Optimizer, *, total: int) -> float:
     warm = settings.warmup_steps
     if update < warm:
         return settings.lr * (update + 1) / warm
+    if is_plugin(settings.schedule):
+        return settings.lr * own_share(settings.schedule, update - warm, max(1, total - warm))
     low = settings.min_lr_share
     if settings.schedule == "cosine":
         share = min(1.0, (update - warm) / max(1, total - warm))

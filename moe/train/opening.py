@@ -6,7 +6,8 @@ checkpoint of this run  ->  gone on from          none, but another run's (--ini
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from moe.checks.sequence import without_effect
@@ -16,12 +17,13 @@ from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
-from moe.recipe.load import resolved_yaml
+from moe.recipe.load import flat, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import open_progress
 from moe.records.redone import Restart, going_on
 from moe.records.title import title
+from moe.records.tracker import open_tracker
 from moe.train import state
 from moe.train.audit import Auditor
 from moe.train.callbacks import Callbacks
@@ -55,6 +57,7 @@ class Asked:
     init_from: Path | None
     restart: Restart | None
     own: Own = Own()
+    code: dict[str, str] = field(default_factory=dict)
 
     def say(self, line: str) -> None:
         """Print it, on the one rank that does."""
@@ -106,7 +109,11 @@ def open_job(run: Run, asked: Asked) -> Job:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
     goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
     again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
-    records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=asked.say)
+    config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
+    trackers = {
+        str(name): partial(open_tracker, name, out, recipe=asked.name, config=config, goes_on=goes_on) for name in run.train.trackers
+    }
+    records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=asked.say, trackers=trackers)
     progress = open_progress(
         run.train.steps,
         recipe=asked.name,
@@ -117,7 +124,10 @@ def open_job(run: Run, asked: Asked) -> Job:
     )
     if why := nothing_to_move(run):
         progress.note(f"experts.rebalance_every {run.experts.rebalance_every} has no effect: {why}")
+    before = {} if found is None else found.state.get("code", {})
+    changed = [key for key, digest in asked.code.items() if before.get(key, digest) != digest]
     for line in (
+        *(f"changed since the checkpoint: the code of {key} {run.plugins()[key]}" for key in changed),
         *without_effect(run),
         *(f"not recommended: {reason}" for reason in not_recommended(run)),
         *resumed.unused(asked.allow_changes),
@@ -157,7 +167,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         counters,
         auditor=auditor,
         callbacks=callbacks,
-        own_data=asked.own.data is not None,
+        code=asked.code,
+        own_data=run.data.is_own,
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.parallelize.build import whole_layouts
-from moe.parallelize.engines import check_given, given_of
+from moe.parallelize.engines import check_given, given_of, optimizer_of
+from moe.recipe.plugin import load_plugin, source_of
 from moe.recipe.sections import Run
 from moe.train.callbacks import Callback, check
 from parallel.errors import BadInput
@@ -19,6 +20,10 @@ from parallel.mesh import Mesh
 from parallel.optim.given import Factory, Given
 
 GIVEN = "given"
+# what the parts that a recipe names are called with (docs/use/plugins.md)
+ARGUMENTS: dict[str, int | None] = {
+    "optimizer.kind": 1, "optimizer.schedule": 2, "data.source": 1, "dispatch.kind": None, "router.score": 1, "router.select": 2
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,18 @@ class Own:
             run = run.model_copy(update={section: getattr(run, section).model_copy(update={name: GIVEN})})
         return run
 
+    @staticmethod
+    def code(run: Run) -> dict[str, str]:
+        """The parts that the recipe names, imported: SHA-256 of each one's file by its key. Raises BadInput."""
+        for key, value in run.plugins().items():
+            load_plugin(key, value, arguments=ARGUMENTS[key])
+        return {key: source_of(value) for key, value in run.plugins().items()}
+
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
         """The optimizer, tried on small parameters with every name of the model's. Raises BadInput, on every rank alike."""
-        if self.optimizer is None:
+        if not run.optimizer.is_own:
             return None
-        rule = given_of(run.optimizer, self.optimizer)
+        rule = optimizer_of(run.optimizer) if self.optimizer is None else given_of(run.optimizer, self.optimizer)
+        assert isinstance(rule, Given)
         check_given(rule, run, whole_layouts(run), mesh)
         return rule

@@ -48,10 +48,19 @@ def save(folder: Path, engine: Engine, mesh: Mesh, *, keep: int, **described: An
 
 
 def parts(
-    engine: Engine, mesh: Mesh, *, counters: Counters, scale: LossScale, recipe: dict[str, Any], tokenizer: dict[str, Any], data: str
+    engine: Engine,
+    mesh: Mesh,
+    *,
+    counters: Counters,
+    scale: LossScale,
+    recipe: dict[str, Any],
+    tokenizer: dict[str, Any],
+    data: str,
+    code: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective."""
     state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
+    state |= {"code": code} if code else {}
     return {"step": counters.step, "held": held(engine, mesh), "state": state}
 
 

@@ -19,6 +19,7 @@ from moe.plan.predicted import Prediction
 from moe.recipe.changes import check_allowed
 from moe.recipe.sections import Run
 from moe.records.redone import Restart
+from moe.records.tracker import check_trackers
 from moe.train import state
 from moe.train.advance import advance
 from moe.train.callbacks import Callback
@@ -36,6 +37,7 @@ from parallel import process, watchdog
 from parallel.deterministic import deterministic
 from parallel.lock import alone_in
 from parallel.optim.given import Factory
+from parallel.outcome import of_all
 from parallel.process import World
 
 
@@ -77,13 +79,15 @@ def train(
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
+    check_trackers(run.train.trackers)
     run = (own := Own(tuple(callbacks), data, optimizer)).named_in(run)
     asked, run = run, check_run(run, world.size)
     process.start(world, timeout_s=run.train.timeout_s)
+    code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
-    told = Asked(name, out, world, origins or {}, fresh, allow_changes, display, init_from, restart, own)
+    told = Asked(name, out, world, origins or {}, fresh, allow_changes, display, init_from, restart, own, code)
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
     with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
         return _train(run, told, predicted, profile)
@@ -167,6 +171,7 @@ def _save(job: Job, *, wait: bool) -> None:
         recipe=job.run.model_dump(mode="json"),
         tokenizer=job.data.tokenizer.describe(),
         data=job.data.key,
+        code=job.code,
     )
     job.saver.settle()
     _record_saved(job)

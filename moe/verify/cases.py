@@ -20,6 +20,7 @@ from typing import Any
 
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.verify.small import small
 from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
@@ -138,6 +139,7 @@ class Case:
     slices: int = 0  # on one process: attention to so many slices, then merged (moe/verify/in_slices.py); 0: torch's own
     length: int = LENGTH  # of a sequence
     batch: int = BATCH  # sequences of a step
+    recipe: str | None = None  # a user's own, whose choices `model` then names (moe/verify/small.py)
 
     @property
     def layout(self) -> str:
@@ -183,7 +185,9 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        for section, changed in (MODELS | ROUTERS | PACKED | FEW | HALVES)[self.model].items():
+        known = MODELS | ROUTERS | PACKED | FEW | HALVES
+        changes = known[self.model] if self.recipe is None else small(self.recipe, ep=self.ep)
+        for section, changed in changes.items():
             values[section] = values.get(section, {}) | changed
         if self.delayed:
             values["optimizer"]["clip_norm"], values["model"]["tied_embeddings"] = None, False

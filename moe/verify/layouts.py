@@ -13,7 +13,8 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.model.names import global_name
-from moe.parallelize.build import build
+from moe.parallelize.build import build, whole_layouts
+from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
 from moe.plan.pipeline import schedule_of
 from moe.recipe.sections import Run
@@ -36,6 +37,7 @@ from parallel.clip import GradientNorm
 from parallel.data.engine import Engine
 from parallel.fork import each_on_ranks
 from parallel.mesh import Degrees, Mesh
+from parallel.optim.given import Given
 from parallel.precision import LossScale
 from parallel.process import World
 
@@ -70,6 +72,10 @@ def compute(
         in_blocks(model, case.blocks)
     if case.slices:
         in_slices(model, case)
+    if run.optimizer.is_own:
+        rule = optimizer_of(run.optimizer)
+        assert isinstance(rule, Given)
+        check_given(rule, run, whole_layouts(run), mesh)
     executor = start_executor(run, model, layouts, mesh)
     if tape is not None:
         listen(model, tape)

@@ -25,10 +25,13 @@ from moe.verify.expected import Expected, twin_of
 from moe.verify.hybrid import WORLD, as_json, covering, described
 from moe.verify.kinds import KINDS, cases
 from moe.verify.layouts import Ran, run_world
+from moe.verify.recipe import recipe_cases
+from moe.verify.small import known
 from moe.verify.table import Table
 from moe.verify.where import Standard
 
 Say = Callable[[str], None]
+_BY_DEFINITION = "router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition"
 say_now: Say = partial(print, flush=True)  # a pipe gets each row when it is done, too
 
 
@@ -40,16 +43,23 @@ def main(
     kinds: str = ",".join(KINDS),
     timeout_s: float | None = None,
     go_on: bool = False,
+    recipe: str | None = None,
     say: Say = say_now,
 ) -> int:
     """`moe verify`: print the table of layouts, each row when it is done; 1 if any fails. `only` keeps the rows whose text holds it.
 
     A layout of up to four ranks that takes longer than `timeout_s` seconds has failed (None: 120); of eight ranks, twice that. `json`
-    is written every few seconds; with `go_on` the rows in it that passed are kept, and the others run (moe/verify/table.py).
+    is written every few seconds; with `go_on` the rows in it that passed are kept, and the others run (moe/verify/table.py). `recipe`: a
+    user's own, made small, in the place of the project's models (moe/verify/recipe.py).
     """
     torch.set_num_threads(1)  # ranks are forked, and a forked process must not inherit a pool of threads
     started = time.perf_counter()
-    chosen = [c for c in cases(nproc, kinds=tuple(kinds.split(","))) if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
+    if recipe is None:
+        found, notes = cases(nproc, kinds=tuple(kinds.split(","))), ["not compared: " + _BY_DEFINITION]
+    else:
+        kinds = ""
+        found, notes = recipe_cases(recipe, nproc)
+    chosen = [c for c in found if only is None or only in f"{c.layout} {c.kind} {c.precision}"]
     expected: dict[Case, Expected] = {}  # each made while the ranks are at the first row that needs it
     table = Table(chosen, json, go_on=go_on)
     failed: list[tuple[Case, dict[str, Any]]] = []
@@ -69,7 +79,7 @@ def main(
             cells = [f"{row[n]:.1e}" for n in NUMBERS] + ["" if row["of_bound"] is None else f"{row['of_bound']:.2f}"]
             say(_line(row["layout"], row["kind"], world, row["precision"], *cells, "pass" if row["passed"] else "FAIL"))
     _say_where(failed, expected, say)
-    _say_sums(table.rows, expected, nproc, time.perf_counter() - started, say)
+    _say_sums(table.rows, expected, nproc, time.perf_counter() - started, say, notes)
     pairs = covering() if "hybrid" in kinds.split(",") and nproc >= WORLD else None
     for line in [] if pairs is None else described(pairs):
         say(line)
@@ -94,6 +104,9 @@ def _say_where(failed: list[tuple[Case, dict[str, Any]]], expected: dict[Case, E
     standards: dict[Case, Standard] = {}
     for case, row in failed:
         twin = twin_of(case)
+        if case.recipe is not None and not known(twin.run()):
+            say(row.get("error", f"{case.layout} {case.kind}: no twin knows the recipe's own parts, so where it parts is not known"))
+            continue
         if "error" not in row:
             standard = standards.setdefault(twin, Standard(expected[twin]))
             ((_, ran),) = run_world([case], case.world, taped=True)
@@ -112,9 +125,10 @@ def _where(case: Case, ran: Ran, standard: Standard, row: dict[str, Any]) -> str
     return str(found or "nothing that can be told from rounding")
 
 
-def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float, say: Say) -> None:
+def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc: int, seconds: float, say: Say, notes: list[str]) -> None:
     passed = sum(row["passed"] for row in rows)
-    say("not compared: router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition")
+    for line in notes:
+        say(line)
     say(f"{passed} passed, {len(rows) - passed} failed: {len(rows)} layouts of up to {nproc} processes in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
     for twin, e in expected.items():

@@ -25,6 +25,8 @@ from moe.experts.dispatch.hierarchical import Hierarchical
 from moe.experts.dispatch.local import Local
 from moe.experts.dispatch.padded import Padded
 from moe.experts.dispatch.split import Split
+from moe.recipe.plugin import is_plugin, load_plugin
+from parallel.errors import BadInput
 from parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -41,6 +43,17 @@ def dispatcher_of(
     if ep.size == etp.size == 1:
         return Local()
     network: Network = whole if etp.size == 1 else Split(etp)
+    if is_plugin(settings.kind):
+        make = load_plugin("dispatch.kind", settings.kind, arguments=None)
+        try:
+            own: Dispatcher = make(ep, kernels, network=network, placement=placement)
+        except TypeError as error:
+            needed = "what takes (ep, kernels, *, network, placement), as AllToAll does"
+            raise BadInput("dispatch.kind", got=f"{settings.kind}: {error}", needed=needed, fix="see: docs/use/plugins.md") from error
+        if not callable(getattr(own, "run", None)):
+            got = f"{settings.kind}, which gives a {type(own).__name__} without run()"
+            raise BadInput("dispatch.kind", got=got, needed="a Dispatcher (moe/experts/dispatch/base.py)", fix="see: docs/use/plugins.md")
+        return own
     if ep.size == 1 or (settings.kind in ("auto", "all_to_all") and settings.overlap_chunks == 1):
         return AllToAll(ep, kernels, network=network, placement=placement)
     if settings.kind == "padded":

@@ -1,0 +1,134 @@
+"""A user's own part by its name, `module:name`, in the place of a built-in one's.
+
+    optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
+
+To read a recipe imports nothing: `moe show`, `moe plan` and checks are safe with anybody's. What trains, evaluates or verifies by it
+imports the module, which is code with all that its user may do, and says so in a line. The module is looked for as Python does, and then in
+the working folder, behind everything else: no file there can stand for a package that is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from parallel.errors import BadInput, did_you_mean, where
+
+Plugin = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=200)]
+WORDS = "module:name of a part of your own"
+
+
+def is_plugin(value: object) -> bool:
+    """Whether a recipe's value names a user's own part."""
+    return isinstance(value, str) and ":" in value
+
+
+def check_there(key: str, value: str) -> None:
+    """Refuse a module that no place has, without importing anything. Raises BadInput."""
+    top = value.partition(":")[0].partition(".")[0]
+    if top in sys.modules or _in_folder(top):
+        return
+    try:
+        found = find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise _missing(key, value, top)
+
+
+def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
+    """The object that `key` names. `arguments`: how many it must be callable with; None: any.
+
+    Raises BadInput for a module that is not there or raises as it is imported, a name that it has not, and what cannot be called so.
+    """
+    module, _, name = value.partition(":")
+    found = _imported(key, value, module)
+    if not hasattr(found, name):
+        near = did_you_mean(name, [known for known in vars(found) if not known.startswith("_")])
+        fix = f"did you mean {module}:{near}?" if near else f"define {name} in {file_of(found) or module}"
+        raise BadInput(key, got=value, needed=f"a name that {module} has", fix=fix)
+    part = getattr(found, name)
+    if not callable(part):
+        raise BadInput(key, got=f"{value}, a {type(part).__name__}", needed="a function or a class", fix=f"make {name} one")
+    if arguments is not None and not _takes(part, arguments):
+        got = f"{value}{_signature(part)}"
+        needed = f"what can be called with {arguments} argument{'s' * (arguments != 1)}"
+        raise BadInput(key, got=got, needed=needed, fix="see: docs/use/plugins.md")
+    return part
+
+
+def source_of(value: str) -> str:
+    """SHA-256 of the file that a loaded part is defined in; nothing where there is none."""
+    path = file_of(sys.modules[value.partition(":")[0]])
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""
+
+
+def file_of(module: Any) -> str | None:
+    return getattr(module, "__file__", None)
+
+
+def _imported(key: str, value: str, module: str) -> Any:
+    top = module.partition(".")[0]
+    try:
+        if top not in sys.modules and find_spec(top) is None:
+            if not _in_folder(top):
+                raise _missing(key, value, top)
+            sys.path.append(os.getcwd())  # last: see the top of the file
+            importlib.invalidate_caches()
+        new = module not in sys.modules
+        found = importlib.import_module(module)
+        if new and os.environ.get("RANK", "0") == "0":
+            line = f"{key} {value}: runs code of {file_of(found) or module}, because the recipe names it"
+            print(line, file=sys.stderr, flush=True)
+        return found
+    except BadInput:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name in (module, top):
+            raise _missing(key, value, str(error.name)) from None
+        raise _raised(key, value, error) from error
+    except (Exception, SystemExit) as error:
+        raise _raised(key, value, error) from error
+
+
+def _in_folder(top: str) -> bool:
+    here = Path.cwd() / top
+    return here.with_suffix(".py").is_file() or here.is_dir()
+
+
+def _missing(key: str, value: str, name: str) -> BadInput:
+    fix = f"pip install it, start where {name}.py is, or add its folder to PYTHONPATH"
+    return BadInput(key, got=value, needed=f"a module {name} that can be imported here", fix=fix)
+
+
+def _raised(key: str, value: str, error: BaseException) -> BadInput:
+    return BadInput(key, got=f"{value}, which raised {where(error)} as it was imported", needed="a module that loads", fix="mend it")
+
+
+def _takes(part: Callable[..., Any], arguments: int) -> bool:
+    try:
+        inspect.signature(part).bind(*range(arguments))
+    except ValueError:  # some built-in ones have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(part: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(part))
+    except ValueError:
+        return "(...)"

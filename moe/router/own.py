@@ -1,0 +1,100 @@
+"""A user's own function of a router's, named in the recipe: scores of logits, or the choice of experts. Tried before it is taken.
+
+    router.score: my_parts:squared      logits_TE -> scores_TE, fp32, 0 or more, with gradient
+    router.select: my_parts:pairs       (preferred_TE, num_choices) -> expert_TK int64, different experts of each token; no gradient
+
+Each token's result may depend on that token alone: then it is the same however tokens are spread over ranks, and no token sees a later one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe.recipe.plugin import is_plugin, load_plugin
+from moe.recipe.router_spec import RouterSpec
+from parallel.errors import BadInput, where
+
+# T tokens, E experts, K choices
+
+_TOKENS = 7
+
+
+def own_scores(logits_TE: Tensor, name: str) -> Tensor:
+    """The scores [T, E] by the function of this name."""
+    scores_TE: Tensor = load_plugin("router.score", name, arguments=1)(logits_TE)
+    return scores_TE
+
+
+def own_choices(preferred_TE: Tensor, k: int, name: str) -> Tensor:
+    """The experts [T, K] by the function of this name."""
+    expert_TK: Tensor = load_plugin("router.select", name, arguments=2)(preferred_TE, k)
+    return expert_TK
+
+
+def check_own(spec: RouterSpec, num_experts: int) -> None:
+    """Try the functions that the spec names on a few tokens. Raises BadInput for what they must not give."""
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    with torch.device("cpu"), torch.inference_mode(False):  # models are built on the meta device
+        logits_TE = torch.randn(_TOKENS, num_experts, generator=draw)
+        if is_plugin(spec.score):
+            _try_score(spec.score, logits_TE)
+        if is_plugin(spec.select):
+            _try_select(spec.select, logits_TE.softmax(-1), spec.num_choices)
+
+
+def _try_score(name: str, logits_TE: Tensor) -> None:
+    given_TE = logits_TE.clone().requires_grad_()
+    with torch.enable_grad():
+        scores_TE = _called("router.score", name, lambda: own_scores(given_TE, name))
+    needed = f"scores {list(logits_TE.shape)} in float32, each 0 or more"
+    if not isinstance(scores_TE, Tensor) or scores_TE.shape != logits_TE.shape or scores_TE.dtype != torch.float32:
+        raise BadInput("router.score", got=f"{_shown(scores_TE)} from {name}", needed=needed, fix="return one score for each logit")
+    if not (scores_TE >= 0).all() or not scores_TE.isfinite().all():
+        wrong = scores_TE[~((scores_TE >= 0) & scores_TE.isfinite())][0].item()
+        raise BadInput("router.score", got=f"{wrong:g} from {name}", needed=needed, fix="for example: torch.nn.functional.softplus")
+    if not scores_TE.requires_grad or torch.autograd.grad(scores_TE.square().sum(), given_TE)[0].eq(0).all():
+        needed = "scores that logits can move: the router would not learn"
+        raise BadInput(
+            "router.score", got=f"scores without a gradient from {name}", needed=needed, fix="compute them by torch's operations"
+        )
+    _by_token("router.score", name, lambda some: own_scores(some, name), logits_TE)
+
+
+def _try_select(name: str, scores_TE: Tensor, k: int) -> None:
+    expert_TK = _called("router.select", name, lambda: own_choices(scores_TE, k, name))
+    needed = f"experts [{_TOKENS}, {k}] in int64"
+    if not isinstance(expert_TK, Tensor) or expert_TK.shape != (len(scores_TE), k) or expert_TK.dtype != torch.int64:
+        raise BadInput("router.select", got=f"{_shown(expert_TK)} from {name}", needed=needed, fix="for example: scores.topk(k).indices")
+    if not ((expert_TK >= 0) & (expert_TK < scores_TE.shape[1])).all() or any(len(set(row)) < k for row in expert_TK.tolist()):
+        needed = f"different experts from 0 to {scores_TE.shape[1] - 1} for each token"
+        raise BadInput(
+            "router.select", got=f"{expert_TK[0].tolist()} from {name}", needed=needed, fix="for example: scores.topk(k).indices"
+        )
+    _by_token("router.select", name, lambda some: own_choices(some, k, name), scores_TE)
+
+
+def _by_token(key: str, name: str, function: object, rows_TE: Tensor) -> None:
+    """The same for a token whoever stands beside it, and every time."""
+    assert callable(function)
+    whole = _called(key, name, lambda: function(rows_TE))
+    alone = torch.cat([_called(key, name, lambda n=n: function(rows_TE[n : n + 1])) for n in range(len(rows_TE))])  # type: ignore[misc]
+    same = torch.allclose(whole, alone, rtol=1e-5) if whole.is_floating_point() else torch.equal(whole, alone)
+    if not same:
+        needed = "of each token alone, and the same every time: otherwise it depends on the layout, and on tokens that come later"
+        raise BadInput(key, got=f"{name}, whose result for a token depends on the others", needed=needed, fix="treat rows one by one")
+
+
+def _called(key: str, name: str, call: object) -> Tensor:
+    assert callable(call)
+    try:
+        found: Tensor = call()
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(key, got=f"{name}, which raised {where(error)}", needed="a function of a few tokens", fix="mend it") from error
+    return found
+
+
+def _shown(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

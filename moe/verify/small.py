@@ -1,0 +1,89 @@
+"""A user's own recipe made small for the oracle, with the parts of his own that it names (this file needs no torch).
+
+    the recipe's choices (router, experts, layers, optimizer, dispatcher)   kept
+    its sizes, text and degrees                                             those of moe/verify/cases.py, and of each layout
+
+The standard is the plain twin where it knows everything that the recipe asks for: built-in parts, and AdamW. A part of the user's own, or
+another optimizer, is in no twin: there it is one process by the trainer's own code, so faults that every layout shares are not seen, and
+the tolerance is twice what other orders of the same sums do, measured.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+from moe.recipe.load import load
+from moe.recipe.sections import Run, Section
+from parallel.errors import BadInput
+
+# sizes, which are those of moe/verify/cases.py; everything else is a choice
+_SIZES_OF_MODEL = "vocab_size num_layers encoder_layers d_model num_heads num_kv_heads head_size d_ff max_length moe_every moe_layers"
+_SIZES_OF_EXPERTS = "num_experts d_ff shared_d_ff rebalance_every kernels"
+_OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
+
+
+def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
+    """The recipe's choices as changes of a case's values. Raises BadInput for a recipe that only its program can run."""
+    run, _ = load(path)
+    if run.optimizer.kind == "given":
+        needed = "an optimizer by a name, which ranks can import"
+        raise BadInput("optimizer.kind", got="given", needed=needed, fix="write module:name: docs/use/plugins.md")
+    model, experts = _without(run.model, _SIZES_OF_MODEL), _without(run.experts, _SIZES_OF_EXPERTS)
+    if run.model.kind == "encoder_decoder":
+        model["num_layers"] = 4
+    sparse = run.model.layers_with_experts()
+    model["moe_every"] = 0 if not sparse else 1 if len(sparse) == run.model.num_layers else 2
+    model["num_kv_heads"] = 2 if run.model.num_kv_heads not in (None, run.model.num_heads) else None
+    if run.experts.shared_d_ff is not None:
+        experts["shared_d_ff"] = 12
+    optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
+    optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
+    values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
+    if sparse:
+        values["router"] = _router(run)
+        values |= {"dispatch": _dispatch(run, ep)} if ep > 1 else {}
+        experts["num_experts"] = _num_experts(run)
+    return values
+
+
+def _without(section: Section, keys: str) -> dict[str, Any]:
+    return {key: value for key, value in section.model_dump().items() if key not in keys.split()}
+
+
+def _router(run: Run) -> dict[str, Any]:
+    """What counts over what a rank holds depends on the layout by definition: here over a sequence."""
+    changed = {"preset": run.router.preset, "allow_noncausal": run.router.allow_noncausal} | run.router.own
+    spec = run.router.spec
+    changed |= {"group": 1} if spec.group != "sequence" else {}
+    changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
+    return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
+
+
+def _dispatch(run: Run, ep: int) -> dict[str, Any]:
+    """The recipe's way for rows; of one in two steps, all ranks are a node."""
+    return {"kind": run.dispatch.kind, "overlap_chunks": min(run.dispatch.overlap_chunks, 2)} | (
+        {"node_size": ep} if run.dispatch.kind == "hierarchical" else {}
+    )
+
+
+def _num_experts(run: Run) -> int:
+    spec = run.router.spec
+    unit = lcm(4, spec.expert_groups)
+    of_token = spec.num_choices if spec.select != "group_limited" else -(-spec.num_choices // spec.top_groups) * spec.expert_groups
+    return unit * max(1, -(-2 * of_token // unit)) if of_token * 2 > unit else unit
+
+
+def told(run: Run) -> list[str]:
+    """What of the recipe the small one does not have."""
+    lines = []
+    if run.router.spec.group == "rank" and run.model.layers_with_experts():
+        lines.append("not compared: router.group rank, which depends on the layout by definition; here capacity is counted over a sequence")
+    named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]
+    return lines + [f"not compared: {key} {run.plugins()[key]}, which no layout changes" for key in named]
+
+
+def known(run: Run) -> bool:
+    """Whether the plain twin knows everything that decides the small recipe's numbers."""
+    named = run.plugins().keys() - {"data.source", "optimizer.schedule", "dispatch.kind"}
+    return run.optimizer.kind == "adamw" and not named
