@@ -101,7 +101,10 @@ class Callbacks:
                 continue
             name = f"callback {type(callback).__name__}.{event}"
             watchdog.enter(name, patience=watchdog.FIRST)
+            training = now.model.training
             outcome = agree(lambda c=callback: getattr(c, event)(now), self.world, said=where)  # type: ignore[misc]
+            if now.model.training != training:  # a callback that generates or evaluates may leave it so
+                now.model.train(training)
             if outcome.failure is not None:
                 failure = outcome.failure
                 on = f" on rank {failure.rank}" if self.world.size > 1 else ""
@@ -117,8 +120,11 @@ def _overridden(callback: Callback) -> list[str]:
     return [event for event in EVENTS if getattr(type(callback), event) is not getattr(Callback, event)]
 
 
-def check(each: Sequence[Any]) -> None:
+def check(each: object) -> None:
     """Raises BadInput for what is no callback: a class instead of an object of it, a function, a method whose name no event has."""
+    if not isinstance(each, list | tuple):
+        got = f"a {type(each).__name__}"
+        raise BadInput("callbacks", got=got, needed="a list of them", fix="write callbacks=[...]")
     for one in each:
         if isinstance(one, type) and issubclass(one, Callback):
             raise BadInput("callbacks", got=f"the class {one.__name__}", needed="an object of it", fix=f"write {one.__name__}()")

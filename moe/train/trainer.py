@@ -80,7 +80,7 @@ def train(
     world = world or process.read_environment()
     check_allowed(allow_changes)
     check_trackers(run.train.trackers)
-    run = (own := Own(tuple(callbacks), data, optimizer)).named_in(run)
+    run = (own := Own(callbacks, data, optimizer)).named_in(run)
     asked, run = run, check_run(run, world.size)
     process.start(world, timeout_s=run.train.timeout_s)
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}

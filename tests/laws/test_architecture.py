@@ -34,6 +34,8 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
     "moe/data/tokens.py": "the user's cache folder",
+    "moe/recipe/plugin.py": "which rank says whose code runs",
+    "moe/records/tracker.py": "a tracker's project, by that tracker's own variable",
     "moe/bench/resume.py": "keeps torch's profiler quiet: set, not read",
     "moe/bench/hostile.py": "set for a forked command, not read",
     "moe/bench/hangs.py": "what a forked rank inherits, as from a launcher",

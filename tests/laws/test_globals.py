@@ -47,6 +47,7 @@ CHANGED = {
     "moe/__init__.py: sys.modules": "Python's table of modules: `parallel` is bound to our own, whatever the user's folder holds",
     "moe/launch/launch.py: os.environ": "a rank that was started by hand with --debug-collectives is as one that inherited it",
     "moe/bench/resume.py: os.environ": "torch's profiler takes how much it prints from there",
+    "moe/recipe/plugin.py: sys.path": "the working folder, last, for a module that a recipe names and no other place has",
     "parallel/extensions.py: os.environ": "torch reads the folder of compiled extensions there, here and in what is started",
 }
 CACHED = {

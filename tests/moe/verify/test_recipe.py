@@ -1,0 +1,62 @@
+"""`moe verify --recipe`: a small recipe keeps its choices, its layouts pass, and a part of the user's own that is wrong fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moe.recipe.load import load
+from moe.verify.recipe import recipe_cases
+from moe.verify.small import known
+from moe.verify.verify import main
+
+PARTS = """
+from moe.experts.dispatch import AllToAll
+
+
+class Rows(AllToAll):
+    pass
+
+
+class Loses(AllToAll):
+    \"\"\"Results of the last token come back doubled.\"\"\"
+
+    def run(self, x_TD, routing, experts, *, dropout=None):
+        y_TD = super().run(x_TD, routing, experts, dropout=dropout).clone()
+        y_TD[-1] *= 2
+        return y_TD
+"""
+
+
+@pytest.mark.parametrize("name", ["dense_tiny", "glam_tiny", "pr_moe_tiny", "switch_t5_tiny", "published/deepseek_v3"])
+def test_a_small_recipe_keeps_what_is_no_size(name: str) -> None:
+    run, _ = load(name)
+    cases, _ = recipe_cases(name, 2)
+    made = cases[0].run()
+    assert known(made) and {case.world for case in cases} == {1, 2}
+    assert (made.model.ffn, made.model.positions, made.model.kind) == (run.model.ffn, run.model.positions, run.model.kind)
+    assert bool(made.model.layers_with_experts()) == bool(run.model.layers_with_experts())
+    if made.model.layers_with_experts():
+        for key in ("num_choices", "score", "select", "gates", "capacity_factor", "balance_weight", "bias_rate", "drop"):
+            assert getattr(made.router.spec, key) == getattr(run.router.spec, key), key
+        assert (made.experts.shared, made.experts.residual) == (run.experts.shared, run.experts.residual)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rows_xq.py").write_text(PARTS)
+    yield tmp_path
+    sys.modules.pop("rows_xq", None)
+
+
+def test_a_right_dispatcher_passes_and_a_wrong_one_fails(folder: Path) -> None:
+    said: list[str] = []
+    for name, wrong in (("Rows", 0), ("Loses", 1)):
+        (folder / f"{name}.yaml").write_text(f"extends: switch_tiny\ndispatch: {{kind: 'rows_xq:{name}'}}\n")
+        assert main(nproc=2, recipe=f"{name}.yaml", only="dp2 ep2 m1 ddp", say=said.append) == wrong
+    assert sum("1 passed, 0 failed" in line for line in said) == 1 == sum("0 passed, 1 failed" in line for line in said)
