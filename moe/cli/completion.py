@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from moe.recipe.load import known_keys, recipe_names
+from moe.recipe.load import known_keys, names_beside_plugins, recipe_names
 
 _TABLE = "COMPLETION_SPEC = "
 _FISH = (("\\", "\\\\"), ('"', '\\"'), ("$", "\\$"))  # inside double quotes
@@ -38,6 +38,8 @@ def _mended(option: dict[str, Any]) -> dict[str, Any]:
     choices = option.get("choices")
     if "." not in flag:
         return option | ({"choices": [c for c in choices if c != "None"]} if choices else {})
+    if names := [name for name in names_beside_plugins(flag[2:]) if name != "given"]:
+        return option | {"type": "choice", "choices": names}
     if option["type"] == "flag":
         section, _, key = flag[2:].rpartition(".")
         key = key if f"{section}.{key}" in known_keys() else key.removeprefix("no_")

@@ -206,6 +206,12 @@ def known_keys() -> list[str]:
     return list(_keys())
 
 
+def names_beside_plugins(key: str) -> list[str]:
+    """The built-in names of a key that a user's own part may stand in for; none for any other key."""
+    field = _field(key.split("."))
+    return _choices(field.annotation) if field is not None and Plugin in get_args(field.annotation) else []
+
+
 def flat(run: Run) -> dict[str, Any]:
     """Every value of a recipe by its dotted key, in JSON form."""
     values = run.model_dump(mode="json")

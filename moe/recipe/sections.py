@@ -484,6 +484,12 @@ class Train(Section):
     report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field((), description="beside TensorBoard")
 
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        """A name alone is a list of one."""
+        return (value,) if isinstance(value, str) else value
+
 
 class Run(Section):
     """A whole recipe."""
