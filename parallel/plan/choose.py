@@ -3,9 +3,10 @@
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> least seconds -> seconds of those in question -> ranked
 
 Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
-slower. With a bound (`least`), plans are asked for their seconds in its order, until the next bound is above the last that is ranked:
-branch and bound, which ranks what asking all would rank. Among plans that are equally fast the one that holds less comes first, then
-the one with fewer kinds of parallelism.
+slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others. With a bound
+(`least`), plans are asked for their seconds in its order, until the next bound is above the last that is ranked: branch and bound, which
+ranks what asking all would rank. Among plans that are equally fast the one that holds less comes first, then the one with fewer kinds
+of parallelism.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from parallel.plan.job import Network, Plan, Recomputed
 from parallel.plan.legal import advice, refusal
+
+ROUNDED = 1 + 1e-9  # what sums of bytes may differ by that are the same but for their order
 
 
 @dataclass(frozen=True)
@@ -75,40 +78,65 @@ def choose(
 ) -> Found:
     """The best `top` of the plans under `limit_bytes` a rank; not recommended plans come after all others.
 
-    `least`: never more than `seconds` and cheaper to ask, so that most plans are ruled out by it. None: all are asked.
+    `least`: never more than `seconds` and cheaper to ask, so that most plans are ruled out by it. None: all are asked. `recompute`: kinds
+    in the order in which they are preferred; a plan holds least with the last.
     """
     kept: dict[bool, list[Ranked]] = {False: [], True: []}  # by whether something is said against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
+    nothing_fitted = False
     for plan in plans:
         tried += 1
         reason = refusal(network, plan)
         if reason is not None:
             reasons.add(reason, plan)
             continue
-        for kind in recompute:
-            made = plan.but(recompute=kind)
-            held = held_bytes(made)
-            if held <= limit_bytes:
-                against = advice(network, made, devices_per_node=devices_per_node)
-                kept[against is not None].append(Ranked(made, math.nan, held, against))
-                break
-        else:
-            over = held - limit_bytes
-            reasons.add(f"it does not fit, with recompute {recompute[-1]} too", made, over)
-            if nearest is None or over < nearest[1]:
-                nearest = made, over
+        ways = [plan.but(recompute=kind) for kind in recompute]
+        found, held = _first_that_fits(ways, held_bytes, limit_bytes, doubtful=nothing_fitted)
+        nothing_fitted = found is None
+        if found is not None:
+            against = advice(network, found, devices_per_node=devices_per_node)
+            bound = math.nan if least is None or against is not None else least(found)  # here the plan's schedule is still at hand
+            kept[against is not None].append(Ranked(found, bound, held, against))
+            continue
+        over = held - limit_bytes
+        reasons.add(f"it does not fit, with recompute {recompute[-1]} too", ways[-1], over)
+        if nearest is None or over < nearest[1]:
+            nearest = ways[-1], over
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)
     ranked = _best(kept[False], seconds, least, top)
     ranked += _best(kept[True], seconds, least, top - len(ranked))
     return Found(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
 
 
+def _first_that_fits(
+    ways: Sequence[Plan], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
+) -> tuple[Plan | None, float]:
+    """The first of a plan's ways to recompute that fits, and what it holds; None, and what the last holds, where none does. `doubtful`: the
+    last is asked before the others."""
+    asked: dict[int, float] = {}
+
+    def held(at: int) -> float:
+        if at not in asked:
+            asked[at] = held_bytes(ways[at])
+        return asked[at]
+
+    last = len(ways) - 1
+    if doubtful and held(last) > limit_bytes * ROUNDED:
+        return None, held(last)
+    for at, way in enumerate(ways):
+        if held(at) <= limit_bytes:
+            return way, held(at)
+        if held(last) > limit_bytes * ROUNDED:
+            break
+    return None, held(last)
+
+
 def _best(kept: list[Ranked], seconds: Callable[[Plan], float], least: Callable[[Plan], float] | None, top: int) -> list[Ranked]:
     """The best `top`, timed."""
     if top <= 0:
         return []
-    bounded = [replace(one, seconds=(least or seconds)(one.plan)) for one in kept]
+    bounded = [replace(one, seconds=(least or seconds)(one.plan)) if math.isnan(one.seconds) else one for one in kept]
     if least is None:
         return sorted(bounded, key=_place)[:top]
     found: list[tuple[tuple[float, float, int], int, Ranked]] = []

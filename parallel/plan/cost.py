@@ -14,7 +14,7 @@ for volumes, GShard (2006.16668) for experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 
 from parallel.pipeline.schedules.catalog import placed
@@ -81,19 +81,19 @@ class Stage:
     launch_forward: float
     launch_backward: float
 
-    @property
+    @cached_property
     def ahead(self) -> float:
         return self.forward.device + self.launch_forward
 
-    @property
+    @cached_property
     def back(self) -> float:
         return self.backward.device + self.again.device + self.launch_backward
 
-    @property
+    @cached_property
     def total(self) -> float:
         return self.ahead + self.back
 
-    @property
+    @cached_property
     def work(self) -> float:
         """Of `total`, what is computed and not sent."""
         parts = (self.forward, self.backward, self.again)
@@ -110,30 +110,26 @@ def step_time(
     """
     program = program or own_program(cluster)
     ranks, last = rank_layers(network, plan), head_rank(plan)
-    held = [_held(network, plan, *n, first=i == 0, last=i == last) for i, n in enumerate(ranks)]
-    adds = [_accumulated(plan, cluster, program, *own) for own in held]
+    kinds = [(*n, i == 0, i == last) for i, n in enumerate(ranks)]  # few: what they have in common is computed once
+    held = {kind: _held(network, plan, *kind[:2], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
+    adds = {kind: _accumulated(plan, cluster, program, *own) for kind, own in held.items()}
     if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
         both = _held(replace(network, tied=False), plan, *ranks[last], first=True, last=True)
-        adds[last] = _accumulated(plan, cluster, program, *both)
-    kinds = [(*n, i == last) for i, n in enumerate(ranks)]
-    alike = {
-        key: _stage(network, plan, cluster, program, imbalance, *key)
-        for key in dict.fromkeys((*kind, more) for kind, more in zip(kinds, adds, strict=True))
-    }
-    stages = [alike[*kind, more] for kind, more in zip(kinds, adds, strict=True)]
+        adds[kinds[last]] = _accumulated(plan, cluster, program, *both)
+    made = {kind: _stage(network, plan, cluster, program, imbalance, *kind[:2], kind[3], more) for kind, more in adds.items()}
+    stages = [made[kind] for kind in kinds]
     head = 0.0, 0.0
     if last != plan.pp - 1:
-        dense, sparse, _ = kinds[last]
-        body = _stage(network, plan, cluster, program, imbalance, dense, sparse, False, adds[last])
+        body = _stage(network, plan, cluster, program, imbalance, *ranks[last], False, adds[kinds[last]])
         head = stages[last].ahead - body.ahead, stages[last].back - body.back
-    slowest = max(stages, key=lambda stage: stage.total)
+    slowest = max(made.values(), key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
     m = plan.microbatches
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
     passes = pipeline_time(plan, *times, sent, head=head, how=pipeline)
     some = {0, len(ranks) - 1, stages.index(slowest)}
-    sums = max((_sharing(network, plan, cluster, program, *held[i], stages[i], _spare(plan, stages, i)) for i in some), key=sum)
-    optimizer, offload = _update(plan, cluster, program, *max(held, key=sum))
+    sums = max((_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some), key=sum)
+    optimizer, offload = _update(plan, cluster, program, *max(held.values(), key=sum))
     crowd = cluster.crowd(plan.world)
     waits = _for_cores(crowd, m, stages, passes)
     busy = m * (slowest.total + 2 * sent * crossings(plan))

@@ -5,30 +5,23 @@
 
 An order of actions says it (parallel/pipeline/simulator/held.py). In a steady state nothing more is kept, so the order of a few times
 as many micro-batches as ranks says it for any larger number; where everything is kept the number itself does. Cached: a planner asks for
-the same few sizes thousands of times.
+the same few sizes thousands of times. `made` is the schedule of sizes, which pipeline_time.py asks for as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from operator import ge
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.schedules.catalog import make_schedule
+from parallel.pipeline.schedules.catalog import kind_of, make_schedule
 from parallel.pipeline.simulator.held import weight_versions
 
 ALL_AT_ONCE = ("gpipe", "looped_bfs")
-STEADY = {
-    "naive": 1,
-    "1f1b": 1,
-    "interleaved": 2,
-    "zb_h1": 1,
-    "zb_v": 2,
-    "pipedream": 2,
-    "two_bw": 2,
-}  # micro-batches for each rank; others 3
+STEADY = 3  # rounds of one micro-batch a rank after which each further round is as the one before
+ROUNDS = {"naive": 1, "1f1b": 1, "interleaved": 2, "pipedream": 2, "two_bw": 2}  # after which nothing more is kept; others STEADY
 
 
 @dataclass(frozen=True)
@@ -61,17 +54,30 @@ def in_flight(schedule: str, *, ranks: int, microbatches: int, chunks: int = 1) 
 
 def _few(schedule: str, ranks: int, microbatches: int) -> int:
     """A number that keeps as many at once as `microbatches` do, where these are more."""
+    if schedule not in ROUNDS:
+        return steady(ranks, microbatches)
     if schedule != "interleaved" or microbatches % ranks == 0:
-        return STEADY.get(schedule, 3) * ranks
+        return ROUNDS[schedule] * ranks
     return (ranks + 1) * ranks + microbatches % ranks  # groups of `ranks`, of which some have one more: each rank sees another mixture
+
+
+def steady(ranks: int, microbatches: int) -> int:
+    """The number of micro-batches of a short step that begins and ends as the whole does."""
+    return min(microbatches, STEADY * ranks + microbatches % ranks)
+
+
+@lru_cache(maxsize=4)
+def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """With its steps, once they were found."""
+    own = chunks if kind_of(schedule).chunks is None else None
+    return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=own)
 
 
 @cache
 def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
-    fixed = schedule not in ("interleaved", "looped_bfs")
-    made = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=None if fixed else chunks)
-    versions = weight_versions(made) if made.num_updates > 1 else (1,) * ranks
-    return tuple(Rank(made.stages_of(r), _most(made, r), versions[r]) for r in range(ranks))
+    order = made(schedule, ranks, microbatches, chunks)
+    versions = weight_versions(order) if order.num_updates > 1 else (1,) * ranks
+    return tuple(Rank(order.stages_of(r), _most(order, r), versions[r]) for r in range(ranks))
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:

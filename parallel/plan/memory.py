@@ -34,6 +34,7 @@ from parallel.plan.kept import cast_weights, ends_kept, layer_kept, logits, reco
 from parallel.plan.stack import OURS, Stack
 from parallel.plan.states import States, model_states
 
+NO_EXPERTS = -1  # an index that no layer with experts has
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
 PARTS = (
@@ -119,6 +120,37 @@ class _Layer:
     work: float
 
 
+def _of_layer(plan: Plan) -> Plan:
+    """What of a plan a layer depends on, so that plans which differ elsewhere share it."""
+    return _BARE.but(
+        tp=plan.tp,
+        sp=plan.sp,
+        ep=plan.ep,
+        etp=plan.etp,
+        tensor=plan.tensor,
+        depth=plan.depth,
+        microbatch=plan.microbatch,
+        compute_bytes=plan.compute_bytes,
+        offload_activations=plan.offload_activations,
+        tiles=plan.tiles,
+    )
+
+
+_BARE = Plan()
+
+
+@lru_cache(maxsize=20_000)
+def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
+    """A layer with experts, or without; all are recomputed as the plan says."""
+    index = network.sparse_layers[0] if sparse else NO_EXPERTS
+    of = (network, plan, stack, index)
+    elements = counts.layer(network, plan, index)
+    at_once = _tiled(network, plan, elements, sparse=sparse)
+    if stack.gathers == "elements":  # each product gathers its own matrix
+        at_once = min(at_once, _widest(network, plan, sparse=sparse))
+    return _Layer(elements, at_once, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of))
+
+
 class _Job:
     """A network, a plan and a software; layers of a kind are counted once, since a planner asks for thousands of plans."""
 
@@ -130,13 +162,10 @@ class _Job:
     def layer(self, index: int) -> _Layer:
         kind = (index in self.sparse, index % self.plan.recompute_every == 0)
         if kind not in self.kinds:
-            of = (self.network, self.plan, self.stack, index)
-            kept = layer_kept(*of, recompute_of(self.plan, index)) * (1 - self.plan.offload_activations) + cast_weights(*of)
-            elements = counts.layer(self.network, self.plan, index)
-            at_once = _tiled(self.network, self.plan, elements, sparse=kind[0])
-            if self.stack.gathers == "elements":  # each product gathers its own matrix
-                at_once = min(at_once, _widest(self.network, self.plan, sparse=kind[0]))
-            self.kinds[kind] = _Layer(elements, at_once, kept, _work(*of))
+            of = _of_layer(self.plan).but(recompute=recompute_of(self.plan, index))
+            made = _layer(self.network, of, self.stack, kind[0])
+            casts = cast_weights(self.network, self.plan, self.stack, index)
+            self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[_Layer, int]]:

@@ -19,13 +19,13 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, folded
-from parallel.pipeline.schedules.catalog import make_schedule, placed
+from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
+from parallel.pipeline.schedules.catalog import placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.pipeline.sums import whole_at
+from parallel.plan.in_flight import made, steady
 from parallel.plan.job import Plan
 
-STEADY = 3  # rounds of one micro-batch a rank after which each further round takes as long as the one before
 NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages do
 MOST_WEIGHTS = 0.99  # of a backward pass
 CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
@@ -124,7 +124,7 @@ def _simulated(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ..
     def seconds(microbatches: int) -> float:
         return _makespan(plan.schedule, p, microbatches, plan.chunks, forward, backward, share, sent)
 
-    few = STEADY * p + m % p
+    few = steady(p, m)
     if m <= few + p or plan.schedule in NEVER_STEADY:
         return seconds(m)
     first = seconds(few)
@@ -142,8 +142,8 @@ def _makespan(
     share: float,
     sent: float,
 ) -> float:
-    made = _made(schedule, ranks, microbatches, chunks)
-    return makespan(made, costs(forward, backward, weight_share=share), transfer_time=sent)
+    order = made(schedule, ranks, microbatches, chunks)
+    return makespan(order, costs(forward, backward, weight_share=share), transfer_time=sent)
 
 
 class Tail(NamedTuple):
@@ -158,7 +158,7 @@ def tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Ta
     """Of each rank. A step ends alike however long it is."""
     if chunks == 1 and schedule in CLOSED:  # a rank's one stage ends with its actions
         return (Tail(((),), ()),) * ranks
-    return _tails(schedule, ranks, min(microbatches, STEADY * ranks + microbatches % ranks), chunks)
+    return _tails(schedule, ranks, steady(ranks, microbatches), chunks)
 
 
 @lru_cache(maxsize=500)
@@ -167,13 +167,7 @@ def _tails(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[T
         return tuple(sorted(Counter(action.op.name for action in order[at + 1 :] if action.op in COMPUTE).items()))
 
     found = []
-    for order in _made(schedule, ranks, microbatches, chunks).orders:
+    for order in made(schedule, ranks, microbatches, chunks).orders:
         last = max(at for at, action in enumerate(order) if action.op in (Op.B, Op.I))
         found.append(Tail(tuple(after(order, at) for at in sorted(whole_at(order))), after(order, last)))
     return tuple(found)
-
-
-@lru_cache(maxsize=4)
-def _made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """With its steps, which are found once."""
-    return make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks if chunks > 1 else None)

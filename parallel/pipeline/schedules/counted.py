@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from parallel.pipeline.schedule import Action, Op
 
@@ -12,7 +12,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.order: list[Action] = []
-        self._next: Counter[tuple[bool, int]] = Counter()
+        self._next: dict[tuple[bool, int], int] = {}
         self._owed: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
@@ -22,22 +22,24 @@ class Counted:
         self._add(Op.B, stage)
 
     def input(self, stage: int) -> None:
-        self._owed.append(self._add(Op.I, stage)._replace(op=Op.W))
+        self._owed.append(Action(Op.W, stage, self._add(Op.I, stage)))
 
     def weights(self, stage: int | None = None) -> None:
         """One deferred weight gradient, if there is any: the oldest, or the oldest of a stage."""
-        owed = next((w for w in self._owed if stage in (None, w.stage)), None)
-        if owed is not None:
-            self._owed.remove(owed)
-            self.order.append(owed)
+        for at, owed in enumerate(self._owed):
+            if stage is None or stage == owed.stage:
+                del self._owed[at]
+                self.order.append(owed)
+                return
 
     def count(self, stage: int) -> int:
         """Number of forwards of a stage so far."""
-        return self._next[True, stage]
+        return self._next.get((True, stage), 0)
 
-    def _add(self, op: Op, stage: int) -> Action:
+    def _add(self, op: Op, stage: int) -> int:
+        """Append the next of a stage; returns its micro-batch."""
         key = (op is Op.F, stage)
-        action = Action(op, stage, self._next[key])
-        self._next[key] += 1
-        self.order.append(action)
-        return action
+        microbatch = self._next.get(key, 0)
+        self._next[key] = microbatch + 1
+        self.order.append(Action(op, stage, microbatch))
+        return microbatch

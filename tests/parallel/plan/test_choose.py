@@ -13,11 +13,15 @@ import pytest
 
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.simulate import costs, makespan, simulate
+from parallel.plan import cost, in_flight, layer_time
+from parallel.plan import memory as memory_module
+from parallel.plan import pipeline_time as pipeline_time_module
 from parallel.plan.candidates import Space, candidates
 from parallel.plan.choose import choose
 from parallel.plan.cluster import load_cluster
 from parallel.plan.cost import step_time
-from parallel.plan.job import Network, Plan
+from parallel.plan.job import Experts, Network, Plan
+from parallel.plan.legal import refusal
 from parallel.plan.memory import memory, peak
 from parallel.plan.pipeline_time import CLOSED, head_rank, pipeline_time
 
@@ -92,3 +96,52 @@ def test_the_fullest_rank_is_that_of_all() -> None:
         how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
         plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
         assert peak(network, plan) == max(memory(network, plan), key=lambda rank: rank.allocated)
+
+
+def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
+    """Layers and orders are computed once for plans that differ elsewhere; alone, with all caches empty, each plan has the same numbers."""
+    draw, cluster = random.Random(2), CLUSTER.holding(16)
+    experts = Experts(count=4, choices=2, hidden=512)
+    network = Network(layers=12, width=256, heads=8, hidden=1024, vocab=5000, length=128, experts=experts, sparse_layers=(1, 2, 5, 7, 11))
+    base, space = Plan(recompute_every=2), Space(schedules=(("1f1b", 1), ("interleaved", 2), ("zb_v", 2)), largest_pp=4)
+    plans = [plan for plan in candidates(network, world=16, global_batch=48, base=base, space=space) if refusal(network, plan) is None]
+    plans = [
+        plan.but(recompute=draw.choice(["none", "selective", "full"]), loss_chunks=draw.choice([1, 2])) for plan in draw.sample(plans, 60)
+    ]
+    together = [(peak(network, plan), step_time(network, plan, cluster)) for plan in plans]
+    caches = [
+        getattr(module, name) for module in (cost, in_flight, layer_time, memory_module, pipeline_time_module) for name in dir(module)
+    ]
+    for plan, found in zip(plans, together, strict=True):
+        for cached in caches:
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
+        assert (peak(network, plan), step_time(network, plan, cluster)) == found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_way_to_recompute_is_the_first_that_fits(seed: int) -> None:
+    """The planner asks few of them; the plain twin asks all. Bytes are those of plans, and the limit lies among them."""
+    draw = random.Random(seed)
+    network = Network(layers=8, width=512, heads=8, hidden=2048, vocab=3000, length=1024)
+    plans = list(candidates(network, world=8, global_batch=16, base=Plan(), space=Space(tensors=("1d",), sequences=("ring",))))
+    draw.shuffle(plans)
+    plans = plans[:150]
+    kinds = ("none", "selective", "full")
+    held = {
+        plan: peak(network, plan).used for one in plans if refusal(network, one) is None for plan in (one.but(recompute=k) for k in kinds)
+    }
+    for limit in draw.sample(sorted(held.values()), 4):
+        found = choose(network, plans, held_bytes=held.__getitem__, limit_bytes=limit, seconds=lambda plan: float(plan.tp), top=len(plans))
+        plain = [
+            next((one.but(recompute=k) for k in kinds if held[one.but(recompute=k)] <= limit), None)
+            for one in plans
+            if one.but(recompute="none") in held
+        ]
+        assert sorted(map(repr, (r.plan for r in found.ranked))) == sorted(repr(plan) for plan in plain if plan is not None)
+        worst = [
+            held[one.but(recompute="full")]
+            for one in plans
+            if one.but(recompute="none") in held and held[one.but(recompute="full")] > limit
+        ]
+        assert found.nearest is None if not worst else found.nearest is not None and found.nearest[1] == min(worst) - limit
