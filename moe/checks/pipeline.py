@@ -6,7 +6,7 @@ from moe.plan.pipeline import continuous, energy_plan, layers_of, schedule_of, s
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.schedules.catalog import kind_of
+from parallel.pipeline.schedules.catalog import fewer_ranks, kind_of
 
 
 def check_pipeline(run: Run) -> None:
@@ -22,7 +22,7 @@ def check_pipeline(run: Run) -> None:
             "degrees.pp",
             got=pp,
             needed=f"at most one stage a layer: model.num_layers={run.model.num_layers}",
-            fix=f"set degrees.pp to {run.model.num_layers} or less, or add layers",
+            fix=f"set degrees.pp to {fewer_ranks(run.pipeline.schedule, run.model.num_layers)} or less, or add layers",
         )
     schedule = schedule_of(run)
     layers_of(run, schedule)

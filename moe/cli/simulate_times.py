@@ -10,6 +10,7 @@ from moe.plan.stages import STATE_BYTES, WEIGHT_BYTES, Device, Stage, micro_batc
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule
+from parallel.pipeline.schedules.catalog import fewer_ranks
 from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, simulate
 
@@ -84,8 +85,9 @@ class OfRecipe:
     def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
         layers, stages = self.recipe.model.num_layers, schedule.num_stages
         chunks = max(1, stages // schedule.num_ranks)
-        fewer = f"--stages {layers // chunks} or " if layers >= chunks and not self.of_file else ""
-        smaller = f"{fewer}--model.num_layers {stages}"
+        most = fewer_ranks(schedule.name, layers // chunks)
+        has_fewer = chunks <= layers and not self.of_file and (most > 1 or len(schedule.homes[0]) == 1)
+        smaller = (f"--stages {most} or " if has_fewer else "") + f"--model.num_layers {stages}"
         if stages > layers and self.recipe.pipeline.layers is None:  # a list may leave stages without any
             got = f"{schedule.num_ranks}, {stages} stages" if chunks > 1 else schedule.num_ranks
             raise BadInput("stages", got=got, needed=f"at most one a layer: {layers}", fix=smaller)

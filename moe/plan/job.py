@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from moe.plan.activations import compute_bytes
 from moe.plan.optimizer import optimizer_bytes
+from moe.plan.stages import layer_flops
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 from parallel.errors import BadInput
-from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES
+from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
+from parallel.plan.cut import cut
 from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
@@ -79,7 +82,7 @@ def plan_of(run: Run) -> Plan:
         order=run.sequence.places,
         schedule=run.pipeline.schedule,
         chunks=_chunks(run),
-        stage_layers=run.pipeline.layers,
+        stage_layers=run.pipeline.layers or stage_layers(run),
         microbatch=max(1, run.train.global_batch // replicas),
         microbatches=run.pipeline.microbatches,
         recompute=run.recompute.kind,
@@ -92,6 +95,19 @@ def plan_of(run: Run) -> Plan:
         tiles=run.tiling.ffn,
         reshard=run.sharding.reshard,
     )
+
+
+def stage_layers(run: Run) -> tuple[int, ...] | None:
+    """Layers of each stage where the recipe leaves them to the trainer, which cuts them by FLOPs; None without such stages."""
+    stages = run.mesh_degrees().pp * (1 if placed(run.pipeline.schedule) == "both_ways" else _chunks(run))
+    if run.mesh_degrees().pp == 1 or stages > run.model.num_layers:
+        return None
+    return _cut(layer_flops(run), stages)
+
+
+@lru_cache(maxsize=1_000)
+def _cut(costs: tuple[float, ...], stages: int) -> tuple[int, ...]:
+    return cut(costs, stages)
 
 
 def _chunks(run: Run) -> int:

@@ -18,7 +18,7 @@ from parallel.pipeline.check import check
 from parallel.pipeline.energy.plan_file import Clocked, read_plan
 from parallel.pipeline.order_file import read_order
 from parallel.pipeline.schedule import Op, Schedule
-from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
+from parallel.pipeline.schedules.catalog import SCHEDULES, fewer_ranks, make_schedule
 from parallel.pipeline.simulator.simulate import costs, simulate
 from parallel.plan.cut import cut, empty_rank
 
@@ -100,7 +100,7 @@ def layers_of(run: Run, schedule: Schedule, *, smaller: str | None = None) -> tu
     `smaller`: the advice for fewer stages; None: by degrees.pp.
     """
     layers, stages, given = run.model.num_layers, schedule.num_stages, run.pipeline.layers
-    smaller = smaller or f"set degrees.pp to {max(1, layers // max(1, stages // schedule.num_ranks))}"
+    smaller = smaller or f"set degrees.pp to {fewer_ranks(schedule.name, layers // max(1, stages // schedule.num_ranks))}"
     if given is None and stages > layers:
         fewer = layers // schedule.num_ranks
         if fewer and run.pipeline.chunks is not None:

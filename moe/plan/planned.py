@@ -33,6 +33,7 @@ FIRST = Space(
     tensors=("sliced", "1d", "2d", "3d"),
     sequences=("ring",),
     schedules=(("1f1b", 1),),
+    lists=1,
     etp=(1,),
     largest_microbatch=4,
 )

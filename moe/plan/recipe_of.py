@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moe.plan.job import plan_of
+from moe.plan.job import plan_of, stage_layers
 from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 from parallel.plan.job import Plan
@@ -66,4 +66,7 @@ def _changed(plan: Plan, run: Run) -> Run:
     made = {section: getattr(run, section).model_copy(update=values) for section, values in changes.items()}
     offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
     made["sharding"] = made["sharding"].model_copy(update={"offload": offload})
-    return run.model_copy(update=made)
+    made_run = run.model_copy(update=made)
+    if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer's own cut needs no list
+        made_run = made_run.model_copy(update={"pipeline": made_run.pipeline.model_copy(update={"layers": None})})
+    return made_run

@@ -15,16 +15,19 @@ from typing import NamedTuple
 
 from parallel.mesh import divisors
 from parallel.plan.job import Engine, Network, Plan
+from parallel.plan.stage_layers import layer_lists
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is tried. `schedules`: (name, chunks); largest degrees; micro-batches of 1, 2, 4, ... sequences up to the largest."""
+    """What is tried. `schedules`: (name, chunks); `lists`: of layers for the stages of each, at most; largest degrees; micro-batches of 1,
+    2, 4, ... sequences up to the largest."""
 
     engines: tuple[Engine, ...] = ("ddp", "zero1", "zero2", "fsdp")
     tensors: tuple[str, ...] = ("sliced", "1d", "2d", "2.5d", "3d")
     sequences: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1), ("zb_v", 2))
+    lists: int = 2
     largest_tp: int = 64
     largest_sp: int = 64
     largest_pp: int = 128
@@ -85,8 +88,10 @@ def candidates(
                 schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
-            for engine in space.engines if dp * sp > 1 else ("ddp",):
-                yield made.but(engine=engine, reshard=base.reshard or engine != "fsdp")  # the others have no such choice
+            lists = layer_lists(network, made, pp * chunks)[: space.lists] if pp > 1 else ()
+            for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else ("ddp",)):
+                reshard = base.reshard or engine != "fsdp"  # the others have no such choice
+                yield made.but(engine=engine, reshard=reshard, stage_layers=layers)
 
 
 def _tensors(tp: int, space: Space) -> list[tuple[str, int]]:

@@ -23,7 +23,7 @@ from parallel.plan.collective_times import Group, all_reduce, gather, group_of, 
 from parallel.plan.counts import sizes_of
 from parallel.plan.job import Network, Plan
 from parallel.plan.layer_time import Layer, Pass, head_time, layer_time, of_layer, tokens_of
-from parallel.plan.pipeline_time import SPLIT, How, crossings, head_rank, homes_of, pipeline_time, tails
+from parallel.plan.pipeline_time import CLOSED, SPLIT, How, crossings, head_rank, homes_of, pipeline_time, tails
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -118,15 +118,12 @@ def step_time(
         adds[kinds[last]] = _accumulated(plan, cluster, program, *both)
     made = {kind: _stage(network, plan, cluster, program, imbalance, *kind[:2], kind[3], more) for kind, more in adds.items()}
     stages = [made[kind] for kind in kinds]
-    head = 0.0, 0.0
-    if last != plan.pp - 1:
-        body = _stage(network, plan, cluster, program, imbalance, *ranks[last], False, adds[kinds[last]])
-        head = stages[last].ahead - body.ahead, stages[last].back - body.back
     slowest = max(made.values(), key=lambda stage: stage.total)
     sent = transfer_time(network, plan, cluster, program)
     m = plan.microbatches
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
-    passes = pipeline_time(plan, *times, sent, head=head, how=pipeline)
+    apart = None if plan.chunks == 1 or plan.schedule in CLOSED else _by_stage(network, plan, cluster, program, imbalance)
+    passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
     some = {0, len(ranks) - 1, stages.index(slowest)}
     sums = max((_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some), key=sum)
     optimizer, offload = _update(plan, cluster, program, *max(held.values(), key=sum))
@@ -152,6 +149,18 @@ def step_time(
         hidden=sums[2],
         joules=_energy(plan, cluster, m * whole.compute, passes + waits + sums[0] + sums[1] + optimizer + offload),
     )
+
+
+def _by_stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[list[float], list[float]]:
+    """Seconds of a micro-batch's forward and backward pass on each stage, of which ranks have several."""
+    sizes = sizes_of(network.layers, plan.pp * plan.chunks, plan.stage_layers)
+    kinds = [(*n, i == 0, i == len(sizes) - 1) for i, n in enumerate(_kinds(network, sizes))]
+    made = {}
+    for dense, sparse, first, last in dict.fromkeys(kinds):
+        held = _held(network, plan, dense, sparse, first=first, last=last)
+        adds = _accumulated(plan, cluster, program, *held)
+        made[dense, sparse, first, last] = _stage(network, plan, cluster, program, imbalance, dense, sparse, last, adds)
+    return [made[kind].ahead for kind in kinds], [made[kind].back for kind in kinds]
 
 
 def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[int, ...], program: Program | None = None) -> list[Stage]:

@@ -8,6 +8,7 @@ takes the one with fewer units on earlier stages, which keep more micro-batches 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
@@ -23,8 +24,7 @@ def cut(costs: Sequence[float], stages: int) -> tuple[int, ...]:
         fix = f"set stages to {max(1, min(stages, len(costs)))}"
         raise BadInput("stages", got=stages, needed=f"1 to {len(costs)}, one a layer at most", fix=fix)
     ends = [0.0, *accumulate(costs)]
-    slowest = _best(ends, stages, limit=inf)
-    return _best(ends, stages, limit=max(ends[b] - ends[a] for a, b in zip(_places(slowest), _places(slowest)[1:], strict=False)))
+    return _least_squares(ends, stages, limit=_least_largest(ends, stages))
 
 
 def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | None:
@@ -33,12 +33,26 @@ def empty_rank(sizes: Sequence[int], homes: Sequence[Sequence[int]]) -> int | No
     return next((rank for rank in sorted({rank for ranks in homes for rank in ranks}) if rank not in held), None)
 
 
-def _places(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)]
+def _least_largest(ends: Sequence[float], stages: int) -> float:
+    """The smallest cost of a slowest stage: of the sums of neighbouring units, sorted, the first within which the units go into stages."""
+    count = len(ends) - 1
+    sums = sorted({ends[b] - ends[a] for a in range(count) for b in range(a + 1, count + 1)})
+    return sums[bisect_left(sums, True, key=lambda most: _needed(ends, most * (1 + _EPSILON)) <= stages)]
 
 
-def _best(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
-    """The cut that minimises the largest stage; with a limit, the one that minimises the sum of squares of stages within the limit."""
+def _needed(ends: Sequence[float], most: float) -> int:
+    """How many stages units need, each filled up to `most`; more than there are units if one of them exceeds it."""
+    at, found, count = 0, 0, len(ends) - 1
+    while at < count:
+        further = bisect_right(ends, ends[at] + most, lo=at) - 1
+        if further == at:
+            return count + 1
+        at, found = further, found + 1
+    return found
+
+
+def _least_squares(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...]:
+    """The cut into stages of at most `limit` that minimises the sum of squares."""
     count = len(ends) - 1
     # best[n]: the units from n on, cut into the stages handled so far (last ones first): (value, size of the first of these stages)
     best: list[tuple[float, int]] = [(inf, 0)] * count + [(0.0, 0)]
@@ -48,9 +62,10 @@ def _best(ends: Sequence[float], stages: int, *, limit: float) -> tuple[int, ...
         for start in range(count - left):
             for size in range(1, count - left - start + 1):
                 cost = ends[start + size] - ends[start]
-                rest = best[start + size][0]
-                value = max(cost, rest) if limit == inf else cost**2 + rest
-                if cost <= limit * (1 + _EPSILON) and value < found[start][0] * (1 - _EPSILON):
+                if cost > limit * (1 + _EPSILON):
+                    break
+                value = cost**2 + best[start + size][0]
+                if value < found[start][0] * (1 - _EPSILON):
                     found[start] = (value, size)
         best = found
         sizes.append(found)

@@ -58,13 +58,14 @@ def pipeline_time(
     weights: Sequence[float],
     sent: float = 0.0,
     *,
-    head: tuple[float, float] = (0.0, 0.0),
+    stages: tuple[Sequence[float], Sequence[float]] | None = None,
     how: How = "simulated",
 ) -> float:
     """Seconds from the first forward to the last backward pass, by the times of each rank for one micro-batch.
 
-    `weights`: the part of `backward` that is the weights' gradients; `sent`: of a message, waited for once in each direction; `head`: what
-    of head_rank's forward and backward times is the last stage's alone. `how`: `least` never exceeds `simulated`.
+    `weights`: the part of `backward` that is the weights' gradients, in simulations the same part of each; `sent`: of a message, waited for
+    once in each direction; `stages`: the forward and backward times of each stage, where ranks have several and are simulated (None: a
+    rank's are alike). `how`: `least` never exceeds `simulated`.
     """
     m, waits = plan.microbatches, 2 * sent * crossings(plan)
     total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
@@ -81,26 +82,24 @@ def pipeline_time(
         return sum(total) + (m - 1) * max(total) / plan.chunks
     if plan.schedule == "interleaved":
         return m * max(total) + (sum(total) - max(total)) / plan.chunks
-    unit = max(*forward, *backward) / 1000  # rounded so, similar plans share a simulation
-    ahead, back, late = ([round(x / unit) for x in times] for times in (forward, backward, weights))
-    f, b = (_of_stages(plan, times, round(of / unit)) for times, of in ((ahead, head[0]), (back, head[1])))
-    share, message = min(MOST_WEIGHTS, sum(late) / max(1, sum(back))), round(sent / unit)
+    share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
+    ways = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
+    unit = max(map(max, ways)) / 1000  # rounded so, similar plans share a simulation
+    f, b = (tuple(round(x / unit) for x in way) for way in ways)
+    share, message = round(share, 3), round(sent / unit)
     least = _least(plan, f, b, share, message)
     return unit * (least if how == "least" else max(least, _simulated(plan, f, b, share, message)))
 
 
-def _of_stages(plan: Plan, times: Sequence[int], head: int) -> tuple[float, ...]:
-    """By stage what is known by rank: a rank's stages are alike but for the head."""
+def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
+    """By stage what is known by rank: a rank's stages are alike."""
     if placed(plan.schedule) == "both_ways":
-        return tuple(times)
-    if placed(plan.schedule) == "line":
-        return tuple(x / plan.chunks for x in times) * plan.chunks
-    bodies = [x - (head if rank == 0 else 0) for rank, x in enumerate(times)]
-    stages = [bodies[rank] / 2 for (rank,) in folded(plan.pp)]
-    return (*stages[:-1], stages[-1] + head)
+        return times
+    homes = homes_of(plan)
+    return [times[rank] * plan.pp / len(homes) for (rank,) in homes]
 
 
-def _least(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
+def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], share: float, sent: float) -> float:
     m, p = plan.microbatches, plan.pp
     whole = [f + b for f, b in zip(forward, backward, strict=True)]
     if placed(plan.schedule) == "both_ways":  # replicas share a stage's micro-batches as they like

@@ -2,9 +2,8 @@
 
     layers of each stage (counts.py)  ->  seconds of F and B (cost.py)  ->  simulate  ->  what draw.py draws
 
-Sums of gradients, the optimizer and what comes once a step are not in it: it is the part of `step_time` between them. There a rank's
-stages count together, as if they were neighbours; here each stage has its own layers, and the head is where the last stage is. A plan
-without stages is one rank's passes, one after another.
+Sums of gradients, the optimizer and what comes once a step are not in it: it is the part of `step_time` between them, which has closed
+forms for schedules whose stages are on a line. A plan without stages is one rank's passes, one after another.
 """
 
 from __future__ import annotations

@@ -147,6 +147,11 @@ def placed(name: str) -> Placed:
     return "line" if kind is None else kind.placed
 
 
+def fewer_ranks(name: str, most: int) -> int:
+    """The largest number of ranks up to `most` that the schedule can have; 1 (no pipeline) where it can have none."""
+    return max(1, most - most % 2 if placed(name) == "both_ways" else most)
+
+
 def kind_of(name: str) -> ScheduleKind:
     """The catalog's row for a schedule's name. Raises BadInput for an unknown name."""
     if name not in SCHEDULES:

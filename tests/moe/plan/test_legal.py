@@ -13,7 +13,7 @@ import pytest
 
 from moe.checks.together import check_run
 from moe.plan.job import network_of, plan_of
-from moe.plan.pipeline import schedule_of
+from moe.plan.pipeline import layers_of, schedule_of
 from moe.plan.planned import planned
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.load import build_run
@@ -128,6 +128,20 @@ def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
         plan = as_stored(plan, run)
         times.append(step_time(network, plan, cluster).step)
     assert found.found.ranked[0].seconds <= min(times) * (1 + 1e-9)
+
+
+def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced() -> None:
+    """The list of a plan is that of its recipe; what the recipe leaves to the trainer's cut is priced as that."""
+    run = run_of(sparse=False)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 6000})})
+    cluster = replace(load_cluster("a100-80-8"), devices_per_node=4)
+    space = Space(schedules=(("1f1b", 1), ("zb_v", 2)), engines=("ddp",), largest_tp=1, largest_sp=1, largest_microbatch=2)
+    every = planned(run, cluster, checked=check_run, top=40, space=space, ways=None)
+    own = [(one.plan, made) for one, made in zip(every.found.ranked, every.runs, strict=True) if one.plan.pp == 4]
+    assert any(plan.stage_layers == (2, 2, 2, 0) for plan, _ in own)
+    for plan, made in own:
+        held = layers_of(made, schedule_of(made))
+        assert tuple(map(len, held)) == plan.stage_layers and plan_of(made) == plan
 
 
 def test_a_smaller_limit_never_makes_a_plan_faster_and_reasons_are_counted() -> None:
