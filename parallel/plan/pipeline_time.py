@@ -83,9 +83,9 @@ def pipeline_time(
     if plan.schedule == "interleaved":
         return m * max(total) + (sum(total) - max(total)) / plan.chunks
     share = min(MOST_WEIGHTS, sum(weights) / max(1e-12, sum(backward)))
-    ways = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
-    unit = max(map(max, ways)) / 1000  # rounded so, similar plans share a simulation
-    f, b = (tuple(round(x / unit) for x in way) for way in ways)
+    apart = stages or (_of_stages(plan, forward), _of_stages(plan, backward))
+    unit = max(map(max, apart)) / 1000  # rounded so, similar plans share a simulation
+    f, b = (tuple(round(x / unit) for x in way) for way in apart)
     share, message = round(share, 3), round(sent / unit)
     least = _least(plan, f, b, share, message)
     return unit * (least if how == "least" else max(least, _simulated(plan, f, b, share, message)))
