@@ -3,7 +3,8 @@
 `moe bench planner --tables FOLDER --json FILE` reads every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with
 their reason, tables of other columns are named with what they lack. Without --tables it runs a small recipe under each kind on this
 machine and compares the bytes that torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs
-(planner_published.py), and with `--only speed` it measures how long planning them takes (planner_speed.py).
+(planner_published.py), with `--only speed` it measures how long planning them takes (planner_speed.py), and with `--only orders` it holds
+searched orders of actions against the zero-bubble paper's (planner_orders.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moe.bench import planner_choice, planner_memory, planner_published, planner_speed
+from moe.bench import planner_choice, planner_memory, planner_orders, planner_published, planner_speed
 from moe.bench.tables import Table, read_folder
 from moe.launch import exit_codes
 from moe.records.results import write_json
@@ -22,10 +23,10 @@ HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90
 def main(*, tables: str | None = None, only: str | None = None, json: str | None = None) -> int:
     """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
 
-    `only`: cases of the runs here whose name has it, such as zero; or `published`, the runs of recipes/published/, or `speed`, the time
-    that planning them takes.
+    `only`: cases of the runs here whose name has it, such as zero; or `published`, the runs of recipes/published/, `speed`, the time that
+    planning them takes, or `orders`, searched orders of actions against a rival's.
     """
-    named = {"published": planner_published.rows, "speed": planner_speed.rows}
+    named = {"published": planner_published.rows, "speed": planner_speed.rows, "orders": planner_orders.rows}
     of_runs = named.get(only or "", lambda: _runs(only))
     rows = of_runs() if tables is None else _tables(tables)
     if json:

@@ -1,12 +1,13 @@
 """Orders by the rules of the zero-bubble paper for stages of unequal times [2401.10241, section 3.1]; where a search begins.
 
     warm-up    as many F as memory holds while the first I is on its way; one more, which delays it, or not          `late`
+               their ends with what they wait for from the rank before, or as if all had arrived                     `waiting`
     then       one F and one I in turn, and W into waits that are long enough, or where memory is full; into a shorter wait too if it
                would else become the longest of all ranks' waits together; or always                                  `always`
     skip       a rank that is two F ahead of the next one leaves one out if that adds nothing to the longest wait     `skip`
-    last       what W are left
+    last       what W are left; on rank 0, for whose I nobody waits, as soon as F are done
 
-One stage a rank. All eight choices are tried by whoever wants the best.
+One stage a rank. All sixteen choices are tried by whoever wants the best.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class Alternating:
         sent: float = 0,
         memory: float | None = None,
         late: bool = False,
+        waiting: bool = False,
         skip: bool = False,
         always: bool = True,
     ) -> None:
         self.times, self.microbatches, self.sent = times, microbatches, sent
         self.memory = microbatches if memory is None else min(microbatches, floor(memory + 1e-9))
-        self.late, self.skip, self.always = late, skip, always
+        self.late, self.waiting, self.skip, self.always = late, waiting, skip, always
         self.ranks, self.last = range(len(times)), len(times) - 1
         self.done: list[list[Action]] = [[] for _ in times]
         self.counts = {op: [0] * len(times) for op in (Op.F, Op.I, Op.W)}
@@ -50,6 +52,8 @@ class Alternating:
                 self._do(Op.F, rank)
             for rank in reversed(self.ranks):
                 self._fill(rank, self._arrival(Op.I, rank))
+                while rank == 0 and self.counts[Op.F][0] == self.microbatches and self._owes(0):
+                    self._do(Op.W, 0)  # nobody waits for its I, so that W never comes too early
                 self._do(Op.I, rank)
         for rank in self.ranks:
             while self.counts[Op.W][rank] < self.microbatches:
@@ -59,14 +63,14 @@ class Alternating:
     def _warm_up(self) -> None:
         for rank in self.ranks:
             self._do(Op.F, rank)
+        ends = self._forward_ends()
         more, due = [0] * len(self.times), self.free[self.last] + self.times[self.last][Op.I]
         for rank in reversed(self.ranks[:-1]):
-            time, forward = self.free[rank], self.times[rank][Op.F]
             while 1 + more[rank] < self.memory:
-                if time >= due + self.sent if self.late else time + forward > due + self.sent:
+                if ends[rank][more[rank]] >= due + self.sent if self.late else ends[rank][1 + more[rank]] > due + self.sent:
                     break
-                time, more[rank] = time + forward, more[rank] + 1
-            due = max(time, due + self.sent) + self.times[rank][Op.I]
+                more[rank] += 1
+            due = max(ends[rank][more[rank]], due + self.sent) + self.times[rank][Op.I]
         for rank in self.ranks[1:]:  # behind the rank before it, unless that has all under way
             ahead = more[rank - 1]
             more[rank] = min(more[rank], ahead if 1 + ahead == self.microbatches else max(0, ahead - 1))
@@ -75,6 +79,18 @@ class Alternating:
                 self._do(Op.F, rank)
         for rank in reversed(self.ranks):
             self._do(Op.I, rank)
+
+    def _forward_ends(self) -> list[list[float]]:
+        """Of each rank the ends of as many F as memory holds, one right after the other; with `waiting` each when it has arrived too."""
+        ends: list[list[float]] = []
+        for rank in self.ranks:
+            now, of = self.free[rank], [self.free[rank]]
+            for j in range(1, self.memory):
+                arrival = ends[rank - 1][j] + self.sent if self.waiting and rank else 0.0
+                now = max(now, arrival) + self.times[rank][Op.F]
+                of.append(now)
+            ends.append(of)
+        return ends
 
     def _who_goes_forward(self) -> list[int]:
         """The ranks that have forward passes left, from the last one up to one that leaves one out: those before it do so too."""
@@ -93,7 +109,9 @@ class Alternating:
             return False
         following = self.times[rank + 1]
         gap = self.free[rank + 1] + following[Op.F] + following[Op.I] + self.sent - self.free[rank]
-        return gap < self.times[rank][Op.F] and gap <= max(self.waited) - self.waited[rank]
+        full = max(0, begun[rank] - self.counts[Op.W][rank] + 1 - self.memory)  # W that make room come before it
+        took = self.times[rank][Op.F] + full * self.times[rank][Op.W]
+        return gap < took and gap <= max(self.waited) - self.waited[rank]
 
     def _make_room(self, rank: int) -> None:
         while self.counts[Op.F][rank] - self.counts[Op.W][rank] + 1 > self.memory:

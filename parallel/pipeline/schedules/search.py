@@ -103,9 +103,12 @@ def _greedy_orders(given: Given) -> Iterator[Schedule]:
     if given.placement == "line":
         times = [{op: given.cost(r, Action(op, r, 0)) for op in (Op.F, Op.I, Op.W)} for r in range(given.ranks)]
         sent = 0 if callable(given.transfer_time) else given.transfer_time
-        for late, skip, always in product((False, True), repeat=3):
-            rules = Alternating(times, given.microbatches, sent=sent, memory=given.memory, late=late, skip=skip, always=always)
-            yield flushed("search", given.homes, given.microbatches, rules.orders())
+        for late, waiting, skip, always in product((False, True), repeat=4):
+            how = {"late": late, "waiting": waiting, "skip": skip, "always": always}
+            orders = Alternating(times, given.microbatches, sent=sent, memory=given.memory, **how).orders()
+            if orders not in seen:
+                seen.append(orders)
+                yield flushed("search", given.homes, given.microbatches, orders)
 
 
 class _Greedy:
