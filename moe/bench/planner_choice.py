@@ -119,7 +119,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 def told(tables: Sequence[Table]) -> list[str]:
     """Lines about time: a row a table, then all dense rows of A100 and H100, rows with experts, rankings, and what was singled out."""
     lines = [
-        f"{'table':<42}{'rows':>6}{'mean':>8}{'median':>8}{'largest':>9}{'bias':>8}{'calibrated':>12}{'groups':>8}{'first':>7}{'regret':>8}"
+        f"{'table':<42}{'rows':>6}{'mean':>8}{'median':>8}{'largest':>9}{'bias':>8}"
+        f"{'calibrated':>12}{'by layer':>10}{'groups':>8}{'first':>7}{'regret':>8}"
     ]
     everything: list[Predicted] = []
     for table in tables:
@@ -150,7 +151,7 @@ def told(tables: Sequence[Table]) -> list[str]:
 
 
 def _line(name: str, found: Errors, ranked: Ranking | None) -> str:
-    shares = (found.mean, found.median, found.largest, found.bias, found.calibrated)
-    text = "".join(f"{share:>{width}.1%}" for share, width in zip(shares, (8, 8, 9, 8, 12), strict=True))
+    shares = (found.mean, found.median, found.largest, found.bias, found.calibrated, found.by_layer)
+    text = "".join(f"{share:>{width}.1%}" for share, width in zip(shares, (8, 8, 9, 8, 12, 10), strict=True))
     more = f"{ranked.groups:>8}{ranked.first:>7.0%}{ranked.mean:>8.1%}" if ranked else ""
     return f"{name:<42}{found.rows:>6}{text}{more}"

@@ -1,7 +1,8 @@
 """Predicted step times against measured ones: errors by table, with and without a factor.
 
     predictions(rows)   each row that states a speed: cluster and program by its text, step_time of parallel/plan/cost.py
-    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: times the median of the other rows' ratios
+    errors(...)         mean, median and largest |predicted / measured - 1|; calibrated: over the median of other rows' ratios
+                        (of the same cluster and program, or of those among them that run the same layer)
 
 Rankings are in moe/bench/planner_choice.py. What a row does not state of its program is by year and source (PROGRAM_OF), the same for all
 rows of a source.
@@ -10,9 +11,10 @@ rows of a source.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from moe.bench.tables import Row
 from parallel.plan.cluster import Cluster, load_cluster
@@ -141,7 +143,11 @@ def predictions(rows: Iterable[Row]) -> list[Predicted]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of |predicted / measured - 1| over so many rows; `bias`: with its sign."""
+    """Of |predicted / measured - 1| over so many rows; `bias`: with its sign.
+
+    `calibrated`: mean after each prediction is divided by the median ratio of other rows of its cluster and program. `by_layer`: of those
+    among them that run the same layer, as one profile of it would have taught; `same_layer` rows have such others.
+    """
 
     rows: int
     mean: float
@@ -149,19 +155,51 @@ class Errors:
     largest: float
     bias: float
     calibrated: float
+    by_layer: float
+    same_layer: int
 
 
 def errors(made: Sequence[Predicted]) -> Errors | None:
-    """None without rows. `calibrated`: mean after each row's prediction is divided by the median ratio of the others of its cluster."""
+    """None without rows."""
     if not made:
         return None
     off = [one.ratio - 1 for one in made]
     sizes = sorted(map(abs, off))
-    left = [abs(one.ratio / _others(made, one) - 1) for one in made]
-    return Errors(len(made), statistics.mean(sizes), statistics.median(sizes), sizes[-1], statistics.mean(off), statistics.mean(left))
+    alike, same = _grouped(made, _program), _grouped(made, _layer)
+    left = [abs(one.ratio / (_others(alike[_program(one)], one) or 1.0) - 1) for one in made]
+    taught = [_others(same[_layer(one)], one) for one in made]
+    by_layer = [rest if other is None else abs(one.ratio / other - 1) for one, rest, other in zip(made, left, taught, strict=True)]
+    return Errors(
+        rows=len(made),
+        mean=statistics.mean(sizes),
+        median=statistics.median(sizes),
+        largest=sizes[-1],
+        bias=statistics.mean(off),
+        calibrated=statistics.mean(left),
+        by_layer=statistics.mean(by_layer),
+        same_layer=sum(other is not None for other in taught),
+    )
 
 
-def _others(made: Sequence[Predicted], one: Predicted) -> float:
-    """The median ratio of the other rows of this cluster and program: what one run before it would have taught."""
-    ratios = [other.ratio for other in made if other is not one and (other.cluster, other.program) == (one.cluster, one.program)]
-    return statistics.median(ratios) if ratios else 1.0
+def _program(one: Predicted) -> tuple[Any, ...]:
+    return one.cluster, one.program
+
+
+def _layer(one: Predicted) -> tuple[Any, ...]:
+    """What seconds of one layer and micro-batch depend on; not how many there are, nor on how many ranks else."""
+    network, plan = replace(one.row.network, layers=1, sparse_layers=()), one.row.plan
+    return one.cluster, one.program, network, plan.tp, plan.sp, plan.ep, plan.tensor, plan.microbatch, plan.recompute, one.row.precision
+
+
+def _grouped(made: Sequence[Predicted], key: Callable[[Predicted], Any]) -> dict[Any, list[Predicted]]:
+    found: dict[Any, list[Predicted]] = {}
+    for one in made:
+        found.setdefault(key(one), []).append(one)
+    return found
+
+
+def _others(made: Sequence[Predicted], one: Predicted) -> float | None:
+    """The median ratio of other runs: rows of the same network and plan are the same run, printed twice. None without any."""
+    of = one.row
+    ratios = [other.ratio for other in made if (other.row.network, other.row.plan) != (of.network, of.plan)]
+    return statistics.median(ratios) if ratios else None

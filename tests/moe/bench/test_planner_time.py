@@ -45,13 +45,25 @@ def test_published_rows_are_predicted_within_a_tenth(tmp_path: Path) -> None:
 
 
 def test_errors_and_what_another_row_would_have_taught(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, *(TWENTY_TWO | {"iteration_time_s": s} for s in (1, 2, 4)))
+    rows = rows_of(tmp_path, *(TWENTY_TWO | {"iteration_time_s": s, "global_batch": 4 * s} for s in (1, 2, 4)))
     found = errors(invented(rows, (1.1, 2.2, 3.6)))
     assert found is not None and found.rows == 3
     assert found.mean == pytest.approx(0.1) and found.bias == pytest.approx(0.1 / 3) and found.largest == pytest.approx(0.1)
     others = (1.1 / 1.0 - 1, 1.1 / 1.0 - 1, 1 - 0.9 / 1.1)  # medians of (1.1, 0.9), (1.1, 0.9), (1.1, 1.1)
     assert found.calibrated == pytest.approx(sum(others) / 3)
     assert errors([]) is None
+
+
+def test_a_row_learns_from_others_with_its_layer_and_never_from_its_own_run(tmp_path: Path) -> None:
+    """Micro-batches of 4 are predicted twice too long, those of 2 exactly; the last line is the first one's run, printed again."""
+    cases = [(4, 4, 1), (4, 8, 2), (2, 4, 1), (2, 8, 2), (4, 4, 1)]  # micro-batch, batch, seconds
+    rows = rows_of(tmp_path, *(TWENTY_TWO | {"microbatch": b, "global_batch": g, "iteration_time_s": s} for b, g, s in cases))
+    found = errors(invented(rows, (2.0, 4.0, 1.0, 2.0, 2.0)))
+    assert found is not None and found.same_layer == 5 and found.by_layer == pytest.approx(0)
+    medians = (1.0, 1.5, 2.0, 2.0, 1.0)  # of the other runs: (2, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2), ...
+    assert found.calibrated == pytest.approx(sum(abs(r / m - 1) for r, m in zip((2, 2, 1, 1, 2), medians, strict=True)) / 5)
+    alone = errors(invented(rows[:1] + rows[-1:], (2.0, 3.0)))
+    assert alone is not None and alone.same_layer == 0 and alone.calibrated == alone.by_layer == alone.mean
 
 
 def test_regret_is_what_the_chosen_plan_takes_over_the_best(tmp_path: Path) -> None:
