@@ -185,6 +185,6 @@ def _write(path: Path, recipe: str, cluster: str, made: Planned, seconds: float)
 
 def _row(made: Planned, one: Ranked) -> dict[str, Any]:
     plan = {name: getattr(one.plan, name) for name in ("dp", "tp", "sp", "pp", "ep", "etp", "engine", "tensor", "depth", "sequence")}
-    plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "microbatch", "microbatches", "recompute")}
+    plan |= {name: getattr(one.plan, name) for name in ("schedule", "chunks", "stage_layers", "microbatch", "microbatches", "recompute")}
     parts = {"time": made.time(one.plan).parts, "memory": made.memory(one.plan).parts}
     return {"plan": described(one.plan), **plan, _SECONDS: one.seconds, "held_bytes": one.held_bytes, "advice": one.advice, **parts}

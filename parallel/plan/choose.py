@@ -168,6 +168,8 @@ def described(plan: Plan) -> str:
     parts = [" ".join(degrees), plan.engine]
     if plan.pp > 1:
         parts.append(plan.schedule + (f" of {plan.chunks} chunks" if plan.chunks > 1 else ""))
+        ends = plan.stage_layers or (1,)
+        parts += [f"a stage for the {what} alone" for what, size in (("embedding", ends[0]), ("head", ends[-1])) if size == 0]
     parts.append(f"{plan.microbatches} micro-batch{'es' if plan.microbatches > 1 else ''} of {plan.microbatch}")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recompute}")

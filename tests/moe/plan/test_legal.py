@@ -138,7 +138,8 @@ def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced(
     space = Space(schedules=(("1f1b", 1), ("zb_v", 2)), engines=("ddp",), largest_tp=1, largest_sp=1, largest_microbatch=2)
     every = planned(run, cluster, checked=check_run, top=40, space=space, ways=None)
     own = [(one.plan, made) for one, made in zip(every.found.ranked, every.runs, strict=True) if one.plan.pp == 4]
-    assert any(plan.stage_layers == (2, 2, 2, 0) for plan, _ in own)
+    alone = [plan for plan, _ in own if plan.stage_layers == (2, 2, 2, 0)]
+    assert alone and "1f1b, a stage for the head alone, " in described(alone[0])
     for plan, made in own:
         held = layers_of(made, schedule_of(made))
         assert tuple(map(len, held)) == plan.stage_layers and plan_of(made) == plan
