@@ -47,8 +47,8 @@ class Times(NamedTuple):
 def drawn(draw: random.Random) -> Case:
     """Messages are shorter than any action, so that none waits for a link."""
     p = draw.choice(STAGES)
-    times = [tuple(draw.randint(10, 90) for _ in range(p)) for _ in range(3)]
-    return Case(*times, microbatches=draw.randint(1, 12), sent=draw.choice((0, 2, 5, 9)), memory=draw.randint(1, 2 * p))  # type: ignore[misc]
+    forward, inputs, weights = (tuple(draw.randint(10, 90) for _ in range(p)) for _ in range(3))
+    return Case(forward, inputs, weights, draw.randint(1, 12), sent=draw.choice((0, 2, 5, 9)), memory=draw.randint(1, 2 * p))
 
 
 def compared(case: Case, *, rounds: int = ROUNDS) -> Times:
@@ -122,7 +122,13 @@ def row_of(stages: int | None, times: Sequence[Times]) -> dict[str, Any]:
     slower = sum(one.searched > one.rival for one in times)
     equal = sum(one.searched == one.rival for one in times)
     gains = [one.gain for one in times]
-    row = {"stages": stages or "all", "cases": len(times), "slower": slower, "equal": equal, "faster": len(times) - slower - equal}
+    row: dict[str, Any] = {
+        "stages": stages or "all",
+        "cases": len(times),
+        "slower": slower,
+        "equal": equal,
+        "faster": len(times) - slower - equal,
+    }
     row |= {"gain_mean": statistics.mean(gains), "gain_largest": max(gains), "rounds": ROUNDS, "passed": slower == 0}
     counts = f"{row['stages']:>6}{row['cases']:>7}{slower:>8}{equal:>7}{row['faster']:>8}"
     print(f"{counts}{row['gain_mean']:>11.1%}{row['gain_largest']:>9.1%}", flush=True)
