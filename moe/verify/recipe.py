@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from moe.checks.together import check_run
 from moe.recipe.load import load
+from moe.train.own import Own
 from moe.verify.cases import SLICED, Case
 from moe.verify.small import told
 from parallel.errors import BadInput
@@ -15,6 +16,7 @@ from parallel.mesh import divisors
 def recipe_cases(path: str, nproc: int) -> tuple[list[Case], list[str]]:
     """The layouts that this recipe has, and a line for each that it refuses. Raises BadInput where it has none."""
     first = Case(path, "ddp", 1, 1, 1, "fp32", recipe=path)
+    Own.code(first.run())  # imported once, before ranks are forked
     sparse = bool(first.run().model.layers_with_experts())
     length = replace(first, length=SLICED)
     asked = [first, replace(first, microbatches=3), replace(first, recompute="full"), replace(first, padded=True, microbatches=3)]
