@@ -41,12 +41,13 @@ def check_tensor(run: Run) -> None:
             needed="1: the mean is over all heads, of which each rank of tp would have some",
             fix="set degrees.tp to 1, or tensor.kind to copied",
         )
-    if run.model.qkv_bias and run.tensor.kind != "copied":
+    key = next((key for key in ("qkv_bias", "out_bias") if getattr(run.model, key)), None)
+    if key is not None and run.tensor.kind in GRIDS:
         raise BadInput(
-            "degrees.tp",
-            got=f"{tp} with model.qkv_bias",
-            needed="1: no kind of tensor parallelism cuts biases with their columns",
-            fix="set degrees.tp to 1, or tensor.kind to copied",
+            "tensor.kind",
+            got=f"{run.tensor.kind} with model.{key}",
+            needed=f"{' or '.join(LINES)}: no grid cuts biases with their columns",
+            fix="set tensor.kind to 1d",
         )
     if run.sharding.kind == "dp":
         raise BadInput(

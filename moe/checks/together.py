@@ -71,6 +71,7 @@ def _check_model(run: Run) -> None:
         )
     _check_rope(m)
     _check_swiglu(run)
+    _check_windows(m)
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
             "model.moe_layers",
@@ -100,6 +101,27 @@ def _check_model(run: Run) -> None:
             got=run.vocab_size,
             needed=f"at least the tokenizer's {tokenizer}",
             fix="set model.vocab_size to null to follow the tokenizer",
+        )
+
+
+def _check_windows(m: Model) -> None:
+    """Layers that exist, of a window that does; and nothing that an encoder-decoder has not."""
+    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False)):
+        if getattr(m, key) != off and m.kind == "encoder_decoder":
+            got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"
+            raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
+    if m.sliding_layers is None:
+        return
+    if m.sliding_window is None:
+        fix = "set model.sliding_window to a number of tokens, or model.sliding_layers to null"
+        raise BadInput("model.sliding_layers", got="it with model.sliding_window=null", needed="a window that these layers have", fix=fix)
+    layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
+    if not layers or len(layers) < len(m.sliding_layers):
+        raise BadInput(
+            "model.sliding_layers",
+            got=list(m.sliding_layers),
+            needed=f"different numbers from 0 to {m.num_layers - 1}",
+            fix=f"set it to {layers}" if layers else "set model.sliding_window and model.sliding_layers to null",
         )
 
 

@@ -33,6 +33,10 @@ SAME: tuple[str, ...] = (
     "norm_eps",
     "qk_norm",
     "qkv_bias",
+    "out_bias",
+    "attention_sinks",
+    "sliding_window",
+    "sliding_layers",
     "tied_embeddings",
     "positions",
 )

@@ -5,9 +5,10 @@
 The norms, where a model has them, keep logits small: of each head's channels with one gain for all heads (arXiv 2302.05442; Qwen3), or
 of all heads' channels together (OLMoE).
 
-`core` is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else. It sees the
-key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a table
-and a function of places. A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
+`core` (moe/nn/core.py) is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else.
+It sees the key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a
+table and a function of places.
+A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
 It looks at the past of its own tokens; in an encoder-decoder `of` says at what else: an encoder's layer at all of them, a cross layer at
 those that the encoder gave, `source`. Logits are divided by sqrt(C), but not in an encoder-decoder (T5), whose layers share one bias.
 Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once, or `products`,
@@ -18,16 +19,15 @@ Rotary angles and the softmax are fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from moe.nn.context import Context
+from moe.nn.core import Bias, Core, open_core, softmax_core
 from moe.nn.linear import Added, Linear, Norm
 from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
@@ -36,54 +36,6 @@ from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
 from parallel.regions import in_region
 
 # B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
-
-
-class Bias(NamedTuple):
-    """What is added to the logits of two places: a row of `table_UH` fp32 [buckets, H], which `bucket` names, int64 [L, S]."""
-
-    table_UH: Tensor
-    bucket: Callable[[Tensor, Tensor], Tensor]
-
-    def of(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        """Fp32 [H, L, S]."""
-        return rearrange(self.table_UH[self.bucket(query_L, key_S)], "l s h -> h l s")
-
-
-class Core(Protocol):
-    """What a token takes from those that it sees of its sequence, in q's shape and dtype."""
-
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor: ...
-
-
-def softmax_core(
-    q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, scale: float | None = None
-) -> Tensor:
-    """Plain causal attention on one device, which has the whole sequences; `bias` (T5) is added to the logits.
-
-    `scale`: what logits are multiplied with; None: 1 / sqrt(C).
-    """
-    k_BHLC, v_BHLC = repeated(k_BKLC, q_BHLC.shape[1]), repeated(v_BKLC, q_BHLC.shape[1])
-    if bias is None and context.document_BS is None:
-        return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, is_causal=True, scale=scale)
-    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-    seen = place_L.unsqueeze(1) >= place_L  # [L, L], or [B, 1, L, L]
-    if context.document_BS is not None:
-        seen = seen & (context.document_BS.unsqueeze(2) == context.document_BS.unsqueeze(1)).unsqueeze(1)
-    mask = seen if bias is None else bias.of(place_L, place_L).masked_fill(~seen, -math.inf).to(q_BHLC.dtype)
-    return F.scaled_dot_product_attention(q_BHLC, k_BHLC, v_BHLC, attn_mask=mask, scale=scale)
-
-
-def open_core(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, context: Context, bias: Bias | None, scale: float | None = None) -> Tensor:
-    """The same where every token sees all of the keys: in an encoder, and across from a decoder to it, where there is no bias."""
-    k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
-    place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype)
-    return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale)
-
-
-def repeated(x_BKLC: Tensor, heads: int) -> Tensor:
-    """Key-value heads for so many heads of queries: each serves a run of them."""
-    return x_BKLC if x_BKLC.shape[1] == heads else x_BKLC.repeat_interleave(heads // x_BKLC.shape[1], dim=1)
 
 
 class RelativeBias(nn.Module):
@@ -117,17 +69,30 @@ class RelativeBias(nn.Module):
         return torch.where(distance_LS < exact, distance_LS, (exact + scaled.long()).clamp(max=buckets - 1))
 
 
+class Sinks(nn.Module):
+    """Of each head a logit that takes a share of the softmax and gives nothing. `weight` [H]."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def forward(self) -> Tensor:
+        """Fp32 [H], a copy, which lives on where an engine frees the weight."""
+        return self.weight.to(torch.float32, copy=True)
+
+
 Half = Literal["decoder", "encoder", "cross"]  # what a layer looks at: its past, all of its sequence, the encoder's sequence
 
 
 class Attention(nn.Module):
     """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]; norms of q and k [C],
-    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k and v.
+    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k, v and out; sinks [H].
 
-    `of`: see Half. `biased`: T5's bias is this layer's own; without one, that which it is given.
+    `of`: see Half. `biased`: T5's bias is this layer's own; without one, that which it is given. `window`: tokens that a query sees, its
+    own the last; None: all before it.
     """
 
-    def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True) -> None:
+    def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
         super().__init__()
         heads, kv_heads = model.num_heads, model.num_kv_heads or model.num_heads
         self.head_size = model.head_size or model.d_model // heads
@@ -139,9 +104,12 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = self._norm_of(model, heads), self._norm_of(model, kv_heads)
         sizes = (heads, kv_heads, kv_heads)
         self.q_bias, self.k_bias, self.v_bias = (Added(n * self.head_size) if model.qkv_bias else None for n in sizes)
+        self.out_bias = Added(model.d_model) if model.out_bias else None
+        self.sinks = Sinks(heads) if model.attention_sinks else None
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
-        self.core: Core = softmax_core
+        self.window = window
+        self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=1.0)
         self.enter: Slot = as_it_is
@@ -167,8 +135,9 @@ class Attention(nn.Module):
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
             turns = context.for_all_layers(turns_of, place_L, self.head_size, self.rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
-        mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias)
-        return self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))
+        mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias, sink_H=None if self.sinks is None else self.sinks())
+        y_BLD = self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))
+        return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
         """A product cut into heads [B, heads, L, C], normed; in memory they stay place by place, as the next product wants them."""

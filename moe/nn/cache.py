@@ -10,14 +10,12 @@ their experts and none is dropped.
 
 from __future__ import annotations
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe.nn.attention import Attention, Bias, repeated, softmax_core
+from moe.nn.attention import Attention
 from moe.nn.context import Context
+from moe.nn.core import Bias, attend, masked, repeated, softmax_core
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
 
@@ -35,32 +33,38 @@ class KeyValueCache:
         places = range(self.seen, self.seen + new_BN.shape[1])
         return Context.of(new_BN, places=places, length=self.length)
 
-    def attend(self, layer: Attention, q_BHNC: Tensor, k_BKNC: Tensor, v_BKNC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        q_BHNC: Tensor,
+        k_BKNC: Tensor,
+        v_BKNC: Tensor,
+        *,
+        context: Context,
+        bias: Bias | None,
+        sink_H: Tensor | None = None,
+    ) -> Tensor:
         """The layer's core: keep the new keys and values, and look at all that there are."""
         new = q_BHNC.shape[2]
         if layer not in self._kept:
             shape = (self.batch, k_BKNC.shape[1], self.length, k_BKNC.shape[3])
             self._kept[layer] = (k_BKNC.new_empty(shape), v_BKNC.new_empty(shape))
-        held = [kept[:, :, : self.seen + new] for kept in self._kept[layer]]
-        for kept, x in zip(held, (k_BKNC, v_BKNC), strict=True):
-            kept[:, :, self.seen :] = x
+        for kept, x in zip(self._kept[layer], (k_BKNC, v_BKNC), strict=True):
+            kept[:, :, self.seen : self.seen + new] = x
         if self.seen == 0:
-            return softmax_core(q_BHNC, k_BKNC, v_BKNC, context=context, bias=bias)
-        k_BHSC, v_BHSC = (repeated(x, q_BHNC.shape[1]) for x in held)
-        return F.scaled_dot_product_attention(q_BHNC, k_BHSC, v_BHSC, attn_mask=self._mask(q_BHNC, context, bias))
+            return softmax_core(q_BHNC, k_BKNC, v_BKNC, context=context, bias=bias, sink_H=sink_H, window=layer.window)
+        places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
+        k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
+        mask = self._mask(q_BHNC, places, context, bias, layer.window)
+        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, scale=None, sink_H=sink_H)
 
-    def _mask(self, q_BHNC: Tensor, context: Context, bias: Bias | None) -> Tensor | None:
-        """What is added to logits [.., N, S], or which count; None: all do."""
-        new = q_BHNC.shape[2]
-        if new == 1 and bias is None and context.document_BS is None:
-            return None
-        place_S = torch.arange(self.seen + new, device=q_BHNC.device)
-        place_N = place_S[self.seen :]
-        counts = place_N.unsqueeze(1) >= place_S
-        if context.document_BS is not None:
-            document_BN = context.document_BS[:, self.seen :]
-            counts = counts & (document_BN.unsqueeze(2) == context.document_BS.unsqueeze(1)).unsqueeze(1)
-        return counts if bias is None else bias.of(place_N, place_S).masked_fill(~counts, -math.inf).to(q_BHNC.dtype)
+    def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
+        """What is added to the logits of the new tokens with those at `places`, or which count."""
+        document_BS = context.document_BS
+        place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
+        place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)
+        documents = (None, None) if document_BS is None else (document_BS[:, self.seen :], document_BS[:, places])
+        return masked(place_N, place_S, *documents, bias=bias, window=window, dtype=q_BHNC.dtype)
 
     def all_places(self, begins_BN: Tensor) -> Tensor:
         """Of the new tokens' flags, those of all tokens so far."""

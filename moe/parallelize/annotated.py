@@ -6,7 +6,7 @@
     ranks(values | tokens and targets)["loss"]                                       of each token, [sequences, length]
 
 The model is the Transformer of moe/model/transformer.py in fp32, so both have the same weights, loss and gradients. Refused: MoE layers
-(a graph says how many rows an expert has, and not which), T5's bias, documents and dropout.
+(a graph says how many rows an expert has, and not which), T5's bias, sliding windows, documents and dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.kernels.activation import activate
-from moe.nn.attention import repeated
+from moe.nn.core import repeated
 from moe.nn.rotary import rotate
 from moe.recipe.sections import Rope, Run
 from moe.recipe.shapes import NORM_EPS
@@ -36,6 +36,13 @@ def compute_of(run: Run) -> Compute:
         "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
         "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
         "model.qkv_bias": ("true", m.qkv_bias, "set it to false"),
+        "model.out_bias": ("true", m.out_bias, "set it to false"),
+        "model.attention_sinks": ("true", m.attention_sinks, "set it to false"),
+        "model.sliding_window": (
+            m.sliding_window,
+            any((m.window_of(i) or m.max_length) < m.max_length for i in range(m.num_layers)),
+            "set it to null",
+        ),
         "model.document_mask": ("true", m.document_mask, "set it to false"),
         "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
     }

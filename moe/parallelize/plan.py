@@ -83,17 +83,24 @@ NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.wei
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
     """Keys and values over tp_row_heads, which is tp unless their heads are fewer."""
     column, keys, table = Column(sliced=sliced), Column("tp_row_heads", sliced=sliced), Column(dim=1, sliced=sliced)
-    return _line(column, keys, table, Row(sliced=sliced), sliced=sliced)
+    return _line(column, keys, table, Row(sliced=sliced), sliced=sliced, key_heads="tp_row_heads")
 
 
 def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
     """The same parts, and torch's collectives within layers."""
     column, table = DTensorColumn(sliced=sliced), DTensorColumn(dim=1, sliced=sliced)
-    return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced)
+    return _line(column, column, table, DTensorRow(sliced=sliced), sliced=sliced, key_heads="tp")
 
 
-def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool) -> tuple[tuple[str, Style], ...]:
+def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool, key_heads: str) -> tuple[tuple[str, Style], ...]:
+    """`key_heads`: the axis over which those of keys and values lie. What is added behind the sum over tp is added by each rank to the
+    tokens that it has: to all, or to other ones in slices."""
     return (
+        ("layers.*.attention.q_bias.weight", Channels("tp")),
+        ("layers.*.attention.k_bias.weight", Channels(key_heads)),
+        ("layers.*.attention.v_bias.weight", Channels(key_heads)),
+        ("layers.*.attention.sinks.weight", Channels("tp")),
+        ("layers.*.attention.out_bias.weight", Copied(alike=() if sliced else ("tp",))),
         ("layers.*.attention.q.weight", column),
         ("layers.*.attention.k.weight", keys),
         ("layers.*.attention.v.weight", keys),
@@ -116,6 +123,7 @@ def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads:
         ("layers.*.attention.out.weight", second),
         ("layers.*.ffn.w2.weight", second),
         ("layers.*.attention.bias.weight", Channels(heads, dim=1)),
+        ("layers.*.attention.sinks.weight", Channels(heads)),
         ("layers.*.attention.*.weight", first),
         ("layers.*.ffn.*.weight", first),
         *((norm, ChannelsNorm()) for norm in NORMS),

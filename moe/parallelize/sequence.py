@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe.data.token_shard import TokenShard, order_of
 from moe.model.transformer import Block, Transformer, moe_layers
-from moe.nn.attention import Bias
 from moe.nn.context import Context
+from moe.nn.core import Bias
 from moe.recipe.sections import Run
 from moe.router.groups import needs_group
 from moe.router.slices import Slices
@@ -30,7 +30,7 @@ from parallel.sequence.softmax import Bias as Table
 from parallel.sequence.ulysses import Ulysses
 from parallel.tensor.grid import Turn
 
-METHODS: dict[str, Callable[[Axis, Order], Method]] = {
+METHODS: dict[str, Callable[[Axis, Order, int | None], Method]] = {
     "ring": Ring,
     "ulysses": Ring,  # of one rank: what heads are traded for
     "lightseq": Balanced,
@@ -40,15 +40,17 @@ METHODS: dict[str, Callable[[Axis, Order], Method]] = {
 
 @dataclass(frozen=True)
 class Exchanging:
-    """An attention core (moe/nn/attention.py) whose tokens are on several ranks. `keep`: by this name; None: nothing is kept."""
+    """An attention core (moe/nn/core.py) whose tokens are on several ranks. `keep`: by this name; None: nothing is kept."""
 
     method: Method | Ulysses
     keep: str | None
 
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
+    def __call__(
+        self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
+    ) -> Tensor:
         table, name = None if bias is None else Table(bias.table_UH, bias.bucket), self.keep
         once = None if name is None else (lambda attend: context.once(name, attend))
-        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=table, document_BS=context.document_BS, once=once)
+        return self.method(q_BHLC, k_BKLC, v_BKLC, bias=table, sink_H=sink_H, document_BS=context.document_BS, once=once)
 
 
 def shard_of(run: Run, mesh: Mesh, num_sequences: int) -> TokenShard:
@@ -68,7 +70,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     order = order_of(mesh, run.sequence.places, run.model.max_length)
     for block in (layer for layer in model.layers if isinstance(layer, Block)):
         label = f"layers.{block.layer}.attention"
-        block.attention.core = Exchanging(_method(run, mesh, order, label), label if run.sequence.keep_attention else None)
+        block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
     sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))
     model.whole_sequences = Slices(replace(sp, label="documents"), places).whole_sequences
     for moe in moe_layers(model):
@@ -76,6 +78,7 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
             moe.router.slices = Slices(replace(sp, label=moe.router.name), places)
 
 
-def _method(run: Run, mesh: Mesh, order: Order, label: str) -> Method | Ulysses:
-    method = METHODS[run.sequence.kind](mesh.axis("sp_ring", label=label), replace(order, inner=1))
+def _method(run: Run, mesh: Mesh, order: Order, block: Block) -> Method | Ulysses:
+    label = f"layers.{block.layer}.attention"
+    method = METHODS[run.sequence.kind](mesh.axis("sp_ring", label=label), replace(order, inner=1), block.attention.window)
     return method if order.inner == 1 else Ulysses(mesh.axis("sp_heads", label=label), method)

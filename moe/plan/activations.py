@@ -5,6 +5,8 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
     attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, attention output, log-sum-exp
                  norms of q and k: 4 (w + k) + 4 (heads + kv_heads) more, their inputs and statistics
                  with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
+                 with a sliding window of at most L / 2 tokens 3 c w more: runs of keys and values come twice, and the output
+                 with sinks c (w + 4 heads) more, a channel for each head and the output without it
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
     experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows; 2 c k D more if rows are exchanged (ep > 1)
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe.plan.flops import attention_products, expert_size
+from moe.plan.flops import attention_products, expert_size, in_runs
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 
@@ -42,7 +44,7 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     kind = run.recompute.of_layer(layer)
     if kind == "full":
         return c * m.d_model
-    held = _norm(run, device) + _attention(run) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
+    held = _norm(run, device) + _attention(run, layer) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
     if kind == "selective":
         return held + c * m.d_model
     held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
@@ -89,13 +91,15 @@ def _norm(run: Run, device: Device) -> float:
     return (8 if device == "cpu" and run.model.norm == "rmsnorm" else 4) * run.model.d_model
 
 
-def _attention(run: Run) -> float:
+def _attention(run: Run, layer: int) -> float:
     """Without what its norm keeps."""
     m, c = run.model, compute_bytes(run)
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     if m.positions == "t5":
         return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
-    return c * m.d_model + 4 * c * width + 4 * m.num_heads + 8
+    if m.attention_sinks:  # a channel more in what meets, and the output without it
+        return c * m.d_model + (7 if in_runs(m, layer=layer) else 5) * c * width + 4 * c * m.num_heads + 4 * m.num_heads + 8
+    return c * m.d_model + (7 if in_runs(m, layer=layer) else 4) * c * width + 4 * m.num_heads + 8
 
 
 def _head_norms(run: Run, device: Device) -> float:

@@ -3,9 +3,9 @@
     forward per token = 2 * (active matrix parameters) + 4 * (mean attended length) * heads * channels * layers
     training          = 3 * forward                                                    (backward has two products for each one)
 
-A causal token attends to (L + 1) / 2 positions on average. A token of an encoder-decoder is the mean one of those that are read: each
-passes the layers of its half, and keys and values of cross attention are made of the encoder's. Capacity is ignored: dropped choices would
-only lower the count.
+A causal token attends to (L + 1) / 2 positions on average, with a sliding window to fewer. A token of an encoder-decoder is the mean one
+of those that are read: each passes the layers of its half, and keys and values of cross attention are made of the encoder's. Capacity is
+ignored: dropped choices would only lower the count.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
     first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # of its half: the others share its bias
     bias = T5_BUCKETS * model.num_heads if model.positions == "t5" and first else 0
     active = products + vectors + 2 * model.d_model + bias + attention_vectors(model)
-    forward = 2.0 * products + core_forward(model)
+    forward = 2.0 * products + core_forward(model, layer=layer)
     if model.kind == "encoder_decoder":
         forward = _half_forward(model, 2.0 * products, layer=layer)
         if layer >= model.decoder_begins:
@@ -84,29 +84,54 @@ def attention_products(model: sections.Model) -> int:
 
 
 def attention_vectors(model: sections.Model) -> int:
-    """Number of gains of the norms of queries and keys, and of biases of queries, keys and values."""
+    """Number of gains of the norms of queries and keys, of biases, and of sinks."""
     groups = model.num_kv_heads or model.num_heads
     heads = {"none": 0, "heads": 2, "whole": model.num_heads + groups}[model.qk_norm]
     heads += model.num_heads + 2 * groups if model.qkv_bias else 0
-    return heads * (model.head_size or model.d_model // model.num_heads)
+    beside = (model.d_model if model.out_bias else 0) + (model.num_heads if model.attention_sinks else 0)
+    return heads * (model.head_size or model.d_model // model.num_heads) + beside
 
 
-def core_forward(model: sections.Model) -> float:
-    """Forward FLOPs per token of attention between q, k and v, which has no weights."""
+def core_forward(model: sections.Model, *, layer: int) -> float:
+    """Forward FLOPs per token of a layer's attention between q, k and v, which has no weights."""
     width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
-    return 4.0 * (model.max_length + 1) / 2 * width
+    return 4.0 * attended(model, layer=layer) * width
+
+
+def attended(model: sections.Model, *, layer: int) -> float:
+    """Tokens that one of a decoder's layer sees, itself among them, in the mean over a sequence's places."""
+    length = model.max_length
+    window = min(model.window_of(layer) or length, length)
+    return window - window * (window - 1) / (2 * length)  # the first window - 1 tokens see fewer
+
+
+def core_work(model: sections.Model, *, layer: int) -> float:
+    """Pairs of a query and a key that a layer's attention computes (moe/nn/core.py), over those that a causal one does, half of all."""
+    length, window = model.max_length, model.window_of(layer)
+    if window is None or window >= length:
+        return 1.0
+    return (window**2 + 4 * window**2 * (-(-length // window) - 1)) / length**2 if in_runs(model, layer=layer) else 2.0
+
+
+def in_runs(model: sections.Model, *, layer: int) -> bool:
+    """Whether a layer's window is computed by runs of its length."""
+    window = model.window_of(layer)
+    return window is not None and 2 * window <= model.max_length and model.positions != "t5" and not model.document_mask
 
 
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
-    Of a decoder. All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B);
-    recomputation does not.
+    Of a decoder. All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B), but
+    with a sliding window no more keys than it holds; recomputation does not.
     """
     m = run.model
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
-    return counted + 3 * m.num_layers * (4.0 * m.max_length * width - core_forward(m))
+    for layer in range(m.num_layers):
+        keys = min(m.window_of(layer) or m.max_length, m.max_length)
+        counted += 3 * (4.0 * keys * width - core_forward(m, layer=layer))
+    return counted
 
 
 def expert_size(model: sections.Model, experts: sections.Experts) -> int:

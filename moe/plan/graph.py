@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe.plan.activations import compute_bytes
+from moe.plan.flops import attended
 from moe.recipe.sections import Run
 from parallel.plan.graph import Dim, Graph, Kind, Operator
 
@@ -131,10 +132,14 @@ class _Trace:
         if module.bias is not None:
             self.parameters[f"{name}.bias.weight"] = self.letter("buckets", module.bias.buckets) + k + g
             rule, inputs = f"{rule},{self.parameters[f'{name}.bias.weight']}", [*inputs, f"{name}.bias.weight"]
-        flops = 4.0 * self.sequences * m.num_heads * module.head_size * length * (length + 1) / 2
+        if module.sinks is not None:
+            self.parameters[f"{name}.sinks.weight"] = k + g
+            rule, inputs = f"{rule},{k}{g}", [*inputs, f"{name}.sinks.weight"]
+        flops = 4.0 * self.sequences * m.num_heads * module.head_size * length * attended(m, layer=self.layer)
         whole = s + c + (self.letter("buckets", module.bias.buckets) if module.bias is not None else "")
         core = self.add(f"{name}.core", "attention", f"{rule}->bl{k}{g}{c}", *inputs, flops=flops, whole=whole)
         out = self.product(f"{name}.out", f"bl{k}{g}{c},{k}{g}{c}d->bld", core)
+        out = out if module.out_bias is None else self._add_bias(f"{name}.out_bias", "d", out)
         self._join(f"{name}.add", out)
 
     def _add_bias(self, name: str, dims: str, x: str) -> str:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from moe.plan.activations import compute_bytes
+from moe.plan.flops import core_work, in_runs
 from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
 from moe.recipe.sections import Run
@@ -40,7 +41,11 @@ def network_of(run: Run) -> Network:
         norm=m.norm,
         qk_norm=m.qk_norm,
         qkv_biases=m.qkv_bias,
+        out_bias=m.out_bias,
+        sinks=m.attention_sinks,
         dropout=m.dropout > 0,
+        core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
+        windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
         sparse_layers=m.layers_with_experts(),
     )

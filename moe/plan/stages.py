@@ -105,7 +105,7 @@ def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> 
     table = run.vocab_size * model.d_model
     flops = head_forward(model, vocab_size=run.vocab_size) if last else 0.0
     again = flops if run.recompute.loss_chunks > 1 else 0.0
-    core = core_forward(model) * len(layers)
+    core = sum(core_forward(model, layer=layer) for layer in layers)
     forward = flops + sum(block_size(model, run.experts, run.router, layer=layer).forward for layer in layers)
     again += sum(_recomputed(run, layer) for layer in layers)
     came = input_bytes(run, layers.start if layers else None, first=first, last=last)
@@ -124,7 +124,7 @@ def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> 
 
 def _recomputed(run: Run, layer: int) -> float:
     whole = block_size(run.model, run.experts, run.router, layer=layer).forward
-    attention = 2.0 * attention_products(run.model) + core_forward(run.model)
+    attention = 2.0 * attention_products(run.model) + core_forward(run.model, layer=layer)
     return {"none": 0.0, "full": whole, "selective": whole - attention}[run.recompute.of_layer(layer)]
 
 

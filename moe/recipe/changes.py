@@ -28,12 +28,12 @@ Kind = Literal["shape", "function", "training", "cost", "name"]
 KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
         "model": "kind vocab_size num_layers encoder_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings "
-        "qk_norm qkv_bias",
+        "qk_norm qkv_bias out_bias attention_sinks",
         "router": "logits",
         "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm norm_eps positions document_mask document_separator",
+        "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers",
         "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high",
         "experts": "ffn",

@@ -101,6 +101,12 @@ class Model(Section):
         "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
     qkv_bias: bool = Field(False, description="a bias behind the products that make queries, keys and values (Qwen2)")
+    out_bias: bool = Field(False, description="a bias behind attention's last product (GPT-OSS)")
+    attention_sinks: bool = Field(
+        False, description="a learned logit a head, which takes a share of the softmax and gives nothing (GPT-OSS)"
+    )
+    sliding_window: int | None = Field(None, gt=0, description="a token sees so many, itself and those before it (Mistral); null: all")
+    sliding_layers: tuple[int, ...] | None = Field(None, description="layers with sliding_window by number; null: all")
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
@@ -120,6 +126,10 @@ class Model(Section):
         begins = self.decoder_begins
         halves = (range(begins), range(begins, self.num_layers))
         return tuple(layer for half in halves for layer in half[self.moe_every - 1 :: self.moe_every]) if self.moe_every else ()
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that one of this layer sees, itself the last; None: all before it."""
+        return self.sliding_window if self.sliding_layers is None or layer in self.sliding_layers else None
 
     @property
     def gating(self) -> Swiglu | None:

@@ -21,18 +21,17 @@ ALONE = Axis("alone")
 
 def in_slices(model: Transformer, case: Case) -> None:
     """Fill the cores of attention; one slice: whole scores, as a plain softmax has them."""
-    whole = Order("contiguous", 1, case.length)
-    method = ColossalRing(ALONE, whole) if case.slices == 1 else _InSlices(ALONE, Order("contiguous", case.slices, case.length))
+    kind = ColossalRing if case.slices == 1 else _InSlices
     for block in model.layers:
         assert isinstance(block, Block)
-        block.attention.core = Exchanging(method, keep=None)
+        block.attention.core = Exchanging(kind(ALONE, Order("contiguous", case.slices, case.length), block.attention.window), keep=None)
 
 
 class _InSlices(Method):
     """What all ranks of a ring compute, one after another: `order` has as many ranks as slices."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
-        merged = nothing(q)
+        merged = nothing(q, known.sink_H)
         for queries, keys, about in self._blocks(q, known):
             merge(merged, attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], **about), queries)
         return merged.out_BHLC.to(q.dtype), merged.lse_BHL
@@ -47,7 +46,7 @@ class _InSlices(Method):
 
     def _blocks(self, like: Tensor, known: Known) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
         """Queries, the keys that they see, and what `attend` must be told of both."""
-        tokens = Tokens((range(self.order.length),), like.device, known.document_BS)
+        tokens = Tokens((range(self.order.length),), like.device, known.document_BS, known.window)
         slices = [slice(run.start, run.stop) for rank in range(self.order.size) for run in self.order.runs(rank)]
         for number, queries in enumerate(slices):
             for keys in slices[: number + 1]:

@@ -158,16 +158,23 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
     for sequence, row in enumerate(begins or []):
         for first in (at for at, here in enumerate(row) if here):
             past[sequence, first:, :first] = False
+    if model.sliding_window and (model.sliding_layers is None or int(name.split(".")[1]) in model.sliding_layers):
+        for at in range(model.sliding_window, length):
+            past[:, at, : at - model.sliding_window + 1] = False
     mixed = []
     for head in range(heads):
         group = head // (heads // groups)
         scores = wide(q[head] @ k[group].transpose(1, 2)) / math.sqrt(size)
         if model.positions == "t5":
             scores = scores + wide(cast(wide(weights[f"{name}.attention.bias.weight"])[_buckets(length), head]))
-        shares = scores.masked_fill(~past, -math.inf).softmax(2)
+        scores = scores.masked_fill(~past, -math.inf)
+        if model.attention_sinks:
+            scores = torch.cat((scores, wide(weights[f"{name}.attention.sinks.weight"])[head].expand(*scores.shape[:2], 1)), 2)
+        shares = scores.softmax(2)[..., :length]
         mixed.append(cast(shares.to(v.dtype) @ v[group]))
     flat = torch.stack(mixed, 2).reshape(-1, heads * size)
-    return cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
+    out = cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
+    return cast(out + cast(weights[f"{name}.attention.out_bias.weight"])) if model.out_bias else out
 
 
 def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:

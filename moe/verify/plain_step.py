@@ -25,6 +25,8 @@ _NO_DECAY = (
     "q_bias",
     "k_bias",
     "v_bias",
+    "out_bias",
+    "sinks",
     "ffn_norm",
     "norm",
     "router",

@@ -71,6 +71,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
     if n.latent is None:
         keys = max(n.groups, over) / t * n.channels
         biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
+        biases += (n.width if n.out_bias else 0) + (n.heads / t if n.sinks else 0)
         return n.width * (2 * inner / t + 2 * keys) + biases + gains(n)
     return _latent(n, n.latent, t)
 

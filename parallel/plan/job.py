@@ -47,7 +47,10 @@ class Latent:
 @dataclass(frozen=True)
 class Network:
     """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
-    that have experts instead of a dense network. `qk_norm`: of queries and keys, of each head or all."""
+    that have experts instead of a dense network. `qk_norm`: of queries and keys, of each head or all. `sinks`: a logit
+    a head. `core_work`: pairs of tokens that
+    attention computes, over a causal one's, in the mean over layers; `windows_in_runs`: the share of layers with sliding windows that
+    are computed by runs of tokens, which keep keys and values twice."""
 
     layers: int
     width: int
@@ -63,12 +66,16 @@ class Network:
     biases: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     qkv_biases: bool = False
+    out_bias: bool = False
+    sinks: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"
     learned_positions: bool = False
     dropout: bool = False
     experts: Experts | None = None
     sparse_layers: tuple[int, ...] = ()
     latent: Latent | None = None
+    core_work: float = 1.0
+    windows_in_runs: float = 0.0
 
     @property
     def channels(self) -> int:

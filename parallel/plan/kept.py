@@ -83,7 +83,13 @@ def _mask(stack: Stack, itemsize: int) -> int:
 def _attention(n: Network, stack: Stack) -> float:
     inner = n.heads * n.channels
     if n.latent is None:
-        return 2 * inner + 2 * (inner if stack.keys == "repeated" else n.groups * n.channels)
+        keys = inner if stack.keys == "repeated" else n.groups * n.channels
+        return (
+            2 * inner
+            + 2 * keys
+            + n.windows_in_runs * (inner + 2 * keys)
+            + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
+        )
     queries = n.heads * (n.channels + n.latent.rotary_size)  # of queries and of keys, which have the rotary channels repeated
     low = 2 * (n.latent.query_rank + n.latent.key_rank) + n.latent.rotary_size  # before and behind their norms
     return 2 * queries + 2 * n.heads * n.latent.value_size + low

@@ -250,7 +250,7 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        flops = 2 * (key + value) * scores / 2 * _uneven(plan)  # causal: half of the scores
+        flops = 2 * (key + value) * scores / 2 * network.core_work * _uneven(plan)  # causal: half of the scores
         forward, backward = device.fused_attention(flops, kind=kind), device.fused_attention(2.5 * flops, backward=True, kind=kind)
         passes = Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
     else:

@@ -77,9 +77,10 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         if plan.tensor == "sliced":
             yield "tensor.sequence_parallel needs degrees.tp above 1"
         return
-    if plan.tensor != "copied" and (network.qk_norm == "whole" or network.qkv_biases):
-        key = "model.qk_norm=whole" if network.qk_norm == "whole" else "model.qkv_bias"
-        yield f"degrees.tp={tp} does not go with {key}"
+    if plan.tensor != "copied" and network.qk_norm == "whole":
+        yield f"degrees.tp={tp} does not go with model.qk_norm=whole"
+    if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
+        yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
     if plan.tensor in (*LINES, "sliced"):
         yield from _line(network, plan)
     if plan.tensor in GRIDS:

@@ -54,7 +54,7 @@ def task(rank: int, step: int, size: int) -> Task | None:
 
 class Balanced(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
-        merged, here, results = nothing(q), [k, v], Messages.none(self.axis)
+        merged, here, results = nothing(q, known.sink_H), [k, v], Messages.none(self.axis)
         like = [torch.empty_like(q), torch.empty_like(merged.lse_BHL)]
         for step in range(steps(self.axis.size)):
             coming, answer = self._ask(step + 1, keys=[k, v], queries=[q]), []

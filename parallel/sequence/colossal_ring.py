@@ -39,15 +39,18 @@ class ColossalRing(Method):
             theirs = known.tokens(source, q)
             score = scores(q, repeated(k_there, heads), queries=mine, keys=theirs, bias=known.bias)
             score_NBHLS[source] = score.masked_fill_(theirs.place_L > mine.place_L.unsqueeze(1), -torch.inf)
-        whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)").softmax(-1)
+        whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)")
+        if known.sink_H is not None:
+            whole = torch.cat([whole, known.sink_H.to(whole.dtype).view(-1, 1, 1).expand(*whole.shape[:-1], 1)], dim=-1)
+        whole, of_sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
         weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
         out = torch.zeros_like(q, dtype=wide_dtype(q))
         for source, v_there in self._round(v):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
-        return out.to(q.dtype), weight_NBHLS
+        return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [of_sinks.squeeze(-1).clone()]))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
-        out, weight_NBHLS = kept
+        out, weight_NBHLS, *_ = kept
         mine, (heads, kv_heads), wide = known.tokens(self.axis.index, q), (q.shape[1], k.shape[1]), wide_dtype(q)
         scale, delta_BHL1 = q.shape[-1] ** -0.5, (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
         dv = torch.stack([summed((weight.mT @ grad).to(wide), kv_heads) for weight in weight_NBHLS])
@@ -62,6 +65,9 @@ class ColossalRing(Method):
                 dtable += of_table(known.bias, dscore_NBHLS[source].to(wide), queries=mine, keys=known.tokens(source, q))
         dk = torch.stack([summed((dscore.mT @ q).to(wide) * scale, kv_heads) for dscore in dscore_NBHLS])
         return Gradients(dq, self._own(dk), self._own(dv), dtable)
+
+    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+        return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
         """Of the gradients of every rank's keys or values, those of this rank's, summed over the ranks that found them."""

@@ -30,7 +30,7 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 class Ring(Method):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
-        mine, merged = known.tokens(self.axis.index, q), nothing(q)
+        mine, merged = known.tokens(self.axis.index, q), nothing(q, known.sink_H)
         for source, k_there, v_there in _round(self.axis, k, v):
             theirs = known.tokens(source, q)
             for rows, columns, triangle in self.order.blocks(self.axis.index, source):

@@ -7,7 +7,8 @@
 A part that sees nothing has lse = -inf and out = 0, and changes nothing. The backward pass needs no merging: given the whole row's
 out and lse, each part's probabilities are exp(score - lse), and the parts' gradients add up.
 
-A block's scores never exist whole. Without documents and bias torch's own flash kernel computes a block on a CPU; everywhere else a
+A block's scores never exist whole. Without documents, bias and the edge of a window torch's own flash kernel
+computes a block on a CPU; everywhere else a
 plain form runs over QUERIES queries at a time. Scores, softmax and sums are fp32 (fp64 where the input is).
 
 Sources: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Rabe and Staats, arXiv 2112.05682 (blocks of keys); Dao et al.,
@@ -20,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange, reduce
@@ -38,6 +39,7 @@ Bucket = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [
 @dataclass(frozen=True)
 class Tokens:
     """Those at some places of their sequences, which lie in runs; `document_BS` int64, of all places: which document each is of; None: one.
+    `window`: places that a query sees, its own the last; None: all before it.
 
     A block without a bias and documents asks for none of their tensors, so they are made when they are asked for.
     """
@@ -45,6 +47,7 @@ class Tokens:
     runs: tuple[range, ...]
     device: torch.device
     document_BS: Tensor | None = None
+    window: int | None = None
 
     @cached_property
     def place_L(self) -> Tensor:
@@ -58,6 +61,18 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Tokens:
         return replace(self, runs=cut(self.runs, part))
+
+    def within(self, keys: Tokens) -> Literal["all", "some", "none"]:
+        """Which pairs of these queries and those keys, as far as they are causal, the window holds."""
+        if self.window is None:
+            return "all"
+        (first, last), (first_key, last_key) = self._ends, keys._ends
+        return "all" if last - first_key < self.window else "some" if first - last_key < self.window else "none"
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """The first place and the last."""
+        return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -104,10 +119,13 @@ class Gradients(NamedTuple):
             self.table_UH.add_(block.table_UH)
 
 
-def nothing(q_BHLC: Tensor) -> Partial:
-    """Of no key: what merging begins with. Fp32, or fp64 where q is."""
+def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
+    """Of no key, or of the heads' sinks, whose values are 0: what merging begins with. Fp32, or fp64 where q is."""
     wide = wide_dtype(q_BHLC)
-    return Partial(torch.zeros_like(q_BHLC, dtype=wide), q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide))
+    lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
+    if sink_H is not None:
+        lse_BHL.copy_(sink_H.view(-1, 1).expand_as(lse_BHL))
+    return Partial(torch.zeros_like(q_BHLC, dtype=wide), lse_BHL)
 
 
 def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
@@ -129,10 +147,13 @@ def attend(
 ) -> Partial:
     """A block: all of the keys, or with `triangle` (as many queries as keys) of each query those up to its own place in the block.
 
-    Nothing is masked by places: who calls knows which blocks are seen. Documents are: `queries` and `keys` say which.
+    Nothing else is masked by places but what a window hides: who calls knows which blocks are seen. Documents are, too: `queries` and
+    `keys` say which.
     """
+    if queries.within(keys) == "none":
+        return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
-    if _flash(q_BHLC, queries, bias):
+    if _flash(q_BHLC, queries, keys, bias):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
         return Partial(*found)
     out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=wide_dtype(q_BHLC))
@@ -159,9 +180,11 @@ def attend_backward(
     bias: Bias | None = None,
 ) -> Gradients:
     """This block's part of the gradients; `whole`: the merged result of all blocks of these queries, out in q's dtype."""
+    if queries.within(keys) == "none":
+        return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
     kv_heads = k_BKSC.shape[1]
-    if _flash(q_BHLC, queries, bias):
+    if _flash(q_BHLC, queries, keys, bias):
         lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")  # as its forward pass lays it
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
@@ -185,9 +208,9 @@ def attend_backward(
     return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
 
 
-def _flash(q: Tensor, queries: Tokens, bias: Bias | None) -> bool:
+def _flash(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> bool:
     """Whether torch has a kernel for the block that tells the lse."""
-    return q.device.type == "cpu" and bias is None and queries.document_BS is None
+    return q.device.type == "cpu" and bias is None and queries.document_BS is None and queries.within(keys) == "all"
 
 
 def _runs(size: int) -> Iterator[slice]:
@@ -195,7 +218,7 @@ def _runs(size: int) -> Iterator[slice]:
 
 
 def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bias: Bias | None) -> Tensor:
-    """Wide [B, H, L, S], with -inf where the documents differ."""
+    """Wide [B, H, L, S], with -inf where the documents differ, and outside of the window."""
     score: Tensor = (q_BHLC @ k_BHSC.mT).to(wide_dtype(q_BHLC)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
         score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
@@ -203,6 +226,8 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
         assert keys.document_BL is not None
         other_BLS = queries.document_BL.unsqueeze(2) != keys.document_BL.unsqueeze(1)
         score.masked_fill_(other_BLS.unsqueeze(1), -math.inf)
+    if queries.window is not None and queries.within(keys) != "all":
+        score.masked_fill_(queries.place_L.unsqueeze(1) - keys.place_L >= queries.window, -math.inf)
     return score
 
 

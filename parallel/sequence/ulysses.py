@@ -37,13 +37,17 @@ class Ulysses:
     axis: Axis
     inside: Callable[..., Tensor]
 
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, **beside: Any) -> Tensor:
+    def __call__(
+        self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **beside: Any
+    ) -> Tensor:
         """What these queries take from all ranks' keys, in q's shape and dtype; `beside`: what else `inside` is told. Collective."""
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
+        if sink_H is not None:
+            sink_H = sink_H.chunk(self.axis.size)[self.axis.index]
         sent = (self._shareable(x) for x in (k_BKLC, v_BKLC))
         q, k, v = (self._heads_for_tokens(x) for x in (q_BHLC, *sent))
-        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, **beside))
+        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, sink_H=sink_H, **beside))
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
         """As many key-value heads as the ranks can share out, each repeated as often as need be."""

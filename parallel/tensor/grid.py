@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from parallel.collectives import Messages, gathered, sum_over
 from parallel.data.tiling import without_tiles
 from parallel.layout import Layout
-from parallel.mesh import GRID, Axis, Mesh
+from parallel.mesh import Axis, Mesh, view_of
 from parallel.tensor.style import Shape
 
 # B sequences, L length, D channels here, N tokens here
@@ -67,13 +67,13 @@ def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Channels:
-    """A parameter of which dim `dim` is channels, or heads, over `axis`, and which every other rank of the grid holds too."""
+    """A parameter of which dim `dim` is channels, or heads, over `axis`, and which every other rank of tp holds too."""
 
     axis: str = "tp_col"
     dim: int = 0
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return Layout(shape, {self.dim: self.axis}, GRID, alike=())
+        return Layout(shape, {self.dim: self.axis}, view_of(self.axis), alike=())
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         pass

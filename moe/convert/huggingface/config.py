@@ -1,7 +1,6 @@
 """config.json as a recipe's values, and a run as a config.json, by one table (families.py); no torch here.
 
 recipe_values(config)          {"model": {...}, ...}, or BadInput for what the recipe cannot say: one line that names the key
-window_of(config)              tokens that attention sees, if not all
 config_of(run, kind, ends=)    what transformers reads; whether it says the same model is seen by reading it again (convert.py)
 """
 
@@ -12,9 +11,9 @@ import math
 from typing import Any
 
 from moe.convert.huggingface import encoder_decoder
-from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key
+from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows
 from moe.recipe.load import flat
-from moe.recipe.sections import Rope, Run
+from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput
 
@@ -48,12 +47,6 @@ def recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         raise BadInput("config.json", got=got, needed="values as transformers writes them", fix=fix) from None
 
 
-def window_of(config: dict[str, Any]) -> int | None:
-    """The sliding window of attention in tokens, which hides nothing in sequences that fit into it; None: there is none."""
-    family = family_of(config)
-    return config.get("sliding_window", family.window) if family.window != 0 else None
-
-
 def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     family = family_of(config)
     for key, allowed in family.must.items():
@@ -67,9 +60,8 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
             raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
     if family.halves:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        _refuse("layer_types", sorted(set(config["layer_types"])), "full_attention for all")
-    values["model.max_length"] = min(values["model.max_length"], window_of(config) or LONGEST, LONGEST)
+    values["model.max_length"] = min(values["model.max_length"], LONGEST)
+    values |= _windows(family, config)
     values |= {f"model.rope.{key}": value for key, value in _rope(config, family.base).items()}
     if family.experts is not None:
         values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
@@ -98,9 +90,9 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
     if family.halves:
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
-    config |= {"hidden_act": "silu", "attention_bias": False, "rope_parameters": _rope_parameters(m.rope)}
+    config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope)}
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
-    config |= {"sliding_window": None} if family.window != 0 else {}
+    config |= _windows_of(family, m)
     config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
     if family.picks_layers:
         sparse = m.layers_with_experts()
@@ -131,6 +123,45 @@ def _given(key: Key, config: dict[str, Any]) -> Any:
         one_of = " or ".join(json.dumps(each) for each in key.values or ())
         _refuse(key.theirs[0] if name is None else name, value, one_of or "one value for all layers")
     return key.values[value] if key.values else value
+
+
+_SLIDES = {True: "sliding_attention", False: "full_attention"}
+
+
+def _windows(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of sliding windows: none, in all layers, or in those that layer_types or the family's rule name."""
+    rule, kinds = family.windows, config.get("layer_types") or []
+    count = int(config["num_hidden_layers"])
+    if (rule is None or rule.layers == "every") and set(kinds) - {_SLIDES[False]}:
+        _refuse("layer_types", sorted(set(kinds)), "full_attention for all, or none: this family has no other layers")
+    if set(kinds) - set(_SLIDES.values()) or len(kinds) not in (0, count):
+        _refuse("layer_types", kinds, f"{' or '.join(_SLIDES.values())} for each of {count} layers")
+    asked = bool(config.get("use_sliding_window"))
+    if rule is None and asked:
+        _refuse("use_sliding_window", asked, "false: this family has no windows")
+    window = None if rule is None or (rule.asked and not asked) else config.get("sliding_window", rule.absent)
+    if kinds and rule is not None and rule.layers != "every":
+        layers = [layer for layer, kind in enumerate(kinds) if kind == _SLIDES[True]]
+    else:
+        layers = [layer for layer in range(count) if rule is not None and _slides(rule, layer, config.get("max_window_layers", 28))]
+    if window is None and _SLIDES[True] in kinds:
+        _refuse("sliding_window", window, "a number of tokens, which layer_types asks for")
+    window = window if layers else None
+    return {"model.sliding_window": window, "model.sliding_layers": layers if window is not None and len(layers) < count else None}
+
+
+def _slides(rule: Windows, layer: int, border: int) -> bool:
+    return {"every": True, "from": layer >= border, "other": layer % 2 == 0 and (layer < border or not rule.asked)}[rule.layers]
+
+
+def _windows_of(family: Family, model: Model) -> dict[str, Any]:
+    """What config.json says of them."""
+    if family.windows is None:
+        return {}
+    slides = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+    found: dict[str, Any] = {"sliding_window": model.sliding_window}
+    found |= {"use_sliding_window": any(slides)} if family.windows.asked else {}
+    return found | ({} if family.windows.layers == "every" else {"layer_types": [_SLIDES[each] for each in slides]})
 
 
 def _rope(config: dict[str, Any], base: float) -> dict[str, Any]:

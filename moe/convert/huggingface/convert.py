@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moe.checks.together import check_together
 from moe.convert.convert import find
-from moe.convert.huggingface.config import config_of, family_of, recipe_values, window_of
+from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, write, written
@@ -94,7 +94,7 @@ def _whole(out: Path, what: str) -> Iterator[Path]:
 def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str]:
     """Write the run; returns what there is to say of it. Raises BadInput, with nothing written."""
     config = _config(source)
-    values, window = recipe_values(config), window_of(config)
+    values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # a longer sequence has more sentinels
     tokenizer, said = _tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     bytes_alone = tokenizer["kind"] == Bytes.name
@@ -104,10 +104,6 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     family, files = family_of(config), Source(source)
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
-        if window and run.model.max_length > window:
-            needed = f"at most {window}, the sliding_window of config.json: nothing here hides what is outside of it"
-            fix = f"--model.max_length {window}"
-            raise BadInput("--model.max_length", got=run.model.max_length, needed=needed, fix=fix)
         files.check(family, shapes := shapes_of(run), tied=run.model.tied_embeddings)
         held = (("weight", Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in shapes.items())
         state = {
@@ -124,9 +120,8 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
             if (source / name).is_file():
                 shutil.copyfile(source / name, part / KEPT / name)
     longest = config.get("max_position_embeddings", run.model.max_length)
-    most = min(longest, window or longest)
-    if "model.max_length" not in overrides and run.model.max_length < most:
-        said.append(f"model.max_length is {run.model.max_length} of {most}: --model.max_length changes that")
+    if "model.max_length" not in overrides and run.model.max_length < longest:
+        said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
     return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe {verb} {out}"]
 
@@ -244,11 +239,9 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     """What the model of a config.json has that the run's has not, or the other way round."""
     try:
         other = build_run(recipe_values(config))
-        theirs, window = shapes_of(other), window_of(config)
+        theirs = shapes_of(other)
     except BadInput as refused:
         return [f"{refused.what} {refused.got}", ""]
-    if window and window < run.model.max_length:
-        return [f"sliding_window {window} for sequences of {run.model.max_length}", ""]
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith("data.")]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ ROWS = (
         for a, b in zip("qkvo", ("q", "k", "v", "out"), strict=True)
     ),
     *(Row(f"{_LAYER}self_attn.{a}_proj.bias", f"{_OURS}attention.{a}_bias.weight") for a in "qkv"),
+    Row(f"{_LAYER}self_attn.o_proj.bias", f"{_OURS}attention.out_bias.weight"),
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
@@ -103,6 +104,8 @@ _DENSE = (
     _key("rms_norm_eps", "model.norm_eps"),
     _key("tie_word_embeddings", "model.tied_embeddings", False),
 )
+_SWITCH = {None: False, False: False, True: True}
+_BIASES = tuple(_key("attention_bias", f"model.{ours}", False, _SWITCH) for ours in ("qkv_bias", "out_bias"))
 _HEAD = _key("head_dim", "model.head_size", None)
 _CHOICES = (
     _key("num_experts_per_tok", "router.num_choices"),
@@ -112,21 +115,30 @@ _RENORMALISED = _key("norm_topk_prob", "router.gates", False, {True: "before_dro
 _ALWAYS = {"model.ffn": "swiglu", "model.norm": "rmsnorm", "model.positions": "rotary"}
 _MUST = {
     "hidden_act": ("silu",),
-    "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "clip_qkv": (None,),
     "partial_rotary_factor": (None, 1.0),
     "quantization_config": (None,),
-    "use_sliding_window": (False, None),
     "pretraining_tp": (1, None),
 }
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Which layers of a family have a sliding window, where config.json has no layer_types: `every`, those `from` max_window_layers on, or
+    every `other` one, the first among them, below max_window_layers where there is one. `absent`: sliding_window of a config without it.
+    `asked`: only with use_sliding_window. A family that has windows in every layer reads no layer_types."""
+
+    layers: Literal["every", "from", "other"]
+    absent: int | None = 4096
+    asked: bool = True
+
+
+@dataclass(frozen=True)
 class Family:
     """`experts`: a key of EXPERTS, None: dense. `always`: recipe values; `must`: values of config.json, the first of which is written.
-    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have. `base` and `window`: rope_theta
-    and sliding_window of a config without them; a window of 0: the family reads none."""
+    `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have. `base`: rope_theta of a config
+    without it. `windows`: None: the family reads none."""
 
     architecture: str
     keys: tuple[Key, ...]
@@ -135,7 +147,7 @@ class Family:
     picks_layers: bool = False
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
-    window: int | None = 0
+    windows: Windows | None = None
     halves: bool = False  # an encoder and a decoder: moe/convert/huggingface/encoder_decoder.py
     rows: tuple[Row, ...] = ROWS
     embedding: str = "model.embed_tokens.weight"
@@ -162,9 +174,9 @@ _MUST_OF_T5: dict[str, tuple[Any, ...]] = {
 
 # by model_type; a run that several could say is written as the first of them
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD), _ALWAYS),
-    "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, window=4096),
-    "qwen3": Family("Qwen3ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qk_norm": "heads"}),
+    "llama": Family("LlamaForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS),
+    "mistral": Family("MistralForCausalLM", (*_DENSE, _HEAD), _ALWAYS, windows=Windows("every", asked=False)),
+    "qwen3": Family("Qwen3ForCausalLM", (*_DENSE, _HEAD, *_BIASES), _ALWAYS | {"model.qk_norm": "heads"}, windows=Windows("from")),
     "mixtral": Family(
         "MixtralForCausalLM",
         (
@@ -177,13 +189,14 @@ FAMILIES: dict[str, Family] = {
         _ALWAYS | {"router.preset": "mixtral"},
         experts="block_sparse_moe",
         base=1e6,
-        window=None,
+        windows=Windows("every", absent=None, asked=False),
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (
             *_DENSE,
             _HEAD,
+            *_BIASES,
             *_CHOICES,
             _RENORMALISED,
             _key("num_experts|num_local_experts", "experts.num_experts"),
@@ -192,8 +205,9 @@ FAMILIES: dict[str, Family] = {
         _ALWAYS | {"model.qk_norm": "heads", "router.preset": "qwen3_moe"},
         experts="mlp",
         picks_layers=True,
+        windows=Windows("every"),
     ),
-    "qwen2": Family("Qwen2ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qkv_bias": True}),
+    "qwen2": Family("Qwen2ForCausalLM", (*_DENSE, _HEAD), _ALWAYS | {"model.qkv_bias": True}, windows=Windows("from")),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         (
@@ -208,10 +222,11 @@ FAMILIES: dict[str, Family] = {
         _ALWAYS | {"experts.shared": 1, "experts.shared_gate": True, "router.preset": "qwen3_moe"},
         experts="mlp",
         picks_layers=True,
+        windows=Windows("other"),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        (*_DENSE, *_CHOICES, _RENORMALISED, _key("num_experts|num_local_experts", "experts.num_experts")),
+        (*_DENSE, *_BIASES, *_CHOICES, _RENORMALISED, _key("num_experts|num_local_experts", "experts.num_experts")),
         _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
         experts="mlp",
     ),
@@ -242,7 +257,8 @@ FAMILIES: dict[str, Family] = {
 # keys that change nothing that a model computes here
 _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
-    use_cache output_router_logits attention_dropout max_window_layers layer_types sliding_window rope_parameters rope_theta rope_scaling
+    use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling
+    max_window_layers layer_types sliding_window use_sliding_window
     num_layers num_decoder_layers num_sparse_encoder_layers num_sparse_decoder_layers encoder_sparse_step expert_capacity n_positions
     is_gated_act initializer_factor classifier_dropout task_specific_params add_router_probs dense_act_fn scale_decoder_outputs
     router_ignore_padding_tokens decoder_sparse_step mlp_only_layers tokenizer_class auto_map

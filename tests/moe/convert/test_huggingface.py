@@ -38,13 +38,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24, "rope_theta": 1e5}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Llama": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rms_norm_eps": 1e-5},
-    "Mistral": {"head_dim": 10, "sliding_window": 48},
+    "Llama": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rms_norm_eps": 1e-5, "attention_bias": True},
+    "Mistral": {"head_dim": 10, "sliding_window": 16},
     "Qwen3": {"head_dim": 10, "tie_word_embeddings": True, "rope_parameters": YARN},
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "Qwen3Moe": EXPERTS | {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 10, "norm_topk_prob": True},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Qwen2Moe": EXPERTS | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
+    "Qwen3Moe": EXPERTS
+    | {"use_sliding_window": True, "sliding_window": 9}
+    | {"moe_intermediate_size": 16, "mlp_only_layers": [0], "head_dim": 10, "norm_topk_prob": True},
+    "Qwen2": {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "Qwen2Moe": EXPERTS
+    | {"use_sliding_window": True, "sliding_window": 20}
+    | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
     "Olmoe": EXPERTS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
 }
 TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
@@ -190,8 +194,9 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
     up, gain = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     cases: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
         ({"model_type": "gemma3"}, {}, r"config.json: model_type: got gemma3 \(MistralForCausalLM\), needed one of llama, mistral"),
-        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed false"),
+        ({"attention_bias": True}, {}, "config.json: attention_bias: got True, needed a key that is known"),
         ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
+        ({"layer_types": ["sliding_attention"] * 2}, {}, "config.json: layer_types: got .*needed full_attention for all"),
         ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a key that is known"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "config.json: rope_type: got dynamic"),
         ({"num_hidden_layers": 3}, {}, "no tensor for layers.2.attention_norm.weight, needed model.layers.2.input_layernorm.weight"),
@@ -234,6 +239,13 @@ def test_broken_values_of_a_config_are_one_line() -> None:
         ("Llama", {"max_position_embeddings": None}, "config.json: got TypeError"),
         ("Llama", {"rope_parameters": scaled | {"factor": None}}, "config.json: got TypeError"),
         ("Llama", {"model_type": ["llama"]}, "config.json: got TypeError"),
+        ("Llama", {"use_sliding_window": True}, "config.json: use_sliding_window: got True, needed false"),
+        (
+            "Qwen3",
+            {"layer_types": ["chunked_attention"] * 2},
+            "config.json: layer_types: got .*, needed sliding_attention or full_attention",
+        ),
+        ("Qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "config.json: sliding_window: got None, needed a number"),
         ("Qwen3Moe", {"norm_topk_prob": None}, "config.json: norm_topk_prob: got None, needed true or false"),
         ("Qwen3Moe", {"num_experts": [4, 6]}, r"config.json: num_experts: got \[4, 6\], needed one value"),
         ("Llama", {"rope_parameters": scaled | {"attention_factor": 1.0}}, "attention_factor: got 1.0, needed null, or 1.069315,"),
@@ -257,25 +269,51 @@ def test_a_config_without_a_base_has_its_familys(tmp_path: Path) -> None:
         assert recipe_values(given)["model"]["rope"]["base"] == base, family
 
 
-def test_a_window_is_never_left(tmp_path: Path) -> None:
-    """Not by the command line, and not by a config.json of a run that is longer; without a key it is the family's."""
+def test_a_window_is_that_of_the_kept_config_or_another_is_written(tmp_path: Path) -> None:
+    """Sequences may be longer; a config.json that was changed by hand is not kept; without a key the window is the family's."""
     made(tmp_path / "a", "Mistral")
-    changed(tmp_path / "a", sliding_window=16)
-    assert not any("changes that" in line for line in to_run(tmp_path / "a", tmp_path / "run", overrides={}))
-    with pytest.raises(BadInput, match="--model.max_length: got 17, needed at most 16, the sliding_window"):
-        to_run(tmp_path / "a", tmp_path / "longer", overrides={"model.max_length": "17"})
-    changed(tmp_path / "a", sliding_window=None)
-    to_run(tmp_path / "a", tmp_path / "wide", overrides={})
-    path = tmp_path / "wide/huggingface/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 16}))
-    from_run(tmp_path / "wide", tmp_path / "b")
+    to_run(tmp_path / "a", tmp_path / "run", overrides={"model.max_length": "40"})
+    assert load_model(tmp_path / "run")[0].config.sliding_window == 16
+    path = tmp_path / "run/huggingface/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": 17}))
+    from_run(tmp_path / "run", tmp_path / "b")
     written = json.loads((tmp_path / "b/config.json").read_text())
-    assert written["model_type"] == "llama" and "sliding_window" not in written
-    given = json.loads((tmp_path / "a/config.json").read_text()) | {"max_position_embeddings": 9000}
+    assert written["model_type"] == "mistral" and written["sliding_window"] == 16
+    given = json.loads((tmp_path / "a/config.json").read_text())
     del given["sliding_window"]
-    (tmp_path / "a/config.json").write_text(json.dumps(given))
-    with pytest.raises(BadInput, match="at most 4096"):
-        to_run(tmp_path / "a", tmp_path / "longer", overrides={"model.max_length": "4097"})
+    assert recipe_values(given)["model"]["sliding_window"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "layers"),
+    [
+        ("Mistral", {"sliding_window": 16}, [0, 1, 2]),
+        ("Mistral", {"sliding_window": None}, []),
+        ("Mixtral", {}, []),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, [1, 2]),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 28}, []),
+        ("Qwen3", {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1}, []),
+        ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, [0]),
+        ("Qwen2Moe", {"use_sliding_window": True, "sliding_window": 16}, [0, 2]),
+        ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 16, "mlp_only_layers": []}, [0, 1, 2]),
+    ],
+)
+def test_windows_are_in_the_layers_that_transformers_gives_them(family: str, values: dict[str, Any], layers: list[int]) -> None:
+    """By layer_types, and without them by the family's rule; and so it is written."""
+    sizes = SIZES | FAMILIES[family] | {"num_hidden_layers": 3, "sliding_window": None} | values
+    theirs = getattr(transformers, f"{family}Config")(**sizes)
+    if hasattr(theirs, "layer_types"):
+        assert [layer for layer, kind in enumerate(theirs.layer_types) if kind == "sliding_attention"] == layers
+    saved = json.loads(theirs.to_json_string())
+    for given in (saved, {key: value for key, value in saved.items() if key != "layer_types"}):
+        model = build_run(recipe_values(given)).model
+        assert [layer for layer in range(3) if model.window_of(layer) == 16] == layers, given
+        again = config_of(build_run(recipe_values(given)), given["model_type"])
+        assert [build_run(recipe_values(again)).model.window_of(layer) for layer in range(3)] == [
+            model.window_of(layer) for layer in range(3)
+        ]
+        read = transformers.AutoConfig.for_model(**again)
+        assert getattr(read, "layer_types", None) == getattr(theirs, "layer_types", None)
 
 
 def test_a_config_that_is_made_says_all_that_transformers_reads() -> None:

@@ -115,9 +115,12 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
         ({"model": {"qk_norm": "whole"}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qk_norm=whole"),
-        ({"model": {"qkv_bias": True}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qkv_bias, needed 1"),
+        (
+            {"model": {"qkv_bias": True}, "degrees": {"tp": 4, "dp": 1}, "tensor": {"kind": "2d"}},
+            "tensor.kind: got 2d with model.qkv_bias, needed 1d or dtensor",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        check_run(build_run(values), 2 if "degrees" in values else 1)
+        check_run(build_run(values), values.get("degrees", {}).get("tp", 1))

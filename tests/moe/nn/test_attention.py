@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe.nn.attention import Attention, Bias, repeated, softmax_core
+from moe.nn.attention import Attention
 from moe.nn.context import Context
+from moe.nn.core import Bias, repeated, softmax_core
 from moe.recipe import sections
 
 # B batch, L length, D model, H heads, K key-value heads, C channels of a head
@@ -65,7 +66,9 @@ class Whole:
     def __init__(self, k_BKLC: Tensor, v_BKLC: Tensor) -> None:
         self.k_BKLC, self.v_BKLC = k_BKLC, v_BKLC
 
-    def __call__(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
+    def __call__(
+        self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
+    ) -> Tensor:
         k_BHSC, v_BHSC = (repeated(t, q_BHLC.shape[1]) for t in (self.k_BKLC, self.v_BKLC))
         rows, place_L = [], context.places(q_BHLC.shape[2], device=q_BHLC.device)
         for i, place in enumerate(place_L.tolist()):
@@ -82,7 +85,9 @@ def test_some_tokens_of_each_sequence_give_their_rows_of_the_whole(positions: st
     """With their places from the context; and the core gets the key-value heads before they are repeated, places and bias."""
     attention, x_BLD, seen = attention_of(positions, heads, kv_heads), random(B, L, D, seed=8), []
 
-    def watching(q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None) -> Tensor:
+    def watching(
+        q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, context: Context, bias: Bias | None, sink_H: Tensor | None = None
+    ) -> Tensor:
         seen.append((k_BKLC, v_BKLC))
         assert q_BHLC.shape == (B, heads, L, C) and k_BKLC.shape == v_BKLC.shape == (B, kv_heads, L, C)
         assert context.places(L, device=q_BHLC.device).tolist() == list(range(L)) and (bias is None) == (positions == "rotary")

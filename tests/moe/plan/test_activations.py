@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, str]] = {
     "rmsnorm": {"model.norm": "rmsnorm"},
     "rmsnorm, selective": {"model.norm": "rmsnorm", "recompute.kind": "selective"},
     "t5": {"model.positions": "t5"},
+    "a window": {"model.sliding_window": "32", "model.sliding_layers": "[0]", "model.num_kv_heads": "2"},
+    "sinks": {"model.attention_sinks": "true", "model.out_bias": "true"},
     "grouped queries": {"model.num_kv_heads": "2"},
     "norms of heads": {"model.qk_norm": "heads", "model.num_kv_heads": "2", "model.norm": "rmsnorm"},
     "dropout": {"model.dropout": "0.1"},

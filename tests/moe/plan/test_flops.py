@@ -32,6 +32,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "experts": {"biases": True, "d_ff": 20},
         "router": {"preset": "mixtral", "logits": "affine"},
     },
+    "windows, sinks": {
+        "model": {"sliding_window": 5, "sliding_layers": (0, 3), "num_kv_heads": 2, "attention_sinks": True, "out_bias": True}
+    },
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
     },
@@ -89,7 +92,8 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     made = Transformer(model, experts, router, vocab_size=V)
     tokens = torch.randint(V, (2, L), generator=torch.Generator().manual_seed(0))
     width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
-    attention = sum(4 * (t + 1) * width for t in range(L)) / L * model.num_layers
+    windows = [model.sliding_window if layer in (model.sliding_layers or ()) else None for layer in range(model.num_layers)]
+    attention = sum(4 * min(t + 1, window or L) * width for t in range(L) for window in windows) / L
     assert products(made, tokens, backward=False) == pytest.approx(2 * L * (found.forward - attention), rel=1e-9)
     assert products(made, tokens, backward=True) == pytest.approx(2 * L * (found.training - 3 * attention), rel=1e-9)
 

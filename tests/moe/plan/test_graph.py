@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
     "gated, grouped, untied": {"model": {"ffn": "swiglu", "num_kv_heads": 2, "tied_embeddings": False}},
     "norms and biases of heads": {"model": {"num_kv_heads": 2, "qk_norm": "whole", "qkv_bias": True}},
+    "windows, sinks": {"model": {"sliding_window": 3, "sliding_layers": (1,), "attention_sinks": True, "out_bias": True}},
     "t5, wide heads": {"model": {"positions": "t5", "head_size": 10, "qk_norm": "heads", "norm": "layernorm", "document_mask": True}},
     "experts": {"model": {"moe_every": 2}, "experts": {"num_experts": 6, "d_ff": 28}, "router": {"preset": "glam"}},
     "shared and gated": {"model": {"moe_every": 1}, "experts": {"num_experts": 4, "shared": 2, "shared_gate": True, "ffn": "geglu"}},
@@ -53,9 +54,12 @@ def test_every_parameter_is_there_once_and_flops_are_those_of_the_sizes(values: 
     assert {op.layer for op in made.operators} == {-1, 0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in MODELS.items() if not v["model"].get("moe_every")])
+DENSE = [name for name, v in MODELS.items() if not v["model"].get("moe_every") and not v["model"].get("attention_sinks")]
+
+
+@pytest.mark.parametrize("values", [pytest.param(MODELS[name], id=name) for name in DENSE])
 def test_dense_products_are_those_that_torch_counts(values: dict[str, Any]) -> None:
-    """All but attention, of which torch counts the places that a causal mask hides too; where experts' tokens go needs data."""
+    """All but attention, of which torch counts the places that a causal mask hides too, and sinks; where experts' tokens go needs data."""
     run = run_of(values)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=V).eval()

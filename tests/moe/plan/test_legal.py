@@ -106,12 +106,23 @@ def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_o
     assert works == [(1, "none", "none"), (1, "cpu", "none"), (2, "none", "none"), (3, "none", "none")]
 
 
-@pytest.mark.parametrize(("options", "works"), [({"qk_norm": "whole"}, False), ({"qkv_bias": True}, False), ({"qk_norm": "heads"}, True)])
-def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], works: bool) -> None:
-    run = build_run({"model": {**MODEL, **options}, "degrees": {"tp": 2, "dp": 1}}).resolve(2)
+@pytest.mark.parametrize(
+    ("options", "kind", "works"),
+    [
+        ({"qk_norm": "whole"}, "1d", False),
+        ({"qkv_bias": True}, "1d", True),
+        ({"qkv_bias": True}, "2d", False),
+        ({"out_bias": True}, "2d", False),
+        ({"attention_sinks": True}, "2d", True),
+        ({"qk_norm": "heads"}, "1d", True),
+    ],
+)
+def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], kind: str, works: bool) -> None:
+    tp = 4 if kind == "2d" else 2
+    run = build_run({"model": {**MODEL, **options}, "degrees": {"tp": tp, "dp": 1}, "tensor": {"kind": kind}}).resolve(tp)
     assert (refusal(network_of(run), plan_of(run)) is None) == works
-    with nullcontext() if works else pytest.raises(BadInput, match="degrees.tp"):
-        check_run(run, 2)
+    with nullcontext() if works else pytest.raises(BadInput, match="degrees.tp|tensor.kind"):
+        check_run(run, tp)
 
 
 def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:

@@ -29,15 +29,18 @@ from parallel.sequence.ulysses import Ulysses
 from tests.support.ranks import run_on_ranks
 
 B, H, K, C, EACH = 2, 12, 3, 10, 8  # batch, heads, key-value heads, channels, places a rank
-METHODS: dict[str, Callable[[Axis, int], Any]] = {
-    "ring contiguous": lambda axis, length: Ring(axis, Order("contiguous", axis.size, length)),
-    "ring striped": lambda axis, length: Ring(axis, Order("striped", axis.size, length)),
-    "ring zigzag": lambda axis, length: Ring(axis, Order("zigzag", axis.size, length)),
-    "balanced": lambda axis, length: Balanced(axis, Order("contiguous", axis.size, length)),
-    "colossal ring": lambda axis, length: ColossalRing(axis, Order("contiguous", axis.size, length)),
-    "ulysses": lambda axis, length: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, length))),
+METHODS: dict[str, Callable[[Axis, int, int | None], Any]] = {
+    "ring contiguous": lambda axis, length, window: Ring(axis, Order("contiguous", axis.size, length), window),
+    "ring striped": lambda axis, length, window: Ring(axis, Order("striped", axis.size, length), window),
+    "ring zigzag": lambda axis, length, window: Ring(axis, Order("zigzag", axis.size, length), window),
+    "balanced": lambda axis, length, window: Balanced(axis, Order("contiguous", axis.size, length), window),
+    "colossal ring": lambda axis, length, window: ColossalRing(axis, Order("contiguous", axis.size, length), window),
+    "ulysses": lambda axis, length, window: Ulysses(axis, Ring(Axis("alone"), Order("contiguous", 1, length), window)),
 }
-CASES = [(name, *given) for name in METHODS for given in product((False, True), repeat=2)]  # with a bias, with documents
+# with a bias, with documents, with sinks; a window within a rank's part, over the next one's edge, and a token's own place alone
+GIVEN = [(*given, False, None) for given in product((False, True), repeat=2)]
+GIVEN += [(False, False, False, 5), (False, False, True, EACH + 3), (True, True, True, 1), (False, False, True, None)]
+CASES = [(name, *given) for name in METHODS for given in GIVEN]
 
 
 def bucket(query_L: Tensor, key_S: Tensor) -> Tensor:
@@ -51,23 +54,29 @@ def given(size: int) -> dict[str, Tensor]:
         name: torch.randn(B, heads, length, C, dtype=torch.float64, generator=generator)
         for name, heads in zip("qkvg", (H, K, K, H), strict=True)
     }
+    made["sinks"] = torch.randn(H, dtype=torch.float64, generator=generator)
     made["table"] = torch.randn(7, H, dtype=torch.float64, generator=generator)
     made["documents"] = (torch.rand(B, length, generator=generator) < 0.15).cumsum(1)
     return made
 
 
 @cache
-def plain(size: int, biased: bool, documents: bool) -> dict[str, Tensor]:
+def plain(size: int, biased: bool, documents: bool, sinks: bool, window: int | None) -> dict[str, Tensor]:
     """Scores of all pairs, a mask, softmax; differentiated by autograd."""
     g = given(size)
-    leaf = {name: g[name].clone().requires_grad_() for name in ("q", "k", "v", "table")}
+    leaf = {name: g[name].clone().requires_grad_() for name in ("q", "k", "v", "table", "sinks")}
     k, v = (leaf[name].repeat_interleave(H // K, dim=1) for name in "kv")
     score, place = leaf["q"] @ k.mT / C**0.5, torch.arange(size * EACH)
     score = score + leaf["table"][bucket(place, place)].permute(2, 0, 1) * biased
     unseen = (place > place.unsqueeze(1)).expand(B, -1, -1)
     if documents:
         unseen = unseen | (g["documents"].unsqueeze(1) != g["documents"].unsqueeze(2))
-    out = score.masked_fill(unseen.unsqueeze(1), -torch.inf).softmax(-1) @ v
+    if window is not None:
+        unseen = unseen | (place <= place.unsqueeze(1) - window)
+    score = score.masked_fill(unseen.unsqueeze(1), -torch.inf)
+    if sinks:
+        score = torch.cat([score, leaf["sinks"].view(-1, 1, 1).expand(*score.shape[:3], 1)], dim=3)
+    out = score.softmax(-1)[..., : len(place)] @ v
     out.backward(g["g"])
     return {"out": out.detach()} | {name: x.grad for name, x in leaf.items() if x.grad is not None}
 
@@ -75,13 +84,22 @@ def plain(size: int, biased: bool, documents: bool) -> dict[str, Tensor]:
 def work(rank: int, size: int) -> list[dict[str, Tensor]]:
     axis, g = process.connect(Degrees(sp=size), World(rank, size)).axis("sp"), given(size)
     found = []
-    for name, biased, documents in CASES:
-        method = METHODS[name](axis, size * EACH)
+    for name, biased, documents, sinks, window in CASES:
+        method = METHODS[name](axis, size * EACH, window)
         places = list(order_of(name, size).places(rank))
-        leaf = {n: g[n][:, :, places].clone().requires_grad_() for n in "qkv"} | {"table": g["table"].clone().requires_grad_()}
+        leaf = {n: g[n][:, :, places].clone().requires_grad_() for n in "qkv"} | {
+            n: g[n].clone().requires_grad_() for n in ("table", "sinks")
+        }
         bias = Bias(leaf["table"], bucket) if biased else None
         axis.communicator.reset_counts()
-        out = method(leaf["q"], leaf["k"], leaf["v"], bias=bias, document_BS=g["documents"] if documents else None)
+        out = method(
+            leaf["q"],
+            leaf["k"],
+            leaf["v"],
+            bias=bias,
+            sink_H=leaf["sinks"] if sinks else None,
+            document_BS=g["documents"] if documents else None,
+        )
         out.backward(g["g"][:, :, places])
         sent = torch.tensor(sum(count.sent for count in axis.communicator.counts().values()))
         found.append({"out": out.detach(), "sent": sent} | {n: x.grad for n, x in leaf.items() if x.grad is not None})
@@ -96,12 +114,14 @@ def order_of(name: str, size: int) -> Order:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_method_is_plain_attention(size: int) -> None:
     ranks = run_on_ranks(work, size, size)
-    for number, (name, biased, documents) in enumerate(CASES):
-        expected, got = plain(size, biased, documents), [rank[number] for rank in ranks]
+    for number, (name, biased, documents, sinks, window) in enumerate(CASES):
+        expected, got = plain(size, biased, documents, sinks, window), [rank[number] for rank in ranks]
         for rank, found in enumerate(got):
             places = list(order_of(name, size).places(rank))
             for tensor in ("out", "q", "k", "v"):
-                close(found[tensor], expected[tensor][:, :, places], f"{name}, {tensor}")
+                close(found[tensor], expected[tensor][:, :, places], f"{name}, window {window}, {tensor}")
+        if sinks:
+            close(sum(found["sinks"] for found in got), expected["sinks"], f"{name}, sinks")
         if biased:
             close(sum(found["table"] for found in got), expected["table"], f"{name}, table")
 
@@ -135,9 +155,9 @@ def test_without_a_bias_and_documents_nobody_asks_for_places(name: str, monkeypa
     """Of long sequences they would be built in every layer."""
     monkeypatch.setattr(Tokens, "place_L", property(lambda tokens: pytest.fail("places are built")))
     q, k, v = (given(2)[name].clone().requires_grad_() for name in "qkv")
-    out = METHODS[name](Axis("alone"), 2 * EACH)(q, k, v)
+    out = METHODS[name](Axis("alone"), 2 * EACH, None)(q, k, v)
     out.backward(given(2)["g"])
-    close(out, plain(2, False, False)["out"], "out")
+    close(out, plain(2, False, False, False, None)["out"], "out")
 
 
 def test_a_method_has_both_its_passes() -> None:
@@ -169,4 +189,4 @@ def test_a_pass_that_is_computed_again_attends_once_where_its_output_is_kept(kin
 
     for rank, ((first, out), (again, same), (_, dq)) in enumerate(run_on_ranks(passes, 3)):
         assert first > 0 and again == 0 and torch.equal(out, same)
-        close(dq, plain(3, False, False)["q"][:, :, rank * EACH : (rank + 1) * EACH], "q")
+        close(dq, plain(3, False, False, False, None)["q"][:, :, rank * EACH : (rank + 1) * EACH], "q")

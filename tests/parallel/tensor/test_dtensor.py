@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import (
 
 from moe.checks.together import check_run
 from moe.model.names import tiled_dim
-from moe.nn.attention import Attention, softmax_core
+from moe.nn.attention import Attention
 from moe.nn.context import Context
+from moe.nn.core import softmax_core
 from moe.nn.linear import FeedForward
 from moe.nn.rotary import rotate
 from moe.parallelize.shown import plan_rows

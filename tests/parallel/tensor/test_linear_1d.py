@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from moe.model.names import tiled_dim
-from moe.nn.attention import Attention, softmax_core
+from moe.nn.attention import Attention
 from moe.nn.context import Context
+from moe.nn.core import softmax_core
 from moe.nn.linear import FeedForward
 from moe.nn.rotary import rotate
 from moe.recipe import sections
