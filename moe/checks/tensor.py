@@ -41,6 +41,13 @@ def check_tensor(run: Run) -> None:
             needed="1: the mean is over all heads, of which each rank of tp would have some",
             fix="set degrees.tp to 1, or tensor.kind to copied",
         )
+    if run.model.latent.key_rank is not None and run.tensor.kind != "copied":
+        raise BadInput(
+            "degrees.tp",
+            got=f"{tp} with model.latent.key_rank={run.model.latent.key_rank}",
+            needed="1: no kind of tensor parallelism cuts latent attention, whose latents belong to all heads",
+            fix="set degrees.tp to 1 and degrees.dp, ep or sp to more",
+        )
     key = next((key for key in ("qkv_bias", "out_bias") if getattr(run.model, key)), None)
     if key is not None and run.tensor.kind in GRIDS:
         raise BadInput(

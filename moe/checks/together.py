@@ -13,7 +13,7 @@ from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.plugin import check_there
-from moe.recipe.sections import Data, Model, Rope, Run
+from moe.recipe.sections import Data, Latent, Model, Rope, Run
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
@@ -62,7 +62,7 @@ def _check_model(run: Run) -> None:
         raise BadInput(
             "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
         )
-    if m.positions == "rotary" and (m.head_size or m.d_model // m.num_heads) % 2:
+    if m.positions == "rotary" and m.latent.key_rank is None and (m.head_size or m.d_model // m.num_heads) % 2:
         raise BadInput(
             "model.head_size",
             got=m.head_size or m.d_model // m.num_heads,
@@ -71,6 +71,7 @@ def _check_model(run: Run) -> None:
         )
     _check_rope(m)
     _check_swiglu(run)
+    _check_latent(m)
     _check_windows(m)
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
@@ -102,6 +103,35 @@ def _check_model(run: Run) -> None:
             needed=f"at least the tokenizer's {tokenizer}",
             fix="set model.vocab_size to null to follow the tokenizer",
         )
+
+
+def _check_latent(m: Model) -> None:
+    """Sizes that go together, and nothing that has no place beside latents."""
+    if m.latent.key_rank is None:
+        idle = [key for key in Latent.model_fields if getattr(m.latent, key) is not None]
+        if idle:
+            fix = "set model.latent.key_rank, or remove it"
+            raise BadInput(f"model.latent.{idle[0]}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
+        return
+    refused = {
+        "kind": ("decoder", m.kind != "decoder"),
+        "positions": ("rotary", m.positions != "rotary"),
+        "num_kv_heads": ("null: keys and values of all heads are made of the latent", m.num_kv_heads not in (None, m.num_heads)),
+        "qk_norm": ("none: the latents are normed", m.qk_norm != "none"),
+        "qkv_bias": ("false", m.qkv_bias),
+    }
+    for key, (needed, wrong) in refused.items():
+        if wrong:
+            got = f"{str(getattr(m, key)).lower()} with model.latent.key_rank={m.latent.key_rank}"
+            raise BadInput(f"model.{key}", got=got, needed=needed, fix=f"set it to {needed.partition(':')[0]}")
+    size = m.latent_sizes
+    if size.rotary % 2 or not size.rotary:
+        raise BadInput(
+            "model.latent.rotary_size", got=size.rotary, needed="an even number above 0: channels turn in pairs", fix="set it to 2"
+        )
+    if size.value > size.key:
+        needed = f"at most the {size.key} channels of a head's keys: head_size={size.content} and rotary_size={size.rotary}"
+        raise BadInput("model.latent.value_size", got=size.value, needed=needed, fix=f"set it to {size.content}")
 
 
 def _check_windows(m: Model) -> None:
@@ -144,6 +174,10 @@ def _check_rope(m: Model) -> None:
             needed="a scaling that reads it",
             fix="set model.rope.scaling to linear",
         )
+    for key in ("whole_pairs", "mscale", "mscale_all") if r.scaling != "yarn" else ():
+        if getattr(r, key) != getattr(Rope(), key):
+            got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
+            raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
     for key in ("trained_length", "low", "high") if r.scaling in ("none", "linear") else ():
         if getattr(r, key) != getattr(Rope(), key):
             got = f"{getattr(r, key):g} with scaling {r.scaling}"

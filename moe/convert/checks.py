@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from moe.recipe.sections import Rope, Router, Run, Swiglu
+from moe.recipe.sections import Latent, Rope, Router, Run, Swiglu
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -22,6 +22,7 @@ SHRINKING: tuple[Method, ...] = ("merge", "prune")
 SAME: tuple[str, ...] = (
     *(f"rope.{key}" for key in Rope.model_fields),
     *(f"swiglu.{key}" for key in Swiglu.model_fields),
+    *(f"latent.{key}" for key in Latent.model_fields),
     "kind",
     "num_layers",
     "encoder_layers",

@@ -26,6 +26,7 @@ from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import Bias
+from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop
 from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
@@ -77,7 +78,11 @@ class Block(nn.Module):
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
         first = layer in (0, begins) or not halves  # of its half: the others share its position bias
-        self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
+        self.attention: Attention | LatentAttention
+        if model.latent.key_rank is None:
+            self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
+        else:
+            self.attention = LatentAttention(model, window=model.window_of(layer))
         crosses = halves and layer >= begins
         self.cross_norm = Norm(model.d_model, model.norm, eps=model.norm_eps) if crosses else None
         self.cross = Attention(model, of="cross", biased=False) if crosses else None

@@ -3,6 +3,8 @@
     read(4 tokens)   core: q k v of places 0..3    keeps k v [0:4]    a plain pass
     read(1 token)    core: q k v of place 4        keeps k v [4:5]    q against k v [0:5]
 
+Of latent attention the latents are keys and values of all heads, and are kept once (moe/nn/latent.py).
+
 It stands in attention's slot `core`, where tokens meet, and in the slot by which documents are found. So the model reads a part of a
 sequence as it reads a whole one, for everything else in a layer sees each token by itself. A MoE layer does so only where tokens choose
 their experts and none is dropped.
@@ -16,6 +18,7 @@ from torch import Tensor
 from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import Bias, attend, masked, repeated, softmax_core
+from moe.nn.latent import LatentAttention
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
 
@@ -25,7 +28,7 @@ class KeyValueCache:
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.seen = batch, length, 0
-        self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
+        self._kept: dict[Attention | LatentAttention, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
         self._begins_BS: Tensor | None = None  # where documents begin
 
     def context(self, new_BN: Tensor) -> Context:
@@ -35,7 +38,7 @@ class KeyValueCache:
 
     def attend(
         self,
-        layer: Attention,
+        layer: Attention | LatentAttention,
         q_BHNC: Tensor,
         k_BKNC: Tensor,
         v_BKNC: Tensor,
@@ -48,7 +51,8 @@ class KeyValueCache:
         new = q_BHNC.shape[2]
         if layer not in self._kept:
             shape = (self.batch, k_BKNC.shape[1], self.length, k_BKNC.shape[3])
-            self._kept[layer] = (k_BKNC.new_empty(shape), v_BKNC.new_empty(shape))
+            keys = k_BKNC.new_empty(shape)
+            self._kept[layer] = (keys, keys if v_BKNC is k_BKNC else v_BKNC.new_empty(shape))
         for kept, x in zip(self._kept[layer], (k_BKNC, v_BKNC), strict=True):
             kept[:, :, self.seen : self.seen + new] = x
         if self.seen == 0:

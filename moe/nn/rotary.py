@@ -1,11 +1,13 @@
-"""Rotary positions (arXiv 2104.09864): channel pairs (i, i + C/2) of a head turn by place * rate_i, rate_i = base^(-2i/C), angles in fp32.
+"""Rotary positions (arXiv 2104.09864): channel pairs of a head turn by place * rate_i, rate_i = base^(-2i/C), angles in fp32.
+A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1), as the paper and DeepSeek have it.
 
 none      rate                                                     places as in training
 linear    rate / factor                                            places squeezed together (arXiv 2306.15595)
 llama3    rate where a pair turns more than `high` times in trained_length, rate / factor where less than `low` times,
           and a mixture between, linear in how often it turns      Llama 3.1
-yarn      the same two ends, a mixture linear in the number of the pair; cos and sin times 0.1 ln(factor) + 1
-                                                                   YaRN (arXiv 2309.00071, section 3.2 and eq. 22)
+yarn      the same two ends, a mixture linear in the number of the pair; cos and sin times m(mscale) / m(mscale_all), and
+          logits times m(mscale_all)^2, m(s) = 0.1 s ln(factor) + 1
+                                                                   YaRN (arXiv 2309.00071, section 3.2 and eq. 22), DeepSeek-V2's code
 """
 
 from __future__ import annotations
@@ -23,31 +25,38 @@ from moe.recipe import sections
 DEFAULT = sections.Rope()
 
 
+def _pairs(x_BHLC: Tensor, pairs: str) -> tuple[Tensor, ...]:
+    """The first and the second channels of all pairs, as views."""
+    return x_BHLC.chunk(2, dim=-1) if pairs == "halves" else x_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
+
+
 class _Rotate(torch.autograd.Function):
-    """Turn channel pairs (i, i + C/2); backward turns the gradient the other way."""
+    """Turn channel pairs; backward turns the gradient the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor, pairs: str) -> Tensor:
         ctx.save_for_backward(cos_LC, sin_LC)
-        a, b = x_BHLC.chunk(2, dim=-1)
+        ctx.pairs = pairs
+        a, b = _pairs(x_BHLC, pairs)
         out = torch.empty_like(x_BHLC)
-        first, second = out.chunk(2, dim=-1)
+        first, second = _pairs(out, pairs)
         torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
         torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None, None]:
         cos_LC, sin_LC = ctx.saved_tensors
-        out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC)
-        return out, None, None
+        out: Tensor = _Rotate.apply(grad_BHLC, cos_LC, -sin_LC, ctx.pairs)
+        return out, None, None, None
 
 
 class Turns(NamedTuple):
-    """By how much the heads' pairs turn at each place: [L, C/2] in the dtype of what turns."""
+    """By how much the heads' pairs turn at each place: [L, C/2] in the dtype of what turns; and which channels are pairs."""
 
     cos_LC: Tensor
     sin_LC: Tensor
+    pairs: str
 
 
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
@@ -67,7 +76,7 @@ def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:
         cos_LC, sin_LC = cos_LC * size, sin_LC * size
-    return Turns(cos_LC.to(dtype), sin_LC.to(dtype))
+    return Turns(cos_LC.to(dtype), sin_LC.to(dtype), rope.pairs)
 
 
 def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -95,10 +104,22 @@ def _kept_by_number(rope: sections.Rope, pair_C: Tensor, half: int) -> Tensor:
     def turning(times: float) -> float:  # the number of the pair, between whole ones, that turns so many times
         return half * math.log(rope.length / (times * 2 * math.pi)) / math.log(rope.base)
 
-    first, last = max(math.floor(turning(rope.most_turns)), 0), min(math.ceil(turning(rope.low)), 2 * half - 1)
+    first, last = turning(rope.most_turns), turning(rope.low)
+    if rope.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     return 1 - ((pair_C - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
 def _size(rope: sections.Rope) -> float:
     """The factor on cos and sin: YaRN's, whose logits grow with the square of it."""
-    return 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
+    return _longer(rope, rope.mscale) / _longer(rope, rope.mscale_all)
+
+
+def logit_factor(rope: sections.Rope) -> float:
+    """What logits are multiplied with: DeepSeek's form of YaRN, where channels that do not turn count as those that do."""
+    return _longer(rope, rope.mscale_all) ** 2
+
+
+def _longer(rope: sections.Rope, share: float) -> float:
+    return 0.1 * share * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0

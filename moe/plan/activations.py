@@ -44,7 +44,7 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     kind = run.recompute.of_layer(layer)
     if kind == "full":
         return c * m.d_model
-    held = _norm(run, device) + _attention(run, layer) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
+    held = _norm(run, device) + _attention(run, layer, device) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
     if kind == "selective":
         return held + c * m.d_model
     held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
@@ -91,15 +91,26 @@ def _norm(run: Run, device: Device) -> float:
     return (8 if device == "cpu" and run.model.norm == "rmsnorm" else 4) * run.model.d_model
 
 
-def _attention(run: Run, layer: int) -> float:
+def _attention(run: Run, layer: int, device: Device) -> float:
     """Without what its norm keeps."""
     m, c = run.model, compute_bytes(run)
+    if m.latent.key_rank is not None:
+        return _latent(run, layer, device)
     width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
     if m.positions == "t5":
         return c * m.d_model + (12 + c) * width + 4 * m.num_heads * m.max_length + 8
     if m.attention_sinks:  # a channel more in what meets, and the output without it
         return c * m.d_model + (7 if in_runs(m, layer=layer) else 5) * c * width + 4 * c * m.num_heads + 4 * m.num_heads + 8
     return c * m.d_model + (7 if in_runs(m, layer=layer) else 4) * c * width + 4 * m.num_heads + 8
+
+
+def _latent(run: Run, layer: int, device: Device) -> float:
+    """Latents before and behind their norms, queries, keys, values filled up, outputs of the core and without the filling."""
+    m, c, size = run.model, compute_bytes(run), run.model.latent_sizes
+    low = size.rank + (m.latent.query_rank or 0)
+    of_norms = (8 if device == "cpu" else 4) * low + 8 + (c * size.rotary if c == 4 else 0)  # in fp32 their input is what came out
+    of_core = (7 if in_runs(m, layer=layer) else 4) * m.num_heads * size.key
+    return c * (m.d_model + of_core + m.num_heads * size.value + low) + of_norms + 4 * m.num_heads + 8
 
 
 def _head_norms(run: Run, device: Device) -> float:

@@ -79,23 +79,35 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 
 def attention_products(model: sections.Model) -> int:
     """Number of weights in one block's attention."""
+    if model.latent.key_rank is not None:
+        size, heads, rank = model.latent_sizes, model.num_heads, model.latent.query_rank
+        queries = heads * size.key * model.d_model if rank is None else rank * (model.d_model + heads * size.key)
+        keys = model.d_model * (size.rank + size.rotary) + size.rank * heads * (size.content + size.value)
+        return queries + keys + heads * size.value * model.d_model
     head = model.head_size or model.d_model // model.num_heads
     return 2 * model.d_model * head * (model.num_heads + (model.num_kv_heads or model.num_heads))
 
 
 def attention_vectors(model: sections.Model) -> int:
-    """Number of gains of the norms of queries and keys, of biases, and of sinks."""
+    """Number of gains of the norms of queries, keys and latents, of biases, and of sinks."""
     groups = model.num_kv_heads or model.num_heads
     heads = {"none": 0, "heads": 2, "whole": model.num_heads + groups}[model.qk_norm]
     heads += model.num_heads + 2 * groups if model.qkv_bias else 0
     beside = (model.d_model if model.out_bias else 0) + (model.num_heads if model.attention_sinks else 0)
+    beside += (model.latent.key_rank or 0) + (model.latent.query_rank or 0)
     return heads * (model.head_size or model.d_model // model.num_heads) + beside
 
 
 def core_forward(model: sections.Model, *, layer: int) -> float:
     """Forward FLOPs per token of a layer's attention between q, k and v, which has no weights."""
-    width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
-    return 4.0 * attended(model, layer=layer) * width
+    return 4.0 * attended(model, layer=layer) * core_width(model)
+
+
+def core_width(model: sections.Model) -> float:
+    """Channels of all heads, in the mean of keys and values."""
+    if model.latent.key_rank is not None:
+        return model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
+    return model.num_heads * (model.head_size or model.d_model // model.num_heads)
 
 
 def attended(model: sections.Model, *, layer: int) -> float:
@@ -127,7 +139,7 @@ def counted_training(run: sections.Run) -> float:
     """
     m = run.model
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
-    width = m.num_heads * (m.head_size or m.d_model // m.num_heads)
+    width = core_width(m)
     for layer in range(m.num_layers):
         keys = min(m.window_of(layer) or m.max_length, m.max_length)
         counted += 3 * (4.0 * keys * width - core_forward(m, layer=layer))

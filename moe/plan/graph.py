@@ -18,6 +18,7 @@ from typing import Any
 from moe.plan.activations import compute_bytes
 from moe.plan.flops import attended
 from moe.recipe.sections import Run
+from parallel.errors import BadInput
 from parallel.plan.graph import Dim, Graph, Kind, Operator
 
 _LETTERS = {
@@ -27,7 +28,7 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """The operators of a forward pass of so many sequences: a micro-batch of all replicas together."""
+    """The operators of a forward pass of so many sequences, of all replicas together. Raises BadInput for latent attention."""
     import torch
 
     from moe.experts.layer import MoELayer
@@ -35,6 +36,12 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
     from moe.nn.attention import Attention
     from moe.nn.linear import FeedForward, Norm
 
+    if run.model.latent.key_rank is not None:
+        needed, fix = (
+            "null: an operator of latent attention has no rule here",
+            "take another recipe; moe plan without --search prices this one",
+        )
+        raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size).eval()
         tokens_BL = torch.empty(sequences, run.model.max_length, dtype=torch.int64)

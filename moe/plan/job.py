@@ -10,12 +10,12 @@ from moe.plan.activations import compute_bytes
 from moe.plan.flops import core_work, in_runs
 from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
-from moe.recipe.sections import Run
+from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
-from parallel.plan.job import Experts, Network, Plan
+from parallel.plan.job import Experts, Latent, Network, Plan
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
@@ -47,8 +47,16 @@ def network_of(run: Run) -> Network:
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
+        latent=_latent(m),
         sparse_layers=m.layers_with_experts(),
     )
+
+
+def _latent(m: Model) -> Latent | None:
+    if m.latent.key_rank is None:
+        return None
+    size = m.latent_sizes
+    return Latent(m.latent.query_rank or 0, size.rank, size.rotary, size.value)
 
 
 def _experts(run: Run) -> Experts | None:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -57,6 +57,10 @@ class Rope(Section):
     trained_length: int | None = Field(None, gt=0, description="of llama3 and yarn: the length before the stretch")
     low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair that turns fewer times in trained_length is slowed by factor")
     high: float | None = Field(None, gt=0, description="a pair that turns more often stays as it is; null: 4 for llama3, 32 for yarn")
+    whole_pairs: bool = Field(True, description="of yarn: the two ends are rounded outwards to whole pairs; GPT-OSS: false")
+    mscale: float = Field(1.0, ge=0, description="of yarn: cos and sin times 0.1 mscale ln(factor) + 1, over the same of mscale_all")
+    mscale_all: float = Field(0.0, ge=0, description="of yarn: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)")
+    pairs: Literal["halves", "neighbours"] = Field("halves", description="channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
 
     @property
     def length(self) -> int:
@@ -79,6 +83,29 @@ class Swiglu(Section):
     @property
     def bound(self) -> float:
         return self.limit or math.inf
+
+
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made of one small vector a token."""
+
+    key_rank: int | None = Field(None, gt=0, description="channels of that vector; null: attention with keys and values of its own")
+    query_rank: int | None = Field(None, gt=0, description="channels of another one, of which queries are made; null: of the token itself")
+    rotary_size: int | None = Field(None, gt=0, description="channels of a head that turn, beside head_size; null: half of head_size")
+    value_size: int | None = Field(None, gt=0, description="channels of a head's values; null: head_size")
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Channels: of the latent, and of a head's queries and keys, `content` and `rotary`, and values."""
+
+    rank: int
+    content: int
+    rotary: int
+    value: int
+
+    @property
+    def key(self) -> int:
+        return self.content + self.rotary
 
 
 class Model(Section):
@@ -109,6 +136,7 @@ class Model(Section):
     sliding_layers: tuple[int, ...] | None = Field(None, description="layers with sliding_window by number; null: all")
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
+    latent: Latent = Latent()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
     document_separator: int | None = Field(
         None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"
@@ -135,6 +163,13 @@ class Model(Section):
     def gating(self) -> Swiglu | None:
         """How swiglu networks gate; None: silu(x w1) (x w3), for which there are faster kernels."""
         return None if self.swiglu == Swiglu() else self.swiglu
+
+    @property
+    def latent_sizes(self) -> LatentSizes:
+        """Of latent attention. Check the recipe first: model.latent.key_rank says whether there is one."""
+        assert self.latent.key_rank is not None
+        content = self.head_size or self.d_model // self.num_heads
+        return LatentSizes(self.latent.key_rank, content, self.latent.rotary_size or content // 2, self.latent.value_size or content)
 
     @property
     def decoder_begins(self) -> int:

@@ -22,6 +22,7 @@ from moe.model.transformer import Output, Transformer, moe_layers
 from moe.nn.attention import Attention
 from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
+from moe.nn.latent import LatentAttention
 from moe.train.sampling import Sampling
 
 # B texts, S tokens of a context, V vocabulary
@@ -60,7 +61,7 @@ class Cached:
         self.model, self.max_length = model, model.config.max_length
         self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
         self.cache, self.start = KeyValueCache(0, 0), -1
-        self.layers = [module for module in model.modules() if isinstance(module, Attention)]
+        self.layers = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor:
         if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
@@ -77,12 +78,16 @@ class Cached:
         cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
         for layer in self.layers:
             layer.core = partial(self.cache.attend, layer)
+            if isinstance(layer, LatentAttention):
+                layer.compressed = True
         self.model.whole_sequences = self.cache.all_places
         try:
             yield
         finally:
             for layer, core in zip(self.layers, cores, strict=True):
                 layer.core = core
+                if isinstance(layer, LatentAttention):
+                    layer.compressed = False
             self.model.whole_sequences = whole
 
 

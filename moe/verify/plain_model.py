@@ -139,6 +139,9 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
     model = run.model
     heads, groups = model.num_heads, model.num_kv_heads or model.num_heads
     size = model.head_size or model.d_model // heads
+    if model.latent.key_rank is not None:
+        q, k, v = latent_heads(x, weights, f"{name}.attention", model, length, cast)
+        return mixed(q, k, v, weights, name, model, begins, cast)
 
     def projected(matrix: str, count: int) -> Tensor:  # [heads, B, L, C]
         flat = cast(x @ cast(weights[f"{name}.attention.{matrix}.weight"]).t())
@@ -153,15 +156,54 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
     q, k, v = projected("q", heads), projected("k", groups), projected("v", groups)
     if model.positions != "t5":
         q, k = _turned(q, model.rope, cast), _turned(k, model.rope, cast)
+    return mixed(q, k, v, weights, name, model, begins, cast)
+
+
+def latent_heads(x: Tensor, weights: Weights, name: str, model: Model, length: int, cast: Rounding) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [H, B, L, C] of latent attention, head after head as arXiv 2405.04434 has them (eq. 37 to 47)."""
+    content = model.head_size or model.d_model // model.num_heads
+    rotary, value = model.latent.rotary_size or content // 2, model.latent.value_size or content
+
+    def times(x: Tensor, matrix: str) -> Tensor:
+        return cast(x @ cast(weights[f"{name}.{matrix}.weight"]).t())
+
+    def normed(x: Tensor, gain: str) -> Tensor:
+        rows = wide(x)
+        return cast(rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * wide(weights[f"{name}.{gain}.weight"]))
+
+    def at_places(x: Tensor) -> Tensor:
+        return _turned(x.reshape(-1, length, rotary), model.rope, cast)
+
+    queries = times(x, "q") if model.latent.query_rank is None else times(normed(times(x, "q_down"), "q_down_norm"), "q_up")
+    down = times(x, "kv_down")
+    latent, shared = normed(down[:, : model.latent.key_rank], "kv_down_norm"), at_places(down[:, model.latent.key_rank :])
+    up = times(latent, "kv_up")
+    m = 1 + 0.1 * model.rope.mscale_all * math.log(model.rope.factor) if model.rope.scaling == "yarn" else 1.0
+    q, k, v = [], [], []
+    for head in range(model.num_heads):
+        mine = queries[:, head * (content + rotary) : (head + 1) * (content + rotary)]
+        made = up[:, head * (content + value) : (head + 1) * (content + value)]
+        plain = mine[:, :content].reshape(-1, length, content)
+        q.append(cast(torch.cat((plain, at_places(mine[:, content:])), -1) * m * m))
+        k.append(torch.cat((made[:, :content].reshape(-1, length, content), shared), -1))
+        v.append(made[:, content:].reshape(-1, length, value))
+    return torch.stack(q), torch.stack(k), torch.stack(v)
+
+
+def mixed(
+    q: Tensor, k: Tensor, v: Tensor, weights: Weights, name: str, model: Model, begins: list[list[bool]] | None, cast: Rounding
+) -> Tensor:
+    """Queries [H, B, L, C] with the keys that each may see, and out: [T, D]."""
+    heads, groups, length, size = len(q), len(k), q.shape[2], q.shape[3]
     place = torch.arange(length)
-    past = (place.unsqueeze(1) >= place).repeat(len(x) // length, 1, 1)
+    past = (place.unsqueeze(1) >= place).repeat(q.shape[1], 1, 1)
     for sequence, row in enumerate(begins or []):
         for first in (at for at, here in enumerate(row) if here):
             past[sequence, first:, :first] = False
     if model.sliding_window and (model.sliding_layers is None or int(name.split(".")[1]) in model.sliding_layers):
         for at in range(model.sliding_window, length):
             past[:, at, : at - model.sliding_window + 1] = False
-    mixed = []
+    outs = []
     for head in range(heads):
         group = head // (heads // groups)
         scores = wide(q[head] @ k[group].transpose(1, 2)) / math.sqrt(size)
@@ -171,8 +213,8 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
         if model.attention_sinks:
             scores = torch.cat((scores, wide(weights[f"{name}.attention.sinks.weight"])[head].expand(*scores.shape[:2], 1)), 2)
         shares = scores.softmax(2)[..., :length]
-        mixed.append(cast(shares.to(v.dtype) @ v[group]))
-    flat = torch.stack(mixed, 2).reshape(-1, heads * size)
+        outs.append(cast(shares.to(v.dtype) @ v[group]))
+    flat = torch.stack(outs, 2).reshape(-1, heads * v.shape[3])
     out = cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
     return cast(out + cast(weights[f"{name}.attention.out_bias.weight"])) if model.out_bias else out
 
@@ -182,8 +224,14 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     half = x.shape[-1] // 2
     rate = torch.tensor([_rate(rope, pair, half) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
-    length = 0.1 * math.log(rope.factor) + 1 if rope.scaling == "yarn" else 1.0
-    cos, sin, a, b = cast(length * angle.cos()), cast(length * angle.sin()), x[..., :half], x[..., half:]
+    length = 1.0
+    if rope.scaling == "yarn":
+        length = (0.1 * rope.mscale * math.log(rope.factor) + 1) / (0.1 * rope.mscale_all * math.log(rope.factor) + 1)
+    cos, sin = cast(length * angle.cos()), cast(length * angle.sin())
+    if rope.pairs == "neighbours":
+        a, b = x[..., ::2], x[..., 1::2]
+        return cast(torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2))
+    a, b = x[..., :half], x[..., half:]
     return cast(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
 
@@ -198,7 +246,9 @@ def _rate(rope: Rope, pair: int, half: int) -> float:
         share = (rope.trained_length * rate / (2 * math.pi) - rope.low) / (most - rope.low)
     else:  # in the number of the pair, between those that turn most and least, as whole numbers
         fast, slow = (half * math.log(rope.trained_length / (2 * math.pi * turns), rope.base) for turns in (most, rope.low))
-        start, end = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
+        if rope.whole_pairs:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        start, end = max(fast, 0), min(slow, 2 * half - 1)
         share = 1 - (pair - start) / ((end - start) or 0.001)
     share = min(max(share, 0.0), 1.0)
     return share * rate + (1 - share) * rate / rope.factor

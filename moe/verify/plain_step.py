@@ -22,6 +22,8 @@ _NO_DECAY = (
     "encoder_norm",
     "q_norm",
     "k_norm",
+    "q_down_norm",
+    "kv_down_norm",
     "q_bias",
     "k_bias",
     "v_bias",

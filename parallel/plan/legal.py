@@ -79,6 +79,8 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.tensor != "copied" and network.qk_norm == "whole":
         yield f"degrees.tp={tp} does not go with model.qk_norm=whole"
+    if plan.tensor != "copied" and network.latent is not None:
+        yield f"degrees.tp={tp} does not go with model.latent.key_rank={network.latent.key_rank}"
     if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
         yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
     if plan.tensor in (*LINES, "sliced"):

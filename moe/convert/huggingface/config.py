@@ -10,7 +10,7 @@ import json
 import math
 from typing import Any
 
-from moe.convert.huggingface import encoder_decoder
+from moe.convert.huggingface import deepseek, encoder_decoder
 from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Family, Key, Windows
 from moe.recipe.load import flat
 from moe.recipe.sections import Model, Rope, Run
@@ -20,7 +20,8 @@ from parallel.errors import BadInput
 LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows more: a cache of keys is made for so many
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # keys of rope_parameters that have no key here, with the values that change nothing
-_SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "truncate": (True,), "finetuned": (True, False)}
+_SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
+_GROUPS = {"deepseek_v2": 1, "deepseek_v3": 8}  # of experts, in a config without n_group
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -53,7 +54,9 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if config.get(key, allowed[-1]) not in allowed:
             _refuse(key, config[key], " or ".join("null" if one is None else str(one).lower() for one in dict.fromkeys(allowed)))
     values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
-    known = HARMLESS | set(family.must) | {name for key in family.keys for name in key.theirs}
+    known = (
+        HARMLESS | set(family.must) | {name for key in family.keys for name in key.theirs} | set(deepseek.UNREAD if family.latent else ())
+    )
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
             fix = "take it out of config.json if it does not change what the model computes"
@@ -62,8 +65,10 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
     values["model.max_length"] = min(values["model.max_length"], LONGEST)
     values |= _windows(family, config)
-    values |= {f"model.rope.{key}": value for key, value in _rope(config, family.base).items()}
-    if family.experts is not None:
+    values |= {f"model.rope.{key}": value for key, value in _rope(config, family).items()}
+    if family.latent:
+        values |= deepseek.recipe_values(config, _GROUPS[str(config["model_type"])])
+    elif family.experts is not None:
         values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
     return nested(values)
 
@@ -84,6 +89,9 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         "model.num_kv_heads": m.num_kv_heads or m.num_heads,
     }
     values["model.head_size"] = m.head_size or m.d_model // m.num_heads
+    if m.latent.key_rank is not None:
+        size = m.latent_sizes
+        values |= {"model.latent.rotary_size": size.rotary, "model.latent.value_size": size.value}
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     for key in family.keys:
         back = {ours: theirs for theirs, ours in (key.values or {}).items()}
@@ -94,6 +102,8 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
     config |= _windows_of(family, m)
     config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
+    if family.latent:
+        return config | deepseek.config_of(run)
     if family.picks_layers:
         sparse = m.layers_with_experts()
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(m.num_layers) if i not in sparse]}
@@ -164,12 +174,12 @@ def _windows_of(family: Family, model: Model) -> dict[str, Any]:
     return found | ({} if family.windows.layers == "every" else {"layer_types": [_SLIDES[each] for each in slides]})
 
 
-def _rope(config: dict[str, Any], base: float) -> dict[str, Any]:
+def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """The section model.rope of a config in the form of transformers 5 (rope_parameters) or before (rope_theta, rope_scaling)."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
-    found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or base)}
+    found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or family.base)}
     kind = "none" if kind == "default" else kind
     if kind not in ("none", "linear", *_LOWS):
         _refuse("rope_type", kind, "default, linear, llama3 or yarn")
@@ -181,7 +191,11 @@ def _rope(config: dict[str, Any], base: float) -> dict[str, Any]:
         for ours, theirs in zip(("low", "high"), _LOWS[kind], strict=True):
             value = given.pop(theirs, None)
             found |= {} if value is None else {ours: float(value)}
-    if kind == "yarn":
+    if kind == "yarn" and not given.pop("truncate", True):
+        found["whole_pairs"] = False
+    if kind == "yarn" and family.latent:
+        found |= deepseek.mscales(given)
+    if kind == "yarn" and "mscale_all" not in found:
         size, given_size = 0.1 * math.log(found["factor"]) + 1, given.pop("attention_factor", None)  # of cos and sin: moe/nn/rotary.py
         if given_size is not None and not math.isclose(given_size, size, rel_tol=1e-5):
             _refuse("rope_parameters.attention_factor", given_size, f"null, or {size:.7g}, which is 0.1 ln(factor) + 1")
@@ -198,7 +212,8 @@ def _rope_parameters(rope: Rope) -> dict[str, Any]:
     if rope.scaling in _LOWS:
         found["original_max_position_embeddings"] = rope.trained_length
         found |= dict(zip(_LOWS[rope.scaling], (rope.low, rope.most_turns), strict=True))
-    return found
+    found |= {"truncate": False} if not rope.whole_pairs else {}
+    return found | deepseek.mscales_of(rope)
 
 
 def _layers(config: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,12 @@ def shapes_of(run: Run) -> Shapes:
     return found
 
 
+def biases_of(run: Run) -> Shapes:
+    """Of every selection bias of a router, which is no parameter."""
+    sparse = run.model.layers_with_experts() if run.router.spec.bias_rate is not None else ()
+    return {f"layers.{layer}.router.bias": (run.experts.of_layer(nth),) for nth, layer in enumerate(sparse)}
+
+
 @contextmanager
 def _whole(out: Path, what: str) -> Iterator[Path]:
     """A folder to write into, which gets its name when all is there and vanishes otherwise."""
@@ -104,8 +110,10 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     family, files = family_of(config), Source(source)
     with _whole(out, "TO_RUN") as part:
         run, origins = _recipe(part / "config.yaml", values, overrides)
-        files.check(family, shapes := shapes_of(run), tied=run.model.tied_embeddings)
-        held = (("weight", Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in shapes.items())
+        shapes, biases = shapes_of(run), biases_of(run)
+        files.check(family, shapes | biases, tied=run.model.tied_embeddings)
+        kinds = dict.fromkeys(shapes, "weight") | dict.fromkeys(biases, EXTRA)
+        held = ((kinds[name], Piece(name, shape, (0,) * len(shape), files.tensor(name))) for name, shape in (shapes | biases).items())
         state = {
             "counters": vars(Counters()),
             "loss_scale": LossScale.of(run.precision.loss_scale).state(),
@@ -196,20 +204,20 @@ def from_run(source: Path, out: Path) -> list[str]:
     """Write the folder; returns what there is to say of it. Raises BadInput, with nothing written."""
     path = find(source)
     reader = Reader(path)
-    run, shapes = build_run(reader.state["recipe"]), reader.names()
-    if reader.names(EXTRA):
-        raise BadInput("FROM_RUN", got="routers with a selection bias", needed="a family that has one", fix="see: docs/use/huggingface.md")
+    run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
+    shapes = reader.names() | biases
     kept = path.parent.parent / KEPT
     config = _same_config(run, shapes, _loaded(kept / "config.json"), ends=reader.state["tokenizer"].get("separator"))
     family = family_of(config)
-    entries = {name: reader.region(name, "weight", tuple(slice(0, 1) for _ in shape)) for name, shape in shapes.items()}
+    kinds = {name: EXTRA if name in biases else "weight" for name in shapes}
+    entries = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)) for name, shape in shapes.items()}
     dtype = next(iter(entries.values())).dtype
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, shape in shapes.items():
-            yield written(name, family, reader.region(name, "weight", tuple(slice(0, size) for size in shape)))
+            yield written(name, family, reader.region(name, kinds[name], tuple(slice(0, size) for size in shape)))
 
     with _whole(out, "TO_HF") as part:
         for name in _BESIDE:
@@ -239,10 +247,11 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     """What the model of a config.json has that the run's has not, or the other way round."""
     try:
         other = build_run(recipe_values(config))
-        theirs = shapes_of(other)
+        theirs = shapes_of(other) | biases_of(other)
     except BadInput as refused:
         return [f"{refused.what} {refused.got}", ""]
-    found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith("data.")]
+    training = ("data.", "router.bias_rate")  # whether there is a bias, its shape says
+    found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith(training)]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 

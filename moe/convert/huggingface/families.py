@@ -45,6 +45,17 @@ ROWS = (
         for a, b in zip("qkvo", ("q", "k", "v", "out"), strict=True)
     ),
     *(Row(f"{_LAYER}self_attn.{a}_proj.bias", f"{_OURS}attention.{a}_bias.weight") for a in "qkv"),
+    *(
+        Row(f"{_LAYER}self_attn.{a}.weight", f"{_OURS}attention.{b}.weight")
+        for a, b in (
+            ("q_a_proj", "q_down"),
+            ("q_a_layernorm", "q_down_norm"),
+            ("q_b_proj", "q_up"),
+            ("kv_a_proj_with_mqa", "kv_down"),
+            ("kv_a_layernorm", "kv_down_norm"),
+            ("kv_b_proj", "kv_up"),
+        )
+    ),
     Row(f"{_LAYER}self_attn.o_proj.bias", f"{_OURS}attention.out_bias.weight"),
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
@@ -58,6 +69,12 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
     "mlp": (
         Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
         *(Row(f"{_LAYER}mlp.experts.{{e}}.{a}.weight", f"{_OURS}experts.{{e}}.{b}", turned=True) for a, b in _NETWORK),
+    ),
+    "deepseek": (
+        Row(f"{_LAYER}mlp.gate.weight", f"{_OURS}router.weight"),
+        Row(f"{_LAYER}mlp.gate.e_score_correction_bias", f"{_OURS}router.bias"),
+        *(Row(f"{_LAYER}mlp.experts.{{e}}.{a}.weight", f"{_OURS}experts.{{e}}.{b}", turned=True) for a, b in _NETWORK),
+        *(Row(f"{_LAYER}mlp.shared_experts.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
     ),
     "shared": (
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
@@ -106,6 +123,16 @@ _DENSE = (
 )
 _SWITCH = {None: False, False: False, True: True}
 _BIASES = tuple(_key("attention_bias", f"model.{ours}", False, _SWITCH) for ours in ("qkv_bias", "out_bias"))
+_LATENT = (
+    *(key for key in _DENSE if key.ours != "model.num_kv_heads"),
+    _key("qk_nope_head_dim", "model.head_size", 128),
+    _key("kv_lora_rank", "model.latent.key_rank", 512),
+    _key("q_lora_rank", "model.latent.query_rank", 1536),
+    _key("qk_rope_head_dim", "model.latent.rotary_size", 64),
+    _key("v_head_dim", "model.latent.value_size", 128),
+    _key("num_experts_per_tok", "router.num_choices"),
+    _key("moe_intermediate_size", "experts.d_ff"),
+)
 _HEAD = _key("head_dim", "model.head_size", None)
 _CHOICES = (
     _key("num_experts_per_tok", "router.num_choices"),
@@ -121,6 +148,7 @@ _MUST = {
     "quantization_config": (None,),
     "pretraining_tp": (1, None),
 }
+_MUST_OF_DEEPSEEK = _MUST | {"attention_bias": (False, None), "moe_layer_freq": (1, None)}
 
 
 @dataclass(frozen=True)
@@ -145,6 +173,7 @@ class Family:
     always: Mapping[str, Any]
     experts: str | None = None
     picks_layers: bool = False
+    latent: bool = False  # DeepSeek: moe/convert/huggingface/deepseek.py
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
     windows: Windows | None = None
@@ -230,6 +259,21 @@ FAMILIES: dict[str, Family] = {
         _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
         experts="mlp",
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (
+            *_LATENT,
+            _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 256),
+            _key("n_shared_experts", "experts.shared", 1),
+            _key("routed_scaling_factor", "router.gate_scale", 2.5),
+            _key("norm_topk_prob", "router.gates", True, {True: "before_drop", False: "as_is"}),
+            _key("rope_interleave", "model.rope.pairs", True, {None: "halves", False: "halves", True: "neighbours"}),
+        ),
+        _ALWAYS | {"router.preset": "deepseek_v3"},
+        experts="deepseek",
+        latent=True,
+        must=_MUST_OF_DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
+    ),
     "t5": Family(
         "T5ForConditionalGeneration",
         (*_T5, _key("feed_forward_proj", "model.ffn", "relu", {"relu": "relu", "gated-gelu": "geglu"})),
@@ -259,6 +303,7 @@ _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling
     max_window_layers layer_types sliding_window use_sliding_window
+    qk_head_dim num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size first_k_dense_replace n_group topk_group
     num_layers num_decoder_layers num_sparse_encoder_layers num_sparse_decoder_layers encoder_sparse_step expert_capacity n_positions
     is_gated_act initializer_factor classifier_dropout task_specific_params add_router_probs dense_act_fn scale_decoder_outputs
     router_ignore_padding_tokens decoder_sparse_step mlp_only_layers tokenizer_class auto_map

@@ -51,6 +51,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
     "Olmoe": EXPERTS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
 }
+FAMILIES["DeepseekV3"] = {
+    "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16, "routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2},
+}  # fmt: skip
 TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
 
 
@@ -60,7 +65,7 @@ def made(folder: Path, family: str, *, dtype: torch.dtype = torch.float32, **sav
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, p in (*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n.endswith("correction_bias"))):
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
     model.to(dtype).save_pretrained(folder, **saving)

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, str]] = {
     "t5": {"model.positions": "t5"},
     "a window": {"model.sliding_window": "32", "model.sliding_layers": "[0]", "model.num_kv_heads": "2"},
     "sinks": {"model.attention_sinks": "true", "model.out_bias": "true"},
+    "latents": {"model.latent.key_rank": "20", "model.latent.query_rank": "28", "model.latent.rotary_size": "6", "model.norm": "rmsnorm"},
     "grouped queries": {"model.num_kv_heads": "2"},
     "norms of heads": {"model.qk_norm": "heads", "model.num_kv_heads": "2", "model.norm": "rmsnorm"},
     "dropout": {"model.dropout": "0.1"},

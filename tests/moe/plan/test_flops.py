@@ -35,6 +35,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "windows, sinks": {
         "model": {"sliding_window": 5, "sliding_layers": (0, 3), "num_kv_heads": 2, "attention_sinks": True, "out_bias": True}
     },
+    "latents": {
+        "model": {"moe_every": 2, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}, "attention_sinks": True}
+    },
+    "latents, queries of the token": {"model": {"latent": {"key_rank": 9}, "head_size": 8}},
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
     },
@@ -91,7 +95,9 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     found = size(model, experts, router, vocab_size=V)
     made = Transformer(model, experts, router, vocab_size=V)
     tokens = torch.randint(V, (2, L), generator=torch.Generator().manual_seed(0))
-    width = model.num_heads * (model.head_size or model.d_model // model.num_heads)
+    width: float = model.num_heads * (model.head_size or model.d_model // model.num_heads)
+    if model.latent.key_rank:
+        width = model.num_heads * (model.latent_sizes.key + model.latent_sizes.value) / 2
     windows = [model.sliding_window if layer in (model.sliding_layers or ()) else None for layer in range(model.num_layers)]
     attention = sum(4 * min(t + 1, window or L) * width for t in range(L) for window in windows) / L
     assert products(made, tokens, backward=False) == pytest.approx(2 * L * (found.forward - attention), rel=1e-9)

@@ -1,0 +1,54 @@
+"""DeepSeek-V2 and -V3 of transformers: the keys of config.json that say something together (no torch here).
+
+    first_k_dense_replace          layers before the first with experts      model.moe_layers
+    n_group, topk_group            groups of experts; one limits nothing     router.select, expert_groups, top_groups
+    rope_parameters: mscale, mscale_all_dim of YaRN                          model.rope.mscale, mscale_all
+
+Where mscale and mscale_all_dim are not both there, transformers takes cos and sin times 0.1 ln(factor) + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe.recipe.sections import Rope, Run
+from parallel.errors import BadInput
+
+UNREAD = ("head_dim", "num_key_value_heads")  # what transformers writes beside the sizes that it reads
+
+
+def recipe_values(config: dict[str, Any], groups: int) -> dict[str, Any]:
+    """What the table of keys cannot say. `groups`: of a config without n_group."""
+    first = config.get("first_k_dense_replace")
+    dense, count = int((0 if groups == 1 else 3) if first is None else first), config["num_hidden_layers"]
+    values: dict[str, Any] = {"model.moe_every": 1} if dense == 0 else {"model.moe_layers": list(range(dense, count))}
+    groups = config.get("n_group") or groups
+    if groups == 1:
+        return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
+    return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": config.get("topk_group") or 4}
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """What the table of keys cannot say of a run."""
+    m, spec = run.model, run.router.spec
+    sparse = m.layers_with_experts()
+    return {
+        "first_k_dense_replace": sparse[0] if sparse else m.num_layers,
+        "n_group": spec.expert_groups,
+        "topk_group": spec.top_groups,
+        "num_key_value_heads": m.num_heads,
+    }
+
+
+def mscales(given: dict[str, Any]) -> dict[str, float]:
+    """Of YaRN's parameters, which lose these two. Raises BadInput for a mscale_all_dim alone: cos and sin would not be a quotient."""
+    mscale, every = float(given.pop("mscale", None) or 0), float(given.pop("mscale_all_dim", None) or 0)
+    if every and not mscale:
+        needed, fix = "mscale beside mscale_all_dim", "nothing here computes another: see docs/use/huggingface.md"
+        raise BadInput("config.json: rope_parameters.mscale", got="null", needed=needed, fix=fix)
+    return {"mscale": mscale, "mscale_all": every} if mscale and every else {}
+
+
+def mscales_of(rope: Rope) -> dict[str, float]:
+    """The same two, as transformers has them."""
+    return {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all} if rope.mscale_all else {}

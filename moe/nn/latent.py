@@ -1,0 +1,115 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come out of one small vector.
+
+    x -> q_down -> norm -> q_up -> of each head   [ content | turned by place ]          or q alone, without a latent of queries
+    x -> kv_down -> [ c | r ]                     c: the latent, which is normed;  r: one key for all heads, turned by place
+    c -> kv_up -> of each head  [ k | v ]         the head's key: [ k | r ]
+    core(queries, keys, values) -> out
+
+While a text is continued nobody makes keys and values (`compressed`, section 2.1.2). kv_up is U for keys and W for values of a head:
+q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries come as U^T q, the latents are keys and values of them all, and a cache holds
+[ c | r ], key_rank + rotary_size numbers a token and layer, however many heads there are.
+
+Values are filled up to the keys' size, which is what fused kernels and every exchange between ranks take.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor, nn
+
+from moe.nn.attention import RelativeBias, Sinks
+from moe.nn.context import Context
+from moe.nn.core import Bias, Core, softmax_core
+from moe.nn.linear import Added, Linear, Norm
+from moe.nn.rotary import logit_factor, turned, turns_of
+from moe.recipe import sections
+from parallel.data.tiling import Slot, as_it_is
+from parallel.regions import in_region
+
+# B batch, L length, D model, H heads, C channels of a head's queries and keys, N those of content, P those turned by place, V of values,
+# R of the latent
+
+
+class LatentAttention(nn.Module):
+    """Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R] and
+    out [D, H V].
+
+    Slots and `window` as Attention has them (moe/nn/attention.py). `compressed`: latents are what `core` sees as keys and values.
+    """
+
+    def __init__(self, model: sections.Model, *, window: int | None = None) -> None:
+        super().__init__()
+        size, heads, width = model.latent_sizes, model.num_heads, model.d_model
+        self.size, self.rope = size, model.rope
+        self.q = Linear(width, heads * size.key) if model.latent.query_rank is None else None
+        rank = model.latent.query_rank or 0
+        self.q_down, self.q_down_norm, self.q_up = (
+            (Linear(width, rank), Norm(rank, "rmsnorm"), Linear(rank, heads * size.key)) if rank else (None, None, None)
+        )
+        self.kv_down = Linear(width, size.rank + size.rotary)
+        self.kv_down_norm = Norm(size.rank, "rmsnorm")
+        self.kv_up = Linear(size.rank, heads * (size.content + size.value))
+        self.out = Linear(heads * size.value, width)
+        self.out_bias = Added(width) if model.out_bias else None
+        self.sinks = Sinks(heads) if model.attention_sinks else None
+        self.window, self.compressed = window, False
+        self.core: Core = partial(softmax_core, window=window)
+        self.enter: Slot = as_it_is
+        self.leave: Slot = as_it_is
+        self.bias: RelativeBias | None = None
+
+    @in_region("attention")
+    def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
+        """`shared`, `source_BSD`: None; they are those of an encoder-decoder."""
+        assert shared is None and source_BSD is None
+        x_BLD = self.enter(x_BLD)
+        q_BHLC, latent_BLR, turned_B1LP = self._queries(x_BLD), *self._latents(x_BLD)
+        content, rotary = q_BHLC.split([self.size.content, self.size.rotary], dim=3)
+        place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
+        turns = context.for_all_layers(turns_of, place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
+        rotary, turned_B1LP = turned(rotary, turns), turned(turned_B1LP, turns)
+        sink_H = None if self.sinks is None else self.sinks()
+        mix = self._mixed_latents if self.compressed else self._mixed
+        mixed_BHLV = mix(content, rotary, latent_BLR, turned_B1LP, context, sink_H)
+        y_BLD = self.leave(self.out(rearrange(mixed_BHLV, "b h l v -> b l (h v)")))
+        return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
+
+    def _queries(self, x_BLD: Tensor) -> Tensor:
+        if self.q_down is None or self.q_down_norm is None or self.q_up is None:
+            assert self.q is not None
+            y = self.q(x_BLD)
+        else:
+            y = self.q_up(self.q_down_norm(self.q_down(x_BLD)))
+        return rearrange(y, "b l (h c) -> b h l c", c=self.size.key)
+
+    def _latents(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
+        return self.kv_down_norm(latent_BLR), rotary_BLP.unsqueeze(1)
+
+    def _mixed(self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None) -> Tensor:
+        size, heads = self.size, content.shape[1]
+        made = rearrange(self.kv_up(latent), "b l (h c) -> b h l c", h=heads)
+        k, v = made.split([size.content, size.value], dim=3)
+        keys = torch.cat([k, turned.expand(-1, heads, -1, -1)], dim=3)
+        queries = self._scaled(torch.cat([content, rotary], dim=3))
+        return self.core(queries, keys, F.pad(v, (0, size.key - size.value)), context=context, bias=None, sink_H=sink_H)[..., : size.value]
+
+    def _mixed_latents(
+        self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None
+    ) -> Tensor:
+        size = self.size
+        up = rearrange(self.kv_up.weight.to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
+        for_keys, for_values = up.split([size.content, size.value], dim=1)
+        queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
+        kept = torch.cat([latent.unsqueeze(1), turned], dim=3)  # values, too, but for the last channels of what comes out
+        mixed = self.core(self._scaled(queries), kept, kept, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
+        return einsum(mixed, for_values, "b h l r, h v r -> b h l v")
+
+    def _scaled(self, queries: Tensor) -> Tensor:
+        """So that logits, which cores divide by the root of the channels that come, are divided by the root of a head's, as YaRN has it."""
+        factor = (queries.shape[3] / self.size.key) ** 0.5 * logit_factor(self.rope)
+        return queries if factor == 1 else queries * factor

@@ -1,0 +1,105 @@
+"""Latent attention: the model against the plain twin, which makes every head's keys and values, on one process and on ranks; and a cache
+that holds the latents alone.
+
+What this file alone would notice: a head's values taken for another's keys, a rotary key that is not shared, a cache whose queries meet
+latents without YaRN's factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.model.transformer import Transformer
+from moe.recipe.load import build_run
+from moe.recipe.sections import Latent, Model, Rope, Run
+from moe.train.decode import Cached, Recomputed
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+
+YARN = {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "high": 3.0, "mscale": 0.7, "mscale_all": 1.3}
+SIZES = {"head_size": 6, "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}}
+
+
+@dataclass(frozen=True)
+class Low(Case):
+    """A case of `moe verify` with latent attention; `full`: queries straight from the token, and whole pairs of another rotation."""
+
+    full: bool = False
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        options: dict[str, Any] = SIZES | {"rope": YARN | {"pairs": "neighbours"}, "out_bias": False}
+        if self.full:
+            options |= {"latent": {"key_rank": 9, "rotary_size": 6}, "attention_sinks": True}
+            options |= {"rope": YARN | {"whole_pairs": False, "mscale_all": 0.0}}
+        return build_run(values | {"model": values["model"] | options})
+
+
+def farthest(case: Low, ran: Any) -> float:
+    """Of all numbers; of sinks, which begin at 0, an update is all there is, and of gradients near 0 Adam makes steps of their rounding."""
+    assert not isinstance(ran, str), ran
+    numbers = compare(ran, reference(Low(case.model, "ddp", 1, 1, 1, "fp32", length=case.length, full=case.full)))
+    return max(value for name, value in numbers.items() if not (case.full and name == "update"))
+
+
+@pytest.mark.parametrize("case", [
+    Low("dense", "ddp", 1, 1, 1, "fp32"),
+    Low("deepseek", "ddp", 1, 1, 2, "fp32", recompute="full"),
+    Low("dense", "ddp", 1, 1, 1, "fp32", full=True),
+])  # fmt: skip
+def test_ten_steps_of_one_process_are_the_plain_twins(case: Low) -> None:
+    assert farthest(case, compute(case)) < 1e-5
+
+
+def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+    plain = Low("dense", "ddp", 2, 1, 1, "fp32")
+    cases = [replace(plain, kind=kind) for kind in ("fsdp", "zero3")] + [replace(plain, pp=2), Low("deepseek", "ddp", 2, 2, 1, "fp32")]
+    cases += [replace(plain, sp=2, length=24, attention=kind) for kind in ("zigzag", "ulysses")]
+    for case, ran in run_world(list(cases), 2):
+        assert isinstance(case, Low) and not isinstance(ran, str), ran
+        assert farthest(case, ran[0]) < 1e-5, case.layout
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> None:
+    """And holds key_rank + rotary_size numbers a token and layer, however many heads there are."""
+    model = Transformer(
+        Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, head_size=6, rope=Rope(**YARN), sliding_window=window,
+              latent=Latent(**SIZES["latent"]), attention_sinks=window is not None), vocab_size=31,
+    ).eval()  # fmt: skip
+    tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    cached, plain = Cached(model), Recomputed(model, 9)
+    with torch.no_grad():
+        for seen in (4, 5, 6, 9):
+            torch.testing.assert_close(cached(tokens_BL[:, :seen], 0), plain(tokens_BL[:, :seen], 0), rtol=1e-4, atol=1e-5)
+    held = {tensor.untyped_storage().data_ptr(): tensor.numel() for pair in cached.cache._kept.values() for tensor in pair}
+    assert sum(held.values()) == 2 * 2 * 9 * (10 + 4)  # layers, texts, places
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"latent": {"query_rank": 8}}, "model.latent.query_rank: got it with model.latent.key_rank=null"),
+        ({"num_kv_heads": 2}, "model.num_kv_heads: got 2 with model.latent.key_rank=8, needed null"),
+        ({"qk_norm": "heads"}, "model.qk_norm: got heads with .*, needed none"),
+        ({"qkv_bias": True}, "model.qkv_bias: got true with"),
+        ({"positions": "t5"}, "model.positions: got t5 with .*, needed rotary"),
+        ({"latent": {"key_rank": 8, "rotary_size": 3}}, "model.latent.rotary_size: got 3, needed an even number"),
+        ({"latent": {"key_rank": 8, "value_size": 200}}, "model.latent.value_size: got 200, needed at most the 96 channels"),
+        ({"rope": {"mscale": 0.7}}, "model.rope.mscale: got 0.7 with scaling none, needed yarn"),
+        ({"tp": 2}, "degrees.tp: got 2 with model.latent.key_rank=8, needed 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    tp = values.get("tp", 1)
+    model = {"latent": {"key_rank": 8}} | {key: value for key, value in values.items() if key != "tp"}
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run({"model": model, "degrees": {"tp": tp}}), tp)
