@@ -103,7 +103,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
     config |= _windows_of(family, m)
     config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
     if family.latent:
-        return config | deepseek.config_of(run)
+        return config | deepseek.config_of(run, model_type)
     if family.picks_layers:
         sparse = m.layers_with_experts()
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": [i for i in range(m.num_layers) if i not in sparse]}

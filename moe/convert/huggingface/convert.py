@@ -27,7 +27,7 @@ from moe.convert.convert import find
 from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
-from moe.convert.huggingface.tensors import Source, write, written
+from moe.convert.huggingface.tensors import Source, by_key, write, written
 from moe.data.tokenizer import Bpe, Bytes, Given, Ids
 from moe.data.tokenizer import load as load_tokenizer
 from moe.launch import exit_codes
@@ -215,9 +215,12 @@ def from_run(source: Path, out: Path) -> list[str]:
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, shape in shapes.items():
-            yield written(name, family, reader.region(name, kinds[name], tuple(slice(0, size) for size in shape)))
+    def read(name: str) -> Tensor:
+        return reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name]))
+
+    together = by_key(shapes, family)
+    tensors = ((key, written(names, family, shapes, read)) for key, names in together.items())
+    sizes = [sum(entries[name].element_size() * torch.Size(shapes[name]).numel() for name in names) for names in together.values()]
 
     with _whole(out, "TO_HF") as part:
         for name in _BESIDE:
@@ -225,7 +228,7 @@ def from_run(source: Path, out: Path) -> list[str]:
                 shutil.copyfile(kept / name, part / name)
         said = _write_tokenizer(part, reader.state["tokenizer"])
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
-        write(part, tensors(), [entries[name].element_size() * torch.Size(shape).numel() for name, shape in shapes.items()])
+        write(part, tensors, sizes)
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
 
 

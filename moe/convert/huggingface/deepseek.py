@@ -1,7 +1,8 @@
 """DeepSeek-V2 and -V3 of transformers: the keys of config.json that say something together (no torch here).
 
     first_k_dense_replace          layers before the first with experts      model.moe_layers
-    n_group, topk_group            groups of experts; one limits nothing     router.select, expert_groups, top_groups
+    topk_method, n_group,          groups of experts; one limits nothing     router.select, expert_groups, top_groups
+    topk_group
     rope_parameters: mscale, mscale_all_dim of YaRN                          model.rope.mscale, mscale_all
 
 Where mscale and mscale_all_dim are not both there, transformers takes cos and sin times 0.1 ln(factor) + 1.
@@ -23,16 +24,17 @@ def recipe_values(config: dict[str, Any], groups: int) -> dict[str, Any]:
     dense, count = int((0 if groups == 1 else 3) if first is None else first), config["num_hidden_layers"]
     values: dict[str, Any] = {"model.moe_every": 1} if dense == 0 else {"model.moe_layers": list(range(dense, count))}
     groups = config.get("n_group") or groups
-    if groups == 1:
+    if groups == 1 or config.get("topk_method", "noaux_tc" if config["model_type"] == "deepseek_v3" else "greedy") == "greedy":
         return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
     return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": config.get("topk_group") or 4}
 
 
-def config_of(run: Run) -> dict[str, Any]:
+def config_of(run: Run, model_type: str) -> dict[str, Any]:
     """What the table of keys cannot say of a run."""
     m, spec = run.model, run.router.spec
     sparse = m.layers_with_experts()
-    return {
+    method = "group_limited_greedy" if spec.select == "group_limited" else "greedy"
+    return ({"topk_method": method} if model_type == "deepseek_v2" else {}) | {
         "first_k_dense_replace": sparse[0] if sparse else m.num_layers,
         "n_group": spec.expert_groups,
         "topk_group": spec.top_groups,

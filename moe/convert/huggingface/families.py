@@ -19,12 +19,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """`{l}` a layer, `{e}` an expert. `turned`: the matrix is transposed there. `half`: of dim 1 of a stack that holds gate and up."""
+    """`{l}` a layer, `{e}` an expert. `turned`: the matrix is transposed there. `half`: of a stack that holds gate and up: of dim 1, or
+    `mixed`, every second of the last dim."""
 
     theirs: str
     ours: str
     turned: bool = False
     half: int | None = None
+    mixed: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -56,6 +58,7 @@ ROWS = (
             ("kv_b_proj", "kv_up"),
         )
     ),
+    Row(f"{_LAYER}self_attn.sinks", f"{_OURS}attention.sinks.weight"),
     Row(f"{_LAYER}self_attn.o_proj.bias", f"{_OURS}attention.out_bias.weight"),
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
@@ -75,6 +78,17 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         Row(f"{_LAYER}mlp.gate.e_score_correction_bias", f"{_OURS}router.bias"),
         *(Row(f"{_LAYER}mlp.experts.{{e}}.{a}.weight", f"{_OURS}experts.{{e}}.{b}", turned=True) for a, b in _NETWORK),
         *(Row(f"{_LAYER}mlp.shared_experts.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
+    ),
+    "gpt_oss": (
+        Row(f"{_LAYER}mlp.router.weight", f"{_OURS}router.weight"),
+        Row(f"{_LAYER}mlp.router.bias", f"{_OURS}router.logit_bias"),
+        *(Row(f"{_LAYER}mlp.experts.gate_up_proj", f"{_OURS}experts.{{e}}.{w}", half=i, mixed=True) for i, w in enumerate(("w1", "w3"))),
+        *(
+            Row(f"{_LAYER}mlp.experts.gate_up_proj_bias", f"{_OURS}experts.{{e}}.{b}", half=i, mixed=True)
+            for i, b in enumerate(("b1", "b3"))
+        ),
+        Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2"),
+        Row(f"{_LAYER}mlp.experts.down_proj_bias", f"{_OURS}output_bias"),
     ),
     "shared": (
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
@@ -274,6 +288,36 @@ FAMILIES: dict[str, Family] = {
         latent=True,
         must=_MUST_OF_DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
     ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        (
+            *_LATENT,
+            _key("n_routed_experts|num_experts", "experts.num_experts", 64),
+            _key("n_shared_experts", "experts.shared", 2),
+            _key("routed_scaling_factor", "router.gate_scale", 1.0),
+        ),
+        _ALWAYS | {"router.preset": "deepseek_v2", "model.rope.pairs": "neighbours"},
+        experts="deepseek",
+        latent=True,
+        must=_MUST_OF_DEEPSEEK
+        | {"topk_method": ("group_limited_greedy", "greedy"), "scoring_func": ("softmax", None), "norm_topk_prob": (False, None)},
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        (
+            *_DENSE,
+            _key("head_dim", "model.head_size", 64),
+            *(_key("attention_bias", f"model.{ours}", True, {False: False, True: True}) for ours in ("qkv_bias", "out_bias")),
+            *_CHOICES,
+            _key("num_local_experts|num_experts", "experts.num_experts"),
+            _key("swiglu_alpha", "model.swiglu.alpha", 1.702),
+            _key("swiglu_limit", "model.swiglu.limit", 7.0),
+        ),
+        _ALWAYS | {"model.attention_sinks": True, "model.swiglu.offset": 1.0, "experts.biases": True, "router.preset": "gpt_oss"},
+        experts="gpt_oss",
+        base=150_000.0,
+        windows=Windows("other", absent=128, asked=False),
+    ),
     "t5": Family(
         "T5ForConditionalGeneration",
         (*_T5, _key("feed_forward_proj", "model.ffn", "relu", {"relu": "relu", "gated-gelu": "geglu"})),
@@ -303,6 +347,7 @@ _HARMLESS = """
     architectures model_type dtype torch_dtype transformers_version _name_or_path bos_token_id eos_token_id pad_token_id initializer_range
     use_cache output_router_logits attention_dropout rope_parameters rope_theta rope_scaling
     max_window_layers layer_types sliding_window use_sliding_window
+    initial_context_length experts_per_token
     qk_head_dim num_mtp_layers num_nextn_predict_layers aux_loss_alpha seq_aux ep_size first_k_dense_replace n_group topk_group
     num_layers num_decoder_layers num_sparse_encoder_layers num_sparse_decoder_layers encoder_sparse_step expert_capacity n_positions
     is_gated_act initializer_factor classifier_dropout task_specific_params add_router_probs dense_act_fn scale_decoder_outputs

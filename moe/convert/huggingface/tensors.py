@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -41,9 +41,10 @@ class Place:
 
     def whole(self, shape: Shape, experts: int) -> Shape:
         """The tensor's shape there, of a parameter of this shape here."""
-        there = shape[::-1] if self.row.turned else shape
-        rows = there[0] * (1 if self.row.half is None else 2)
-        return (experts, rows, *there[1:]) if self.row.stacked else there
+        there = list(shape[::-1] if self.row.turned else shape)
+        if self.row.half is not None:
+            there[-1 if self.row.mixed else 0] *= 2
+        return (experts, *there) if self.row.stacked else tuple(there)
 
     def box(self, shape: Shape) -> Box:
         """The parameter's part of the tensor."""
@@ -51,8 +52,17 @@ class Place:
         if not self.row.stacked:
             return tuple(slice(0, n) for n in there)
         assert self.expert is not None
+        mine = slice(self.expert, self.expert + 1)
+        if self.row.mixed:
+            return (mine, *(slice(0, n) for n in there[:-1]), slice(0, 2 * there[-1]))
         first = (self.row.half or 0) * there[0]
-        return (slice(self.expert, self.expert + 1), slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
+        return (mine, slice(first, first + there[0]), *(slice(0, n) for n in there[1:]))
+
+    def of_box(self, read: Tensor) -> Tensor:
+        """What is there in that box, as the parameter: a view."""
+        read = read[0] if self.row.stacked else read
+        read = read[..., self.row.half :: 2] if self.row.mixed else read
+        return read.t() if self.row.turned else read
 
 
 def places(name: str, family: Family, *, stacked: bool = True) -> Iterator[Place]:
@@ -134,8 +144,7 @@ class Source:
             got = "values that are not finite" if read.is_floating_point() else f"values of {str(read.dtype).removeprefix('torch.')}"
             fix = "copy the file again, or save the model again"
             raise BadInput(f"tensor {place.key}", got=got, needed="finite floating-point numbers", fix=fix)
-        read = read[0] if place.row.stacked else read
-        return read.t().contiguous() if place.row.turned else read
+        return place.of_box(read).contiguous()
 
     def _read(self, key: str) -> Tensor:
         return self.files[key].read(key, tuple(slice(0, n) for n in self.files[key].places[key].shape))
@@ -164,10 +173,30 @@ def _experts(shapes: Mapping[str, Shape]) -> dict[str, int]:
     return found
 
 
-def written(name: str, family: Family, tensor: Tensor) -> tuple[str, Tensor]:
-    """A parameter as the family's files have it: key and tensor."""
-    place = next(places(name, family, stacked=False))
-    return place.key, tensor.t().contiguous() if place.row.turned else tensor.contiguous()
+def by_key(names: Iterable[str], family: Family) -> dict[str, list[str]]:
+    """The parameters that each of the family's tensors holds."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_written(name, family).key, []).append(name)
+    return found
+
+
+def written(names: Sequence[str], family: Family, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> Tensor:
+    """One of the family's tensors, put together from the parameters that it holds, which `read` gives one at a time."""
+    experts, out = _experts(shapes), None
+    for name in names:
+        tensor, place = read(name), _written(name, family)
+        if not place.row.stacked:
+            return tensor.t().contiguous() if place.row.turned else tensor.contiguous()
+        if out is None:
+            out = tensor.new_empty(place.whole(shapes[name], experts[name.partition(".experts.")[0]]))
+        place.of_box(out[place.box(shapes[name])]).copy_(tensor)
+    assert out is not None
+    return out
+
+
+def _written(name: str, family: Family) -> Place:
+    return next(places(name, family, stacked=False))
 
 
 def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[int]) -> None:

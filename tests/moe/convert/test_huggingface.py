@@ -56,6 +56,11 @@ FAMILIES["DeepseekV3"] = {
     "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "moe_intermediate_size": 16, "routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2},
 }  # fmt: skip
+FAMILIES["DeepseekV2"] = FAMILIES["DeepseekV3"] | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
+FAMILIES["GptOss"] = {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 9, "swiglu_limit": 0.9, "intermediate_size": 17,
+    "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
 TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
 
 
