@@ -13,7 +13,7 @@ from moe.checks.sharding import check_sharding
 from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.plugin import check_there
-from moe.recipe.sections import Data, Latent, Model, Rope, Run
+from moe.recipe.sections import Data, Latent, Model, Rope, Run, Scales
 from moe.router.checks import check_causal, check_read, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
@@ -136,6 +136,13 @@ def _check_latent(m: Model) -> None:
 
 def _check_windows(m: Model) -> None:
     """Layers that exist, of a window that does; and nothing that an encoder-decoder has not."""
+    key = next((key for key in Scales.model_fields if getattr(m.scales, key) != getattr(Scales(), key)), None)
+    if key is not None and m.kind == "encoder_decoder":
+        got = f"{getattr(m.scales, key):g} with model.kind=encoder_decoder"
+        raise BadInput(f"model.scales.{key}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{key}")
+    if m.scales.attention is not None and m.latent.key_rank is not None:
+        got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
+        raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
     for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False)):
         if getattr(m, key) != off and m.kind == "encoder_decoder":
             got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
-from moe.recipe.sections import Latent, Rope, Router, Run, Swiglu
+from moe.recipe.sections import Latent, Rope, Router, Run, Scales, Swiglu
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -23,6 +23,7 @@ SAME: tuple[str, ...] = (
     *(f"rope.{key}" for key in Rope.model_fields),
     *(f"swiglu.{key}" for key in Swiglu.model_fields),
     *(f"latent.{key}" for key in Latent.model_fields),
+    *(f"scales.{key}" for key in Scales.model_fields),
     "kind",
     "num_layers",
     "encoder_layers",

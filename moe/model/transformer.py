@@ -27,7 +27,7 @@ from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.nn.latent import LatentAttention
-from moe.nn.linear import FeedForward, Norm, drop
+from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
@@ -71,7 +71,7 @@ class Block(nn.Module):
         layer: int,
     ) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, model.dropout
+        self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
         self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
         self.first_channel = 0  # of those that are between layers here
@@ -123,6 +123,8 @@ class Block(nn.Module):
         return x_BLD + self._drop(y_BLD, "ffn", context), report
 
     def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
+        """What a part adds to the stream."""
+        x_BLD = scaled(x_BLD, self.scale)
         if not (self.training and self.dropout):
             return x_BLD
         if self.places is not None:
@@ -220,7 +222,7 @@ class Transformer(nn.Module):
     @in_region("embedding")
     def _look_up(self, tokens_BL: Tensor) -> Tensor:
         assert self.embedding is not None
-        return look_up(tokens_BL, self.embedding, dtype=self.compute)
+        return scaled(look_up(tokens_BL, self.embedding, dtype=self.compute), self.config.scales.embedding)
 
     @in_region("head")
     def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor, context: Context) -> Output:
@@ -230,6 +232,7 @@ class Transformer(nn.Module):
         if self.encoder_norm is not None:
             x_BLD = self._drop(x_BLD, "decoder", context.halves()[1])
             x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
+        x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
             return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
         return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), ())

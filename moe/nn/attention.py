@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from moe.nn.context import Context
 from moe.nn.core import Bias, Core, open_core, softmax_core
-from moe.nn.linear import Added, Linear, Norm
+from moe.nn.linear import Added, Linear, Norm, scaled
 from moe.nn.rotary import turned, turns_of
 from moe.recipe import sections
 from moe.recipe.shapes import T5_BUCKETS
@@ -109,6 +109,7 @@ class Attention(nn.Module):
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
+        self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5  # cores divide by the root
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=1.0)
@@ -135,6 +136,7 @@ class Attention(nn.Module):
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
             turns = context.for_all_layers(turns_of, place_L, self.head_size, self.rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
+        q_BHLC = scaled(q_BHLC, self.scale)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias, sink_H=None if self.sinks is None else self.sinks())
         y_BLD = self.leave(self.out(rearrange(mixed_BHLC, "b h l c -> b l (h c)")))
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)

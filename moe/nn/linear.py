@@ -133,3 +133,8 @@ class FeedForward(nn.Module):
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
     """Dropout keyed by token and channel: the same elements on every layout. `first`: the number of the first channel here."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x itself where the factor is 1."""
+    return x if factor == 1 else x * factor

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moe.kernels.activation import activate
 from moe.nn.core import repeated
 from moe.nn.rotary import rotate
-from moe.recipe.sections import Rope, Run
+from moe.recipe.sections import Rope, Run, Scales
 from moe.recipe.shapes import NORM_EPS
 from parallel.errors import BadInput
 from parallel.plan.graph import Graph, Operator
@@ -37,6 +37,7 @@ def compute_of(run: Run) -> Compute:
         "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
         "model.qkv_bias": ("true", m.qkv_bias, "set it to false"),
         "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, "set it to null"),
+        "model.scales": ("factors", m.scales != Scales(), "remove them"),
         "model.out_bias": ("true", m.out_bias, "set it to false"),
         "model.attention_sinks": ("true", m.attention_sinks, "set it to false"),
         "model.sliding_window": (

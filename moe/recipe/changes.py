@@ -37,6 +37,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers",
         "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs",
+        "model.scales": "embedding residual attention head",
         "experts": "ffn",
         "router": "num_choices score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale group "
         "eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
@@ -118,6 +119,8 @@ def _function(run: Run) -> dict[str, Any]:
     values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     values["model.norm_eps"] = None if run.model.norm_eps == NORM_EPS[run.model.norm] else run.model.norm_eps
+    usual = (run.model.head_size or run.model.d_model // run.model.num_heads) ** -0.5
+    values["model.scales.attention"] = None if run.model.scales.attention == usual else run.model.scales.attention
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
     unread += _unread_rope(run.model)

@@ -85,6 +85,15 @@ class Swiglu(Section):
         return self.limit or math.inf
 
 
+class Scales(Section):
+    """Factors in the stream of a model (Granite), which let the learning rate of a small model do for a large one."""
+
+    embedding: float = Field(1.0, gt=0, description="on what the embedding gives (Granite)")
+    residual: float = Field(1.0, gt=0, description="on what attention, network and experts add to the stream")
+    attention: float | None = Field(None, gt=0, description="on attention's logits; null: 1 / sqrt(channels of a head)")
+    head: float = Field(1.0, gt=0, description="logits of the vocabulary are divided by it")
+
+
 class Latent(Section):
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made of one small vector a token."""
 
@@ -137,6 +146,7 @@ class Model(Section):
     positions: Literal["rotary", "t5"] = Field("rotary", description="t5: relative position bias, 32 buckets")
     rope: Rope = Rope()
     latent: Latent = Latent()
+    scales: Scales = Scales()
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
     document_separator: int | None = Field(
         None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"
@@ -163,6 +173,11 @@ class Model(Section):
     def gating(self) -> Swiglu | None:
         """How swiglu networks gate; None: silu(x w1) (x w3), for which there are faster kernels."""
         return None if self.swiglu == Swiglu() else self.swiglu
+
+    @property
+    def logit_scale(self) -> float:
+        """What plain attention's logits are multiplied with."""
+        return self.scales.attention or float((self.head_size or self.d_model // self.num_heads) ** -0.5)
 
     @property
     def latent_sizes(self) -> LatentSizes:

@@ -88,22 +88,28 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         return cast(x * cast((tokens.draw(name, x.shape[1]) >= model.dropout).float() / (1 - model.dropout)))
 
     begins = (ids == (model.document_separator or 0)).view(-1, length).tolist() if model.document_mask else None
-    x = cast(cast(weights["embedding"])[ids])
+    x = times(cast(cast(weights["embedding"])[ids]), model.scales.embedding, cast)
     note("embedding", x)
     layers: dict[str, Layer] = {}
     for i in range(model.num_layers):
         name = f"layers.{i}"
         out = attention(cast(norm(x, weights[f"{name}.attention_norm.weight"], model)), weights, name, run, length, begins, cast)
         note(f"{name}.attention", out)
-        x = cast(x + dropped(out, f"{name}.attention.dropout"))
+        x = cast(x + dropped(times(out, model.scales.residual, cast), f"{name}.attention.dropout"))
         seen = cast(norm(x, weights[f"{name}.ffn_norm.weight"], model))
         out = dense_or_experts(seen, weights, i, run, tokens, cast, note, layers)
-        x = cast(x + dropped(out, f"{name}.ffn.dropout"))
+        x = cast(x + dropped(times(out, model.scales.residual, cast), f"{name}.ffn.dropout"))
         note(name, x)
     x = cast(norm(x, weights["norm.weight"], model))
     note("norm", x)
+    x = times(x, 1 / model.scales.head, cast)
     logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
     return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
+
+
+def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:
+    """A number more to round, where there is a factor."""
+    return x if factor == 1 else cast(x * factor)
 
 
 def dense_or_experts(
@@ -206,7 +212,7 @@ def mixed(
     outs = []
     for head in range(heads):
         group = head // (heads // groups)
-        scores = wide(q[head] @ k[group].transpose(1, 2)) / math.sqrt(size)
+        scores = wide(q[head] @ k[group].transpose(1, 2)) * (model.scales.attention or 1 / math.sqrt(size))
         if model.positions == "t5":
             scores = scores + wide(cast(wide(weights[f"{name}.attention.bias.weight"])[_buckets(length), head]))
         scores = scores.masked_fill(~past, -math.inf)

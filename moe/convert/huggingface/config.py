@@ -88,7 +88,7 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         "model.norm_eps": m.norm_eps or NORM_EPS[m.norm],
         "model.num_kv_heads": m.num_kv_heads or m.num_heads,
     }
-    values["model.head_size"] = m.head_size or m.d_model // m.num_heads
+    values |= {"model.head_size": m.head_size or m.d_model // m.num_heads, "model.scales.attention": m.logit_scale}
     if m.latent.key_rank is not None:
         size = m.latent_sizes
         values |= {"model.latent.rotary_size": size.rotary, "model.latent.value_size": size.value}

@@ -63,6 +63,7 @@ ROWS = (
     *(Row(f"{_LAYER}self_attn.{a}_norm.weight", f"{_OURS}attention.{a}_norm.weight") for a in "qk"),
     *(Row(f"{_LAYER}mlp.{a}.weight", f"{_OURS}ffn.{b}.weight") for a, b in _NETWORK),
 )
+_GRANITE = (("input_linear.weight", "experts.gate_up_proj"), ("output_linear.weight", "experts.down_proj"))
 # of experts, by how a family names them in files; `stacked` is how transformers holds them, and some files too
 EXPERTS: dict[str, tuple[Row, ...]] = {
     "block_sparse_moe": (
@@ -89,6 +90,12 @@ EXPERTS: dict[str, tuple[Row, ...]] = {
         ),
         Row(f"{_LAYER}mlp.experts.down_proj", f"{_OURS}experts.{{e}}.w2"),
         Row(f"{_LAYER}mlp.experts.down_proj_bias", f"{_OURS}output_bias"),
+    ),
+    "granite": (
+        *(Row(f"{_LAYER}block_sparse_moe.router.{a}weight", f"{_OURS}router.weight") for a in ("layer.", "")),
+        *(Row(f"{_LAYER}block_sparse_moe.{a}", f"{_OURS}experts.{{e}}.w1", turned=True, half=0) for a in _GRANITE[0]),
+        *(Row(f"{_LAYER}block_sparse_moe.{a}", f"{_OURS}experts.{{e}}.w3", turned=True, half=1) for a in _GRANITE[0]),
+        *(Row(f"{_LAYER}block_sparse_moe.{a}", f"{_OURS}experts.{{e}}.w2", turned=True) for a in _GRANITE[1]),
     ),
     "shared": (
         *(Row(f"{_LAYER}mlp.shared_expert.{a}.weight", f"{_OURS}shared.{b}.weight") for a, b in _NETWORK),
@@ -317,6 +324,21 @@ FAMILIES: dict[str, Family] = {
         experts="gpt_oss",
         base=150_000.0,
         windows=Windows("other", absent=128, asked=False),
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        (
+            *_DENSE,
+            *_BIASES,
+            *_CHOICES,
+            _key("num_local_experts|num_experts", "experts.num_experts", 8),
+            _key("embedding_multiplier", "model.scales.embedding", 1.0),
+            _key("residual_multiplier", "model.scales.residual", 1.0),
+            _key("attention_multiplier", "model.scales.attention", 1.0),
+            _key("logits_scaling", "model.scales.head", 1.0),
+        ),
+        _ALWAYS | {"router.preset": "mixtral"},
+        experts="granite",
     ),
     "t5": Family(
         "T5ForConditionalGeneration",

@@ -58,8 +58,12 @@ FAMILIES["DeepseekV3"] = {
 }  # fmt: skip
 FAMILIES["DeepseekV2"] = FAMILIES["DeepseekV3"] | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
 FAMILIES["GptOss"] = {
-    "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 9, "swiglu_limit": 0.9, "intermediate_size": 17,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 9, "swiglu_limit": 0.9, "intermediate_size": 20,
     "rope_parameters": YARN | {"truncate": False},
+}  # fmt: skip
+FAMILIES["GraniteMoe"] = {
+    "num_local_experts": 5, "num_experts_per_tok": 2, "attention_bias": True, "embedding_multiplier": 1.7, "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3, "logits_scaling": 2.2,
 }  # fmt: skip
 TOKENS = torch.randint(290, (2, 31), generator=torch.Generator().manual_seed(5))
 

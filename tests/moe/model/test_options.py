@@ -1,5 +1,6 @@
-"""Options of attention and norms: rotary base and scaling, norms of queries and keys, norm epsilon. The model on its own and on layouts of
-ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of rotation against transformers'.
+"""Options of attention and norms: rotary base and scaling, norms of queries and keys, norm epsilon, factors in the stream. The
+model on its own and on layouts of ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of rotation
+against transformers'.
 
 What this file alone would notice: a gain of the queries' norm whose gradient is not summed over the ranks that have other heads."""
 
@@ -15,7 +16,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.rotary import rates
 from moe.recipe.load import build_run
-from moe.recipe.sections import Model, Rope, Run
+from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.train.decode import Cached, Recomputed
 from moe.verify.cases import Case
 from moe.verify.compare import compare
@@ -31,9 +32,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+SCALES = {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}
+
+
 @dataclass(frozen=True)
 class Chosen(Case):
-    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long."""
+    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long. `biased`: biases of
+    queries, keys and values, and factors in the stream."""
 
     rope: str = "llama3"
     qk_norm: str = "heads"
@@ -42,6 +47,7 @@ class Chosen(Case):
     def run(self) -> Run:
         values = super().run().model_dump(mode="json")
         options = {"rope": ROPES[self.rope], "qk_norm": self.qk_norm, "norm_eps": 0.01, "qkv_bias": self.biased}
+        options |= {"scales": SCALES} if self.biased else {}
         return build_run(values | {"model": values["model"] | options})
 
 
@@ -65,7 +71,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins(world: int) -> None:
     twin = Chosen("dense", "ddp", 1, 1, 1, "fp32")
     if world == 2:
         cases: list[Case] = [
-            Chosen("dense", "ddp", 2, 1, 1, "fp32", tp=2, tensor="sliced"),
+            Chosen("dense", "ddp", 2, 1, 1, "fp32", tp=2, tensor="sliced", biased=True),
             Chosen("dense", "fsdp", 2, 1, 1, "fp32", biased=True),
             Chosen("dense", "zero3", 2, 1, 1, "fp32", biased=True),
             Chosen("dense", "ddp", 2, 1, 1, "fp32", sp=2, attention="contiguous"),
@@ -99,7 +105,7 @@ def test_rates_are_transformers() -> None:
 
 def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
     model = Transformer(Model(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=9, qk_norm="heads",
-                              rope=Rope(**ROPES["yarn"])), vocab_size=31).eval()  # fmt: skip
+                              rope=Rope(**ROPES["yarn"]), scales=Scales(**SCALES)), vocab_size=31).eval()  # fmt: skip
     tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
     cached, plain = Cached(model), Recomputed(model, 9)
     with torch.no_grad():
@@ -114,6 +120,11 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
         ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
+        ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2 with model.kind="),
+        (
+            {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},
+            "model.scales.attention: got 0.2 with model.latent.key_rank=8",
+        ),
         ({"model": {"qk_norm": "whole"}, "degrees": {"tp": 2, "dp": 1}}, "degrees.tp: got 2 with model.qk_norm=whole"),
         (
             {"model": {"qkv_bias": True}, "degrees": {"tp": 4, "dp": 1}, "tensor": {"kind": "2d"}},
