@@ -45,11 +45,11 @@ class LatentAttention(nn.Module):
         super().__init__()
         size, heads, width = model.latent_sizes, model.num_heads, model.d_model
         self.size, self.rope = size, model.rope
-        self.q = Linear(width, heads * size.key) if model.latent.query_rank is None else None
-        rank = model.latent.query_rank or 0
-        self.q_down, self.q_down_norm, self.q_up = (
-            (Linear(width, rank), Norm(rank, "rmsnorm"), Linear(rank, heads * size.key)) if rank else (None, None, None)
-        )
+        rank, out = model.latent.query_rank, heads * size.key
+        self.q = Linear(width, out) if rank is None else None
+        self.q_down = None if rank is None else Linear(width, rank)
+        self.q_down_norm = None if rank is None else Norm(rank, "rmsnorm")
+        self.q_up = None if rank is None else Linear(rank, out)
         self.kv_down = Linear(width, size.rank + size.rotary)
         self.kv_down_norm = Norm(size.rank, "rmsnorm")
         self.kv_up = Linear(size.rank, heads * (size.content + size.value))
@@ -84,7 +84,8 @@ class LatentAttention(nn.Module):
             y = self.q(x_BLD)
         else:
             y = self.q_up(self.q_down_norm(self.q_down(x_BLD)))
-        return rearrange(y, "b l (h c) -> b h l c", c=self.size.key)
+        queries: Tensor = rearrange(y, "b l (h c) -> b h l c", c=self.size.key)
+        return queries
 
     def _latents(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
@@ -107,7 +108,8 @@ class LatentAttention(nn.Module):
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
         kept = torch.cat([latent.unsqueeze(1), turned], dim=3)  # values, too, but for the last channels of what comes out
         mixed = self.core(self._scaled(queries), kept, kept, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
-        return einsum(mixed, for_values, "b h l r, h v r -> b h l v")
+        out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
+        return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
         """So that logits, which cores divide by the root of the channels that come, are divided by the root of a head's, as YaRN has it."""

@@ -28,6 +28,9 @@ GROUPED = {"num_choices": 1, "select": "group_limited", "expert_groups": 2, "top
 MASKED = {"document_mask": True}
 STRETCHED = {"rope": {"scaling": "llama3", "factor": 4.0, "trained_length": 30, "low": 0.1, "high": 2.0}}
 GATED = {"ffn": "swiglu"}
+YARN = {"rope": {"scaling": "yarn", "factor": 4.0, "trained_length": 300}}
+WINDOWS = {"sliding_window": 5}
+OF_MODEL = (STRETCHED, GATED, YARN, WINDOWS, MASKED)
 # key of the class function -> another value, and what else both recipes have
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_heads": (4, {}),
@@ -37,6 +40,8 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.positions": ("t5", {}),
     "model.document_mask": (True, {}),
     "model.document_separator": (7, MASKED),
+    "model.sliding_window": (4, WINDOWS),
+    "model.sliding_layers": ([1], WINDOWS),
     "model.swiglu.alpha": (2.0, GATED),
     "model.swiglu.limit": (0.01, GATED),
     "model.swiglu.offset": (1.0, GATED),
@@ -46,6 +51,14 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.rope.trained_length": (50, STRETCHED),
     "model.rope.low": (0.05, STRETCHED),
     "model.rope.high": (0.9, STRETCHED),
+    "model.rope.whole_pairs": (False, YARN),
+    "model.rope.mscale": (0.5, YARN),
+    "model.rope.mscale_all": (1.2, YARN),
+    "model.rope.pairs": ("neighbours", {}),
+    "model.scales.embedding": (2.0, {}),
+    "model.scales.residual": (0.5, {}),
+    "model.scales.attention": (0.1, {}),
+    "model.scales.head": (3.0, {}),
     "experts.ffn": ("relu", {}),
     "router.num_choices": (1, {}),
     "router.score": ("sigmoid", {}),
@@ -123,7 +136,7 @@ def test_the_tables_here_are_whole() -> None:
 @pytest.mark.parametrize("key", OTHER)
 def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None:
     other, both = OTHER[key]
-    section = "model" if both in (STRETCHED, GATED, MASKED) else "router"
+    section = "model" if both in OF_MODEL else "router"
     values = BASE | {section: BASE[section] | both}
     before, after = build_run(values), build_run(changed(values, key, other))
     base, like = logits(before)
