@@ -101,10 +101,10 @@ def parts(before: Run, run: Run) -> int:
 
 
 def gate_sum(router: Router) -> float | None:
-    """The sum of a token's gates if nothing is dropped; None if it depends on the token."""
+    """The sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates are no factors of outputs."""
     s = router.spec
     one = s.gates != "as_is" or (s.score == "softmax" and s.softmax_over == "chosen")
-    return s.gate_scale if one and s.select != "expert_choice" else None
+    return s.gate_scale if one and s.select != "expert_choice" and s.gate_on == "output" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:

@@ -13,12 +13,14 @@ A dropped token gets zero from here and lives on through the residual around the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from moe.experts import scaled_inputs
 from moe.experts.copies import Copies
 from moe.experts.dispatch import Dispatcher, Dropout, Local
 from moe.experts.experts import Experts
@@ -100,7 +102,9 @@ class MoELayer(nn.Module):
         x_TD = rearrange(x_BLD, "b l d -> (b l) d")
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
-        y_TD = self.dispatcher.run(x_TD, routing, self.experts, dropout=dropout)
+        inputs = self.router.spec.gate_on == "input"
+        run = partial(scaled_inputs.run, self.dispatcher) if inputs else self.dispatcher.run
+        y_TD = run(x_TD, routing, self.experts, dropout=dropout)
         if self.output_bias is not None:
             y_TD = y_TD + self._biases(routing).to(y_TD.dtype)
         if not self.reporting:
@@ -136,7 +140,7 @@ class MoELayer(nn.Module):
         It is the same for all rows of an expert, so it is added where the token is, and travels nowhere.
         """
         assert self.output_bias is not None
-        gate_TK = routing.gate_TK * routing.kept_TK
+        gate_TK = (1 if self.router.spec.gate_on == "input" else routing.gate_TK) * routing.kept_TK
         return spread_gates(gate_TK, routing.expert_TK, num_experts=len(self.output_bias)) @ self.output_bias.float()
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:

@@ -39,8 +39,8 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs",
         "model.scales": "embedding residual attention head",
         "experts": "ffn",
-        "router": "num_choices score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale group "
-        "eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
+        "router": "num_choices logit_cap score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale gate_on "
+        "group eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",
     },
     "training": {

@@ -2,7 +2,7 @@
 
     scores      x -> logits -> noise -> scores                       logits, score, softmax_over, jitter, noise
     selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
-    gates       scores of the chosen -> weights of their outputs     gates, gate_scale
+    gates       scores of the chosen -> weights of their outputs     gates, gate_scale, gate_on
     capacity    choices -> which of them get a slot                  group ... queue
     losses      what keeps experts evenly used                       balance_weight ... z_weight
 
@@ -34,7 +34,7 @@ class RouterSpec:
     """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
-        `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS).
+        `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS); `logit_cap` c: c tanh(l / c) of them.
         `score`: function of a logit. `softmax_over`: all experts, or only the chosen ones (after selection, Mixtral's order).
         `jitter` e: the router's input times uniform(1 - e, 1 + e). `noise` on logits: `gumbel` for selection only, so that an
         expert is drawn with its probability; `noisy_top_k` for gates too, with a learned size (Shazeer et al. 2017). Training only.
@@ -46,6 +46,7 @@ class RouterSpec:
         selection bias; None: no bias; 0: a bias that stays as loaded.
     gates
         `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over those with a slot (`after_drop`). Times `gate_scale`.
+        `gate_on`: g E(x), or E(g x) (Llama 4).
     capacity
         slots = factor * tokens of the `group` [* k] / experts, rounded, up to a multiple of `capacity_multiple`, at least
         `min_capacity`. Factor None is dropless. `drop`: the last by `position`, the `lowest_gate`, or at `random` (training only).
@@ -58,6 +59,7 @@ class RouterSpec:
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
     logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
+    logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", above=0)] = None
     score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("of a logit")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
@@ -72,6 +74,9 @@ class RouterSpec:
     bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0)] = None
     gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"
     gate_scale: Annotated[float, Key("factor on all gates", above=0)] = 1.0
+    gate_on: Annotated[Literal["output", "input"], Key("what a gate is multiplied with: what its expert gives, or what it reads")] = (
+        "output"
+    )
     group: Annotated[
         Literal["sequence", "rank"] | int,
         Key("tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)", above=0),

@@ -250,8 +250,8 @@ class _RouterSection(Section):
     """The router: a published one by name, and this recipe's changes to it."""
 
     preset: Literal[
-        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "deepspeed", "megatron",
-        "expert_choice",
+        "switch", "switch_mtf", "gshard", "glam", "mixtral", "qwen2_moe", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+        "llama4", "nllb", "deepspeed", "megatron", "expert_choice",
     ] = "switch"  # fmt: skip
 
     @property

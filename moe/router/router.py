@@ -128,6 +128,8 @@ class Router(nn.Module):
         logits_TE = linear_fp32(x_TD, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias.float()
+        if spec.logit_cap is not None:
+            logits_TE = spec.logit_cap * (logits_TE / spec.logit_cap).tanh()
         logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
             return logits_TE, logits_TE

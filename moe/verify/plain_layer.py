@@ -88,6 +88,9 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     logits = seen @ wide(weights[f"{name}.router.weight"]).t()
     if spec.logits == "affine":
         logits = logits + wide(weights[f"{name}.router.logit_bias"])
+    if spec.logit_cap is not None:  # tanh by its exponentials
+        powers = torch.exp(2 * logits / spec.logit_cap)
+        logits = spec.logit_cap * (1 - 2 / (powers + 1))
     noisy = logits
     if spec.noise == "noisy_top_k":
         size = F.softplus(seen @ wide(weights[f"{name}.router.noise_weight"]).t())
@@ -99,7 +102,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     kept = admit(chosen, asks, scores.detach(), noisy.detach(), name, tokens, spec)
     gates = gates_of(scores, noisy, chosen, kept, spec)
     taken = _mask(kept, num_experts)
-    y = _experts(x, gates, kept, weights, name, tokens, kind, cast)
+    y = _experts(x, gates, kept, weights, name, tokens, kind, cast, of_inputs=spec.gate_on == "input")
     valid = torch.tensor(tokens.valid)
     probs = scores / scores.sum(1, keepdim=True)
     counted = _counted(chosen, scores.detach(), tokens, spec)
@@ -293,9 +296,18 @@ def _groups(tokens: Tokens, spec: RouterSpec) -> list[range]:
 
 
 def _experts(
-    x: Tensor, gates: Tensor, kept: list[list[int]], weights: Weights, name: str, tokens: Tokens, kind: Kind, cast: Cast
+    x: Tensor,
+    gates: Tensor,
+    kept: list[list[int]],
+    weights: Weights,
+    name: str,
+    tokens: Tokens,
+    kind: Kind,
+    cast: Cast,
+    *,
+    of_inputs: bool,
 ) -> Tensor:
-    """Expert after expert: its tokens through its network, added up with their gates, in fp32 at least."""
+    """Expert after expert: its tokens through its network, added up with their gates, in fp32 at least; or gates times tokens go in."""
     y = gates.new_zeros(x.shape)
     scale = None
     if kind.dropout:
@@ -306,10 +318,12 @@ def _experts(
         matrices = [weights.get(f"{name}.experts.{expert}.{matrix}") for matrix in ("w1", "w2", "w3")]
         biases = (weights.get(f"{name}.experts.{expert}.b1"), weights.get(f"{name}.experts.{expert}.b3"))
         taken = None if scale is None else scale[rows]
-        out = wide(network(x[rows], *matrices, ffn=kind.ffn, cast=cast, scale=taken, biases=biases, swiglu=kind.swiglu))
+        share = gates[rows, expert].unsqueeze(1)
+        seen, share = (cast(wide(x[rows]) * share), torch.ones_like(share)) if of_inputs else (x[rows], share)
+        out = wide(network(seen, *matrices, ffn=kind.ffn, cast=cast, scale=taken, biases=biases, swiglu=kind.swiglu))
         if f"{name}.output_bias" in weights:
             out = out + wide(weights[f"{name}.output_bias"][expert])
-        y = y.index_add(0, rows, out * gates[rows, expert].unsqueeze(1))
+        y = y.index_add(0, rows, out * share)
     return cast(y)
 
 

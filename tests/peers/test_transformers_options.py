@@ -1,6 +1,9 @@
 """Sparse blocks of transformers with options of their own, and ours with the preset of that model: same output and all gradients.
 
 GPT-OSS           affine logits, softmax over the chosen, biases of experts, bounded swiglu       preset gpt_oss
+Qwen2-MoE         as it is, a gated shared expert                                          preset qwen2_moe
+Llama 4           sigmoid of the chosen, which scales the expert's input                   preset llama4
+NLLB              the router alone: transformers 5.23 gives tokens to experts 0 and 1      preset nllb
 DeepSeek-V2       groups ranked by their best expert, gates times a factor, shared experts        preset deepseek_v2
 
 (The blocks whose weights lie as Mixtral's do: tests/peers/test_transformers_blocks.py.)
@@ -9,6 +12,7 @@ DeepSeek-V2       groups ranked by their best expert, gates times a factor, shar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,6 +90,50 @@ def deepseek_v2() -> tuple[Any, MoELayer, Pairs]:
     return theirs, ours, [*fused(ours, theirs), (ours.router.weight, theirs.gate.weight, as_is), *beside(shared, theirs.shared_experts)]
 
 
+def qwen2() -> tuple[Any, MoELayer, Pairs]:
+    from transformers.models.qwen2_moe import modeling_qwen2_moe as m
+
+    sizes = m.Qwen2MoeConfig(
+        hidden_size=D, num_attention_heads=2, moe_intermediate_size=F, shared_expert_intermediate_size=9, num_experts=E,
+        num_experts_per_tok=K, norm_topk_prob=False,
+    )  # fmt: skip
+    theirs, shared = block(m.Qwen2MoeSparseMoeBlock, sizes), FeedForward(D, 9, "swiglu")
+    ours = layer({"shared": 1, "shared_gate": True}, shared=shared, preset="qwen2_moe", num_choices=K)
+    assert ours.shared_gate is not None
+    pairs = [*fused(ours, theirs), (ours.router.weight, theirs.gate.weight, as_is), *beside(shared, theirs.shared_expert)]
+    return theirs, ours, [*pairs, (ours.shared_gate.weight, theirs.shared_expert_gate.weight, as_is)]
+
+
+def llama4(choices: int) -> tuple[Any, MoELayer, Pairs]:
+    from transformers.models.llama4 import modeling_llama4 as m
+
+    sizes = m.Llama4TextConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=choices)
+    theirs, shared = block(m.Llama4TextMoe, sizes), FeedForward(D, F, "swiglu")
+    ours, x = layer(shared=shared, preset="llama4", num_choices=choices), theirs.experts
+    half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w.chunk(2, dim=2)[i]  # noqa: E731
+    assert ours.experts.w3 is not None
+    pairs = [(ours.experts.w1, x.gate_up_proj, half(0)), (ours.experts.w3, x.gate_up_proj, half(1)), (ours.experts.w2, x.down_proj, as_is)]
+    return theirs, ours, [*pairs, (ours.router.weight, theirs.router.weight, as_is), *beside(shared, theirs.shared_expert)]
+
+
+@pytest.mark.parametrize("capacity", [64, 6])
+def test_nllbs_router(capacity: int) -> None:
+    """Who has a slot, and gates that sum to 1 over those; theirs counts over all tokens that it is given."""
+    from transformers.models.nllb_moe import modeling_nllb_moe as m
+
+    sizes = m.NllbMoeConfig(d_model=D, num_experts=E, expert_capacity=capacity, router_bias=False, router_dtype="float32")
+    theirs = m.NllbMoeTop2Router(sizes)
+    ours = layer(preset="nllb", capacity_factor=capacity * E / (2 * B * L)).router
+    ours.weight.data.copy_(random(E, D, seed=3))
+    theirs.classifier.weight.data.copy_(random(E, D, seed=3))
+    x = random(B * L, D, seed=4)
+    _, want, _ = theirs(x)
+    routing = ours(x, sequence_tokens=L, context=Context.of(torch.zeros(B, L, dtype=torch.int64)))
+    gate_TK = routing.gate_TK * routing.kept_TK
+    assert bool(routing.kept_TK.all()) == (capacity == 64)
+    same(torch.zeros(B * L, E).scatter(1, routing.expert_TK, gate_TK), want)
+
+
 def fused(ours: MoELayer, theirs: Any) -> Pairs:
     """[E, 2 F, D], gate before up, and [E, D, F]."""
     half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w.chunk(2, dim=1)[i].transpose(1, 2)  # noqa: E731
@@ -104,7 +152,7 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6 * max(1.0, want.abs().max().item()))
 
 
-@pytest.mark.parametrize("make", [gpt_oss, deepseek_v2])
+@pytest.mark.parametrize("make", [gpt_oss, deepseek_v2, qwen2, partial(llama4, 1), partial(llama4, 3)])
 def test_block_forward_and_every_gradient(make: Callable[[], tuple[Any, MoELayer, Pairs]]) -> None:
     theirs, ours, pairs = make()
     for mine, their, lies in pairs:

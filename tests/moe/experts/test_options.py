@@ -27,6 +27,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "router": {"preset": "mixtral", "logits": "affine", "num_choices": 3, "balance_scope": "sequence"},
     },
     "relu": {"experts": {"biases": True, "ffn": "relu"}, "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 2}},
+    "scaled inputs": {
+        "experts": {"biases": True, "dropout": 0.2},
+        "router": {
+            "preset": "llama4",
+            "num_choices": 2,
+            "balance_scope": "sequence",
+            "logit_cap": 0.5,
+            "capacity_factor": 1.0,
+            "queue": "tokens_first",
+        },
+    },
     "best group": {
         "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
     },
@@ -68,6 +79,8 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         Chosen("switch", "ddp", 2, 1, 1, **two, etp=2),
         Chosen("switch", "ddp", 2, 2, 1, **two, tiles=5, rows="padded"),
         Chosen("switch", "ddp", 2, 1, 4, **two, pp=2, schedule="zb_h1", layers=4),
+        Chosen("switch", "ddp", 2, 2, 3, **two | {"option": "scaled inputs"}, rows="all_gather"),
+        Chosen("switch", "fsdp", 2, 2, 1, **two | {"option": "scaled inputs"}, rows="padded", recompute="full"),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
     ]
     for case, ran in run_world(cases, 2):

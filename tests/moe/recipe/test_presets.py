@@ -52,7 +52,7 @@ def test_a_recipe_may_name_every_preset_and_every_key_of_a_spec() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_works_with_the_experts_of_its_paper(name: str) -> None:
-    check_spec(PRESETS[name], {"deepseek_v3": 256, "deepseek_v2": 160, "qwen3_moe": 128}.get(name, 8))
+    check_spec(PRESETS[name], {"deepseek_v3": 256, "deepseek_v2": 160, "qwen3_moe": 128, "olmoe": 64}.get(name, 8))
     assert sections.Router(preset=name).spec == PRESETS[name]  # type: ignore[arg-type]
 
 

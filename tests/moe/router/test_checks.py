@@ -26,6 +26,7 @@ from tests.support.routed import B, D, E, L, context, layer_of, random
 OTHER: dict[str, Any] = {
     "num_choices": 3,
     "logits": "affine",
+    "logit_cap": 0.7,
     "score": "sigmoid",
     "softmax_over": "chosen",
     "jitter": 0.3,
@@ -37,6 +38,7 @@ OTHER: dict[str, Any] = {
     "bias_rate": 0.1,
     "gates": "before_drop",
     "gate_scale": 2.0,
+    "gate_on": "input",
     "group": 3,
     "capacity_factor": 0.6,
     "eval_capacity_factor": 0.6,
