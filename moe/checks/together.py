@@ -6,6 +6,7 @@ import math
 
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
+from moe.checks.lora import check_lora
 from moe.checks.optimizer import check_optimizer
 from moe.checks.pipeline import check_pipeline
 from moe.checks.sequence import check_sequence
@@ -49,6 +50,7 @@ def check_together(run: Run) -> None:
     check_sharding(run)
     check_optimizer(run)
     check_audit(run)
+    check_lora(run)
 
 
 def _check_model(run: Run) -> None:

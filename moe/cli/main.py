@@ -64,10 +64,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         from parallel.plan.cluster import load_cluster
 
         load_cluster(flags.cluster)  # an unknown one is an error now; the ranks read it again
-    source = None if flags.init_from is None else user_path(flags.init_from, what="--init_from")
-    if source is not None and not source.is_dir():
-        needed, fix = "the folder of a run, or of one of its checkpoints", "--init_from runs/NAME"
-        raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
+    source = _begins_with(flags, overrides)
     out = None if flags.out is None else user_path(flags.out, what="--out")
     allowed = [key.replace("-", "_") for key in flags.allow_change]
     check_allowed(allowed)
@@ -116,6 +113,32 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
         elastic=flags.elastic,
     )
     return launch.main(given.words())
+
+
+def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
+    """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
+    from moe.recipe.load import run_name
+
+    if flags.init_from is None:
+        return None
+    said = str(flags.init_from)
+    if not said.startswith("hf:"):
+        source = user_path(flags.init_from, what="--init_from")
+        if not source.is_dir():
+            needed, fix = "the folder of a run, of one of its checkpoints, or hf:PATH", "--init_from runs/NAME"
+            raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
+        return source
+    out = flags.out or Path("runs") / run_name(flags.recipe)
+    base = out / "base"
+    if not flags.fresh and any((out / "checkpoints").glob("step-*/manifest.json")):
+        return base
+    if _is_rank(os.environ):
+        needed = "a run, which all ranks of a launcher read"
+        raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
+    from moe.convert.huggingface.convert import begin_from
+
+    print("\n".join(begin_from(user_path(said.removeprefix("hf:"), what="--init_from"), base, recipe=flags.recipe, overrides=overrides)))
+    return base
 
 
 def _check_restarts(flags: Train) -> None:

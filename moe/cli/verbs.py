@@ -53,7 +53,7 @@ class Train:
     out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
     allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
-    init_from: Path | None = _flag(None, "a run, or one of its checkpoints, with whose weights and tokenizer a new run begins")
+    init_from: Path | None = _flag(None, "a run, one of its checkpoints, or hf:PATH, with whose weights and tokenizer a new run begins")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")
     restarts: int | None = _flag(
         None, "start a run whose ranks died again from its newest checkpoint: so often in a row without a new one; 0 by default"

@@ -29,8 +29,9 @@ from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
 from moe.records.results import write_json
 from moe.train import state
+from moe.train.adapters import whole
 from moe.train.place import make_writable, settle_precision
-from moe.train.state import Counters, opened
+from moe.train.state import Counters
 from parallel import checkpoint
 from parallel.checkpoint import verify
 from parallel.data.engine import MOMENTS, Engine
@@ -82,7 +83,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
 
 def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | None = None) -> tuple[Engine, Conversion, Counters]:
     """The new model with its optimizer, in one process. Raises BadInput if the source cannot be converted."""
-    reader = opened(source)
+    reader = whole(source)
     before = build_run(reader.state["recipe"])
     settings = check_convertible(before, run, settings)
     alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding(), "tiling": Tiling()})

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moe.kernels import Plan, choose
 from moe.kernels.activation import GATED
+from moe.nn.lora import adapted
 from parallel.data.tiling import summed, take
 from parallel.layout import Tile
 from parallel.regions import in_region
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 # R rows, D model, F hidden units, E experts held here
 
 MATRICES = ("w1", "w2", "w3")
-HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1}  # the hidden dim of each stacked tensor [E, ...]
+# the hidden dim of each stacked tensor [E, ...] that has one; w1_a and w2_b (moe/nn/lora.py) have none
+HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
 
 
 class Weights(NamedTuple):
@@ -72,6 +74,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.swiglu = biases, swiglu
+        self.rank, self.scale = 0, 1.0  # of adapters, which `adapt` makes
         self.num_experts, self.d_model, self.d_ff, self.ffn, self.num_tiles = num_experts, d_model, d_ff, ffn, tiles
         self.kernels_name, self.kernels = kernels, choose(kernels)
         self.tiles = nn.ModuleList()
@@ -92,6 +95,27 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(count, self.d_model, units, **like)) if self.ffn in GATED else None
         self.b1 = nn.Parameter(torch.empty(count, units, **like)) if self.biases else None
         self.b3 = nn.Parameter(torch.empty(count, units, **like)) if self.biases and self.ffn in GATED else None
+        if self.rank:
+            self.adapt(self.rank, self.scale)
+
+    def adapt(self, rank: int, scale: float) -> None:
+        """Beside each matrix [E, in, out] two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out]."""
+        self.rank, self.scale = rank, scale
+        for name in MATRICES:
+            weight = getattr(self, name)
+            if weight is not None:
+                count, size_in, size_out = weight.shape
+                setattr(self, f"{name}_a", nn.Parameter(weight.new_empty(count, size_in, rank)))
+                setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
+
+    def _read(self, dtype: torch.dtype) -> Weights:
+        """What the held experts compute with."""
+        held = Weights(self.w1, self.w2, self.w3, self.b1, self.b3)
+        if not self.rank:
+            return held
+        found = {name: getattr(self, name) for name in MATRICES if getattr(self, name) is not None}
+        pairs = {name: (getattr(self, f"{name}_a"), getattr(self, f"{name}_b")) for name in found}
+        return held._replace(**{name: adapted(w, *pairs[name], scale=self.scale, dtype=dtype) for name, w in found.items()})
 
     @property
     def _form(self) -> dict[str, Any]:
@@ -113,18 +137,18 @@ class Experts(nn.Module):
             take(tile, self, lambda name, i=i: Tile(HIDDEN_DIM[name], i, count))  # type: ignore[misc]
         return made
 
-    def _weights(self, part: Part) -> Weights:
+    def _weights(self, part: Part, dtype: torch.dtype) -> Weights:
         if isinstance(part, Weights):
             return part
-        held = Weights(self.w1, self.w2, self.w3, self.b1, self.b3)
+        held = self._read(dtype)
         return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
-    def runs(self, count: int) -> list[Part]:
-        """The held experts in so many equal runs; the gradients of all runs meet in one tensor a matrix."""
+    def runs(self, count: int, dtype: torch.dtype) -> list[Part]:
+        """The held experts in so many equal runs, for rows of this dtype; the gradients of all runs meet in one tensor a matrix."""
         each = len(self.held) // count
         if self.num_tiles > 1:  # whose weights may not be here yet
             return [slice(i * each, (i + 1) * each) for i in range(count)]
-        held = (self.w1, self.w2, self.w3, self.b1, self.b3)
+        held = self._read(dtype)
         cut = [[None] * count if w is None else w.split(each) for w in held]
         return [Weights(*some) for some in zip(*cut, strict=True)]  # type: ignore[arg-type]
 
@@ -143,7 +167,7 @@ class Experts(nn.Module):
                 return out
 
             return summed(self.tiles, x, one)
-        *matrices, b1, b3 = self._weights(weights)
+        *matrices, b1, b3 = self._weights(weights, x.dtype)
         form: dict[str, Any] = {"ffn": self.ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": self.swiglu}
         if isinstance(counts, Routed):
             out: Tensor = self.kernels.routed_ffn(x, counts.gate_TK, counts.plan, *matrices, **form)

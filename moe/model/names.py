@@ -11,7 +11,7 @@ import re
 from moe.experts.experts import HIDDEN_DIM
 from parallel.data.tiling import without_tiles
 
-_EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123]|b[13])")
+_EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
 
 def global_name(name: str) -> str:
@@ -35,4 +35,4 @@ def stack_of(name: str) -> str | None:
 def tiled_dim(name: str) -> int:
     """The dim of a parameter that tiles cut: hidden units of a feed-forward network, rows of the embedding and the head."""
     words = name.split(".")
-    return HIDDEN_DIM[words[-1]] if stack_of(name) else int(words[-2:] == ["w2", "weight"])  # a plain weight is [out, in]
+    return HIDDEN_DIM.get(words[-1], 0) if stack_of(name) else int(words[-2:] == ["w2", "weight"])  # a plain weight is [out, in]

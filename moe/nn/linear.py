@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe.kernels.activation import GATED, activate
 from moe.nn.context import Context
+from moe.nn.lora import adapted
 from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.layout import Tile
@@ -36,11 +37,23 @@ class Linear(nn.Module):
         self.recast = recast
         self.product: Callable[[Tensor, Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(out_size, in_size))
+        self.lora_a: nn.Parameter | None = None  # [rank, in] and [out, rank]: moe/nn/lora.py
+        self.lora_b: nn.Parameter | None = None
+
+    def adapt(self, rank: int, scale: float) -> None:
+        out_size, in_size = self.weight.shape
+        self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        if self.lora_a is None or self.lora_b is None:
+            return self.weight
+        return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.weight)
-        return linear(x, self.weight) if self.recast else F.linear(x, self.weight.to(x.dtype))
+        weight = self._read(x.dtype)
+        return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
 
 
 class _LinearFp32(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
-model on the meta device -> tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
+model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
 -> parts of this rank, slots filled (plan.py, sequence.py) -> weights born here
 """
 
@@ -10,6 +10,7 @@ import torch
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module
+from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.engines import by_fsdp, offload_of
 from moe.parallelize.memory import save_memory
@@ -30,6 +31,7 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     with torch.device("meta"):
         compute = DTYPES.get(run.precision.compute, torch.float32)
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=compute)
+        adapt(model, run.lora)
         save_memory(model, recompute=run.recompute, tiling=run.tiling)
         model.to(DTYPES[run.precision.master])
     if by_fsdp(run) or run.degrees.tp > 1:
@@ -68,6 +70,7 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
         zero_buffers(model, device=device)
     else:
         initialise(model, first, device=device)
+    freeze(model)
     return model, layouts
 
 
@@ -75,4 +78,5 @@ def whole_layouts(run: Run) -> dict[str, Layout]:
     """Every parameter of the recipe's model, whoever holds it."""
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        adapt(model, run.lora)
     return lay_out(save_memory(model, tiling=run.tiling))

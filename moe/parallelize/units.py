@@ -30,6 +30,9 @@ READ_IN_FP32 = (
     "layers.*.moe.shared_gate.weight",
     "layers.*.moe.coefficient.weight",
     "layers.*.moe.output_bias",
+    "**.lora_a",
+    "**.lora_b",
+    "layers.*.moe.experts.w*_*",
     "encoder_norm.weight",
     "norm.weight",
 )

@@ -141,6 +141,8 @@ def _engine(run: Run) -> Any:
 def _storage(run: Run) -> Storage:
     """With what the recipe's optimizer keeps in the place of AdamW's moments."""
     storage, (dense, expert) = _with_adam(run), optimizer_bytes(run)
+    if run.lora.rank:  # frozen weights, and beside those with adapters, counted as if all had them, W + s B A; adapters are few
+        return replace(FP32, optimizer=0)
     if run.optimizer.kind in ("adamw", "kfac"):
         return storage
     other = storage.optimizer - 8  # a master copy, where there is one

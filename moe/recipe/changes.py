@@ -31,6 +31,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "qk_norm qkv_bias out_bias attention_sinks",
         "model.latent": "key_rank query_rank rotary_size value_size",
         "router": "logits",
+        "lora": "rank targets",
         "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
@@ -42,6 +43,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "router": "num_choices logit_cap score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale gate_on "
         "group eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",
+        "lora": "alpha",
     },
     "training": {
         "model": "max_length dropout init_scale",
@@ -124,6 +126,7 @@ def _function(run: Run) -> dict[str, Any]:
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
     unread += ["data.vocab_size"] if run.data.tokenizer == "bytes" else []
     unread += _unread_rope(run.model)
+    unread += [] if run.lora.rank else ["lora.alpha"]
     networks = {run.model.ffn, values["experts.ffn"] if run.model.layers_with_experts() else run.model.ffn}
     unread += [key for key in values if key.startswith("model.swiglu.") and "swiglu" not in networks]
     values["model.rope.high"] = None if "model.rope.high" in unread else run.model.rope.most_turns

@@ -520,6 +520,20 @@ class Optimizer(Section):
         return self.kind == "given" or is_plugin(self.kind)
 
 
+class Lora(Section):
+    """Adapters: two narrow matrices beside frozen ones, which begin as those of another run (--init_from)."""
+
+    rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A in the place of W; 0: none, and everything is trained")
+    alpha: float = Field(16.0, gt=0)
+    targets: tuple[Literal["attention", "experts", "dense"], ...] = Field(
+        ("attention",), description="whose matrices; dense: networks that are no experts, shared and residual ones too"
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.rank else 0.0
+
+
 class Train(Section):
     steps: int = Field(300, gt=0)
     global_batch: int = Field(32, gt=0, description="sequences in one step, over all ranks and micro-batches")
@@ -568,6 +582,7 @@ class Run(Section):
     precision: Precision = Precision()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
     train: Train = Train()
 
     @property

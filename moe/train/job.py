@@ -64,6 +64,7 @@ class Job:
     saved_at: int | None = None  # the step whose checkpoint was begun last
     told_saved: int | None = None  # the step of the last one that callbacks know of
     evaluated_at: int | None = None
+    base: dict[str, str] | None = None  # of a run of adapters, what its checkpoints say of the other weights
 
     @property
     def engine(self) -> Engine:

@@ -25,6 +25,8 @@ from moe.records.redone import Restart, going_on
 from moe.records.title import title
 from moe.records.tracker import open_tracker
 from moe.train import state
+from moe.train.adapters import base_of, check_base, described
+from moe.train.adapters import whole as whole_model
 from moe.train.audit import Auditor
 from moe.train.callbacks import Callbacks
 from moe.train.executor import Executor, start_executor
@@ -72,7 +74,11 @@ def open_job(run: Run, asked: Asked) -> Job:
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
     found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say)
-    source = None if asked.init_from is None or found is not None else state.source(asked.init_from, mesh, log=asked.say)
+    source = None
+    if asked.init_from is not None and found is None:
+        source = whole_model(state.source(asked.init_from, mesh, log=asked.say))
+    check_base(run.lora.rank, source=source, found=found)
+    base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
     resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
     data = open_data(
         run.data,
@@ -92,6 +98,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         set_aside(out / "checkpoints", world)
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
     with during(RESUMING):
+        if base is not None:  # before what goes on from a checkpoint, whose steps count
+            state.begin(base, executor.engine, mesh, log=asked.say, whole=whole)
         state.resume(
             found,
             executor.engine,
@@ -103,8 +111,6 @@ def open_job(run: Run, asked: Asked) -> Job:
             log=asked.say,
             whole=whole,
         )
-        if source is not None:
-            state.begin(source, executor.engine, mesh, log=asked.say, whole=whole)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
     goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
@@ -169,7 +175,14 @@ def open_job(run: Run, asked: Asked) -> Job:
         callbacks=callbacks,
         code=asked.code,
         own_data=run.data.is_own,
+        base=described(base) if base is not None and run.lora.rank else None,
     )
+
+
+def _moved(asked: Asked) -> Path | None:
+    """Where the base of a run of adapters is said to be now: the folder of a checkpoint."""
+    given = asked.init_from
+    return given if given is not None and (given / "manifest.json").is_file() else None
 
 
 def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None) -> Executor:

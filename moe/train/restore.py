@@ -13,6 +13,7 @@ from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
 from moe.recipe.load import build_run
+from moe.train.adapters import whole
 from moe.train.state import check_values, load_extra, opened
 from parallel import checkpoint
 from parallel.errors import BadInput
@@ -45,8 +46,8 @@ def load_model(run_dir: Path, *, step: int | None = None) -> tuple[Transformer, 
 
 
 def restore(path: Path) -> Transformer:
-    """The model of one checkpoint, whole on this device, ready to evaluate."""
-    mesh, reader = Mesh.of(Degrees()), opened(path)
+    """The model of one checkpoint, whole on this device, ready to evaluate; adapters are merged into it."""
+    mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, layouts = build(run, mesh, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe.model.names import global_name
 from moe.model.transformer import extra_state, moe_layers
+from moe.nn.lora import parts as adapters_of
 from moe.recipe.changes import told
 from moe.recipe.load import build_run
 from parallel import checkpoint
@@ -57,16 +58,28 @@ def parts(
     tokenizer: dict[str, Any],
     data: str,
     code: dict[str, str] | None = None,
+    base: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective."""
-    state = {"counters": vars(counters), "loss_scale": scale.state(), "recipe": recipe, "tokenizer": tokenizer, "data": data}
+    """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective.
+
+    `base`: of a run of adapters, what it says of the other weights (moe/train/adapters.py).
+    """
+    state: dict[str, Any] = {
+        "counters": vars(counters),
+        "loss_scale": scale.state(),
+        "recipe": recipe,
+        "tokenizer": tokenizer,
+        "data": data,
+    }
+    state |= {} if base is None else {"base": base}
     state |= {"code": code} if code else {}
     return {"step": counters.step, "held": held(engine, mesh), "state": state}
 
 
 def held(engine: Engine, mesh: Mesh) -> Iterator[tuple[str, Piece]]:
-    """(kind, piece) of everything that this rank owns of a checkpoint. Collective: an engine may gather what it has cut."""
-    for name, layout in engine.layouts.items():
+    """(kind, piece) of everything that this rank owns of a checkpoint. Collective: an engine may gather what it has cut. What is frozen
+    is its base's."""
+    for name, layout in adapters_of(engine.layouts)[0].items():
         parts = engine.state(name)  # every rank must ask, owner or not: an engine may have to gather
         if layout.is_owner(mesh):
             for kind, tensor in parts.items():
@@ -130,9 +143,11 @@ def resume(
     if found is None:
         return False
     begun = found.state["counters"]["step"] > 0  # a converted model has seen no sample yet
-    kept = _kept(engine, whole or engine.layouts)
+    mine, _ = adapters_of(engine.layouts)
+    everywhere, _ = adapters_of(whole or engine.layouts)
+    kept = _kept(engine, everywhere)
     fresh = not begun and not all(found.names(kind) for kind in kept)  # nor need it have what this optimizer keeps
-    check_same_parameters(found, global_layouts(whole or engine.layouts))
+    check_same_parameters(found, global_layouts(everywhere))
     for kind, layouts in kept.items() if not fresh else ():
         check_same_parameters(found, global_layouts(layouts), (kind,))
     if begun and found.state["data"] != data:
@@ -149,7 +164,7 @@ def resume(
         check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=kind.startswith(SQUARES))
         return tensor
 
-    engine.load_state(engine.layouts, stored, steps=found.state["counters"]["updates"])
+    engine.load_state(mine, stored, steps=found.state["counters"]["updates"])
     vars(counters).update(found.state["counters"])
     if isinstance(engine, Curved):
         load_factors(found, engine.kfac, mesh, updates=counters.updates, log=log)
@@ -158,8 +173,8 @@ def resume(
     return True
 
 
-def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader:
-    """The checkpoint in this folder, or the newest one of this run. Collective. Raises BadInput."""
+def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
+    """The checkpoint in this folder, or the newest one of this run, verified. Collective. Raises BadInput."""
     world = mesh.axis("world")
     given = path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints", world=world, log=log)
     if given is None:
@@ -177,17 +192,18 @@ def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader:
                 log(damage)
         if largest(float(bool(damage)), world):
             raise BadInput("--init_from", got=f"{path}, which is damaged", needed="a checkpoint that verifies", fix="take an earlier one")
-    return opened(given)
+    return given
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
     """Take over another run's weights and routers' biases, and nothing else: moments are zero and no step is counted. Collective.
 
-    `whole`: the layouts of the whole model, where this rank has some of its stages. Raises BadInput, naming the parameter, for another
-    model.
+    Of a model with adapters these are the frozen ones. `whole`: the layouts of the whole model, where this rank has some of its stages.
+    Raises BadInput, naming the parameter, for another model.
     """
     fix = "give this recipe the other's sizes (its recipe.yaml has them), or convert it: moe convert"
-    check_same_parameters(found, global_layouts(whole or engine.layouts), fix=fix)
+    mine, everywhere = (_of_base(layouts) for layouts in (engine.layouts, whole or engine.layouts))
+    check_same_parameters(found, global_layouts(everywhere), fix=fix)
     rank = mesh.axis("world").index
 
     def stored(name: str, kind: str, box: Box) -> Tensor:
@@ -197,8 +213,14 @@ def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], Non
         check_values(tensor, f"{kind} of {global_name(name)} in {found.path.name} on rank {rank}", squares=False)
         return tensor
 
-    engine.load_state(engine.layouts, stored, steps=0)
+    engine.load_state(mine, stored, steps=0)
     load_extra(found, engine.module, log=log, staged=whole is not None)
+
+
+def _of_base(layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """Those that another run's weights take the place of."""
+    trained, frozen = adapters_of(layouts)
+    return frozen or trained
 
 
 _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": dict, "data": str}

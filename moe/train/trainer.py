@@ -172,6 +172,7 @@ def _save(job: Job, *, wait: bool) -> None:
         tokenizer=job.data.tokenizer.describe(),
         data=job.data.key,
         code=job.code,
+        base=job.base,
     )
     job.saver.settle()
     _record_saved(job)

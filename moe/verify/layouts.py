@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe.checks.together import check_run
 from moe.model.names import global_name
+from moe.nn.lora import parts
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import check_given, optimizer_of
 from moe.parallelize.sequence import shard_of
@@ -196,7 +197,8 @@ def _weights(engine: Engine, mesh: Mesh) -> dict[str, Tensor]:
 def owned(engine: Engine, mesh: Mesh, what: str, scale: float) -> dict[str, Tensor]:
     """What this rank owns of every parameter's gradient or state, over `scale`, each whole with zeros elsewhere."""
     found: dict[str, Tensor] = {}
-    for name, layout in engine.layouts.items():
+    layouts = engine.layouts if what == "weight" else parts(engine.layouts)[0]  # what is frozen has neither gradient nor moments
+    for name, layout in layouts.items():
         tensor = engine.gradient(name) if what == "gradient" else engine.state(name)[what]
         if layout.is_owner(mesh):
             for p in pieces(global_name(name), layout, mesh, tensor):

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe.model.initialise import FirstValues, alone, initialise
 from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
+from moe.nn.lora import adapt
 from moe.parallelize.plan import lay_out
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.sections import Run
@@ -26,6 +28,7 @@ from moe.verify import plain_encoder_decoder, plain_model
 from moe.verify.batches import PADDING, batch
 from moe.verify.cases import OVERFLOWS, Case
 from moe.verify.plain_layer import Layer, Weights
+from moe.verify.plain_lora import adapters, effective
 from moe.verify.plain_model import Rounding
 from moe.verify.plain_step import PlainAdamW, moved_bias, norms
 from moe.verify.tape import TAPED, Step, Tape
@@ -58,11 +61,12 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
         history.append({name: value.clone() for name, value in (parameters | biases).items()} if old else parameters | biases)
         read = {name: history[version_read(step, old.get(name, 0))][name] for name in history[-1]} if old else history[-1]
         sequences = batch(step, padded=case.padded, length=run.model.read_length, size=case.batch)
-        made = _gradients(run, read, set(parameters), sequences, step=step, cast=cast, tape=tape)
+        trained = set(adapters(list(parameters)) if run.lora.rank else parameters)
+        made = _gradients(run, read, trained, sequences, step=step, cast=cast, tape=tape)
         losses.append(made.loss)
         norm = norms(made.gradients)
         if not (case.overflow and step == OVERFLOWS):
-            optimizer.step(parameters, made.gradients)
+            optimizer.step({name: parameters[name] for name in made.gradients}, made.gradients)
             for name in biases:
                 layer = name.removesuffix(".router.bias")
                 biases[name] = moved_bias(biases[name], made.load[layer], run.router.spec.bias_rate or 0.0)
@@ -79,7 +83,10 @@ def reference(case: Case, *, rounding: Rounding | None = None, tape: Tape | None
 
 def first_values(run: Run) -> tuple[Weights, Weights]:
     """Parameters and routers' biases by the names that checkpoints use, every expert by itself."""
-    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, seed=run.train.seed)
+    with torch.device("meta"):
+        model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        adapt(model, run.lora)
+    initialise(model, FirstValues(run.model, *alone(model), seed=run.train.seed))
     layouts, mesh = lay_out(model), Mesh.of(Degrees())
     whole = [p for name, t in model.named_parameters() for p in pieces(global_name(name), layouts[name], mesh, t.detach())]
     return {p.name: p.tensor.clone() for p in whole}, _copy(extra_state(model))
@@ -105,7 +112,7 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
             tape.note(step, name, places, values)
 
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
-    passed = twin.forward(run, leaves, sequences, step=step, cast=cast, note=note)
+    passed = twin.forward(run, effective(leaves, run.lora), sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
     (mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())).backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}

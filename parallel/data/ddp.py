@@ -48,14 +48,14 @@ class DDP:
         self.started: set[str] = set()  # whose sums began in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
-        if dp.size > 1 and not staged:
+        if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
             buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
             if dp.size > 2:  # a sum of two does not depend on where in a bucket it is made
-                _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart], sums)
+                _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
         if isinstance(self.model, DistributedDataParallel):
@@ -127,7 +127,8 @@ class DDP:
 
     def state(self, name: str) -> dict[str, Tensor]:
         parameter = self.parameters[name]
-        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, self.rule.kept(name, parameter.ndim))
+        kept = self.rule.kept(name, parameter.ndim) if parameter.requires_grad else {}
+        return {"weight": parameter.detach()} | kept_of(parameter, self.optimizer, kept)
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         for name in names:

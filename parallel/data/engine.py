@@ -42,9 +42,9 @@ class Rule(ABC):
         """torch's optimizer. `wholes`: by a parameter's id, how its matrices are put together where this rank holds a part of them."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """torch's parameter groups, with and without decay; an empty one is left out."""
+        """torch's parameter groups, with and without decay; an empty one is left out, and so is what is frozen."""
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in parameters:
+        for name, parameter in (pair for pair in parameters if pair[1].requires_grad):
             parts[self.decays(name, parameter)].append(parameter)
         return [{"params": held, "weight_decay": self.weight_decay if decays else 0.0} for decays, held in parts.items() if held]
 

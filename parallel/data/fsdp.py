@@ -194,7 +194,9 @@ class FSDP:
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
         # what this rank steps: the whole ones, and its part of each cut one as a plain tensor of the same memory
-        self.held = {name: nn.Parameter(p.to_local().detach()) if isinstance(p, DTensor) else p for name, p in named.items()}
+        self.held = {
+            name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
+        }
         wholes = {id(p): whole for name, p in self.held.items() if (whole := self._whole(name)) is not None}
         stepped = ((name, p) for name, p in self.held.items() if p.numel() or id(p) in wholes)
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
@@ -274,7 +276,7 @@ class FSDP:
 
     def state(self, name: str) -> dict[str, Tensor]:
         held = self.held[name]
-        parts = {"weight": held.detach()} | kept_of(held, self.optimizer, self.rule.kept(name, held.ndim))
+        parts = {"weight": held.detach()} | kept_of(held, self.optimizer, self.rule.kept(name, held.ndim) if held.requires_grad else {})
         return {kind: self._gathered(name, part) for kind, part in parts.items()}
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:

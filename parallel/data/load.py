@@ -61,6 +61,8 @@ def fill_stepped(
 ) -> None:
     """New values for a parameter and what its optimizer keeps of it, which stand at `start` in what `load` reads from."""
     fill(parameter.data, partial(load, "weight"), start=start)
+    if not parameter.requires_grad:
+        return  # frozen: no optimizer has it
     state = optimizer.state[parameter]
     for kind, dim in kept.items():
         if kind not in state:

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 from parallel.audit import Held, copies_of
 from parallel.data.deepspeed import dense_axis, marked, start_deepspeed, tell_groups
 from parallel.data.engine import MOMENTS, AdamW, Load, Rule
-from parallel.data.load import fill_run, held_of
+from parallel.data.load import fill, fill_run, held_of
 from parallel.data.offload import Offload
 from parallel.gradients import data_axis
 from parallel.layout import Layout
@@ -229,12 +229,17 @@ class Zero(DeepSpeed):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         parameter = self.parameters[name]
+        if not parameter.requires_grad:
+            return {"weight": parameter.detach()}
         moments = {m: safe_get_full_optimizer_state(parameter, m) for m in MOMENTS}
         return {"weight": safe_get_full_fp32_param(parameter)} | moments
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         for name in names:
             parameter: Any = self.parameters[name]
+            if not parameter.requires_grad:
+                fill(parameter.data, partial(load, name, "weight"))
+                continue
             fragment = parameter._hp_mapping  # what this rank's partition has of the flattened parameter; None: nothing
             for kind in ("weight", *MOMENTS) if fragment is not None else ():
                 part = fragment.get_hp_fragment(None if kind == "weight" else kind)
@@ -284,6 +289,8 @@ def group_parameters(
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
     everyone = dense_axis(mesh)
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
         layout = layouts[name]
         dtype = parameter.dtype if working is None else working(name)
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))

@@ -231,6 +231,8 @@ class Zero3(DeepSpeed):
 
     def state(self, name: str) -> dict[str, Tensor]:
         parameter, zero = self.parameters[name], self.zero
+        if not parameter.requires_grad:
+            return {"weight": self._whole(parameter, parameter.ds_tensor)}  # type: ignore[attr-defined]
         number, first, size = zero.grad_position[zero.get_param_id(parameter)]
         with self._brought_in(number, write=False):
             master = zero.fp32_partitioned_groups_flat[number]
@@ -240,6 +242,13 @@ class Zero3(DeepSpeed):
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
         zero = self.zero
         given = {id(self.parameters[name]): name for name in names}
+        for name in given.values():
+            frozen: Any = self.parameters[name]
+            if not frozen.requires_grad:
+                size = frozen.partition_numel()
+                begin = dist.get_rank(frozen.ds_process_group) * size
+                part = frozen.ds_tensor.data.view(-1).narrow(0, 0, max(0, min(size, frozen.ds_numel - begin)))
+                fill_run(part, partial(load, name, "weight"), shape=tuple(frozen.ds_shape), first=begin)
         for number, params in enumerate(zero.fp16_groups):
             master = zero.fp32_partitioned_groups_flat[number]
             with self._brought_in(number, write=True):

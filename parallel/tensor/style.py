@@ -64,20 +64,24 @@ class Stacked:
     family: str = "expert"
 
     def layout(self, name: str, shape: Shape) -> Layout:
-        return stacked_over(self.axis, shape, unstack=self.name_of(name), family=self.family, also={self._dim(name): self.hidden})
+        dim = self._dim(name)
+        also: dict[int, str | tuple[str, ...]] = {} if dim is None else {dim: self.hidden}
+        return stacked_over(self.axis, shape, unstack=self.name_of(name), family=self.family, also=also)
 
     def fill(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for path, (name, layout) in self.modules(layouts).items():
-            whole = replace(layout, tile=None)
-            model.get_submodule(path).hold(whole.stacked(mesh), hidden=whole.region(mesh)[self._dim(name)])  # type: ignore[operator]
+            whole, dim = replace(layout, tile=None), self._dim(name)
+            assert dim is not None
+            model.get_submodule(path).hold(whole.stacked(mesh), hidden=whole.region(mesh)[dim])  # type: ignore[operator]
 
-    def _dim(self, name: str) -> int:
-        return self.hidden_dim[name.rpartition(".")[2]]
+    def _dim(self, name: str) -> int | None:
+        """None: all of its ranks hold it whole, as no dim of it is that of hidden units."""
+        return self.hidden_dim.get(name.rpartition(".")[2])
 
-    @staticmethod
-    def modules(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
-        """Each stack by its path, with one of its parameters."""
-        return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in layouts.items()}
+    def modules(self, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
+        """Each stack by its path, with one of its parameters that have hidden units."""
+        held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
+        return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from moe.recipe.changes import Change, function_changes, keys_of
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
+from moe.train.adapters import whole
 from moe.train.state import EXTRA, Counters
 from parallel import checkpoint
 from parallel.checkpoint import Piece
@@ -45,7 +46,6 @@ from parallel.errors import BadInput
 from parallel.files import read_text, user_path
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
-from parallel.stored import Reader
 
 PREFIX = "hf:"
 KEPT = "huggingface"  # a folder of the run: what came with the tensors and is no part of them
@@ -134,6 +134,24 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe {verb} {out}"]
 
 
+def begin_from(source: Path, base: Path, *, recipe: str, overrides: Mapping[str, Any]) -> list[str]:
+    """The run that another begins with (`--init_from hf:PATH`), made in its folder; what there is to say of it.
+
+    One that an earlier start made there is made again. Raises BadInput, before a tensor is read, where the recipe is of another model.
+    """
+    run = load(recipe, overrides)[0]
+    differs = _differences(run, shapes_of(run), _config(source))
+    if differs:
+        first = differs[0]
+        got = f"{first.key} {first.before}" if isinstance(first, Change) else first
+        needed = f"the model of {source}" + (f", with {first.key} {first.after}" if isinstance(first, Change) else "")
+        fix = f"moe convert {PREFIX}{source} runs/BASE writes its recipe, runs/BASE/recipe.yaml; then --init_from runs/BASE"
+        raise BadInput(f"--init_from {PREFIX}{source}", got=got, needed=needed, fix=fix)
+    if (base / KEPT).is_dir() and (base / "checkpoints").is_dir():
+        shutil.rmtree(base)
+    return to_run(source, base, overrides={})[:-1]
+
+
 def _config(source: Path) -> dict[str, Any]:
     try:
         config = json_text.loads(read_text(source / "config.json"))
@@ -203,7 +221,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 def from_run(source: Path, out: Path) -> list[str]:
     """Write the folder; returns what there is to say of it. Raises BadInput, with nothing written."""
     path = find(source)
-    reader = Reader(path)
+    reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
     shapes = reader.names() | biases
     kept = path.parent.parent / KEPT

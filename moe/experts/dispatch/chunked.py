@@ -55,7 +55,7 @@ class Chunked:
             positions = [exchange_rows(k, self.axis, send=c.send, receive=c.receive)[c.order_R] for k, c in zip(keys, chunks, strict=True)]
         backs = []
         ahead = self._start(rows[0], chunks[0])
-        for j, (chunk, weights) in enumerate(zip(chunks, experts.runs(self.chunks), strict=True)):
+        for j, (chunk, weights) in enumerate(zip(chunks, experts.runs(self.chunks, x_TD.dtype), strict=True)):
             here = ahead
             if j + 1 < self.chunks:
                 ahead = self._start(rows[j + 1], chunks[j + 1])

@@ -1,0 +1,49 @@
+"""Where adapters beside frozen weights cannot be trained (moe/nn/lora.py); anything refused is one line, before torch is imported."""
+
+from __future__ import annotations
+
+from moe.recipe.sections import Lora, Run
+from parallel.errors import BadInput
+
+
+def check_lora(run: Run) -> None:
+    """Refuse keys without adapters, targets that the model has not, and splits that would cut a product of two. Raises BadInput."""
+    lora = run.lora
+    if not lora.rank:
+        for key in ("alpha", "targets"):
+            if getattr(lora, key) != getattr(Lora(), key):
+                got = f"{getattr(lora, key)} with lora.rank=0"
+                raise BadInput(
+                    f"lora.{key}", got=got, needed="adapters, which alone read it", fix=f"set lora.rank to 8, or remove lora.{key}"
+                )
+        return
+    _check_targets(run)
+    s, fix = run.sharding, "set lora.rank to 0, or"
+    reasons = {
+        "degrees.tp": (run.degrees.tp, 1, "ranks that hold the matrices whole (ep and etp share experts)"),
+        "degrees.pp": (run.degrees.pp, 1, "one stage"),
+        "tiling.ffn": (run.tiling.ffn, 1, "whole matrices"),
+        "experts.rebalance_every": (run.experts.rebalance_every, 0, "experts that stay where they are"),
+        "sharding.offload.optimizer": (s.offload.optimizer, "none", "states on the device: adapters' are small"),
+        "sharding.offload.parameters": (s.offload.parameters, "none", "states on the device"),
+        "optimizer.kind": ("kfac" if run.optimizer.kind == "kfac" else "", "", "another kind: K-FAC's factors are of whole matrices"),
+        "train.audit_every": (run.train.audit_every, 0, "weights that are in the run's own checkpoints"),
+    }  # fmt: skip
+    for key, (got, needed, why) in reasons.items():
+        if got != needed:
+            other = {"optimizer.kind": "adamw"}.get(key, needed)
+            raise BadInput(key, got=f"{got} with lora.rank={lora.rank}", needed=why, fix=f"{fix} {key} to {other}")
+
+
+def _check_targets(run: Run) -> None:
+    m, x, targets = run.model, run.experts, run.lora.targets
+    if not targets or len(set(targets)) < len(targets):
+        raise BadInput(
+            "lora.targets", got=list(targets), needed="some of attention, experts, dense, each once", fix="set it to [attention]"
+        )
+    sparse = m.layers_with_experts()
+    if "experts" in targets and not sparse:
+        raise BadInput("lora.targets", got="experts in a dense model", needed="layers with experts", fix="remove experts from lora.targets")
+    if "dense" in targets and len(sparse) == m.num_layers and not x.shared and not x.residual:
+        needed = "layers without experts, shared experts or a residual network"
+        raise BadInput("lora.targets", got="dense with experts in every layer", needed=needed, fix="remove dense from lora.targets")

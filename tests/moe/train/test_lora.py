@@ -1,0 +1,184 @@
+"""Adapters beside frozen weights: ten steps are those of plain lines, on one process and on layouts of ranks; with B = 0 the model is its
+base bit for bit, merged it is the same; a run of them keeps them alone, says of which base, and goes on from where it was.
+
+What this file alone would notice: a frozen weight that moves or is saved, an optimizer that keeps something of it, a base that changed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.model.transformer import Transformer
+from moe.nn.lora import adapt, freeze, is_adapter, merged
+from moe.nn.lora import trained as trained_of
+from moe.recipe.load import build_run
+from moe.recipe.sections import Experts, Lora, Model, Router, Run
+from moe.train.adapters import whole
+from moe.train.restore import restore
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+from parallel.stored import Reader
+from tests.support import trained
+
+ALL = ("attention", "experts", "dense")
+
+
+@dataclass(frozen=True)
+class Adapted(Case):
+    """A case of `moe verify` of which adapters of rank 3 are trained."""
+
+    targets: tuple[str, ...] = ALL
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        return build_run(values | {"lora": {"rank": 3, "alpha": 6.0, "targets": self.targets}})
+
+
+def farthest(ran: Any, twin: Case) -> float:
+    """Of all numbers but a step's update: a matrix that begins at 0 is all update after a step."""
+    assert not isinstance(ran, str), ran
+    return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
+
+
+def test_ten_steps_are_the_plain_twins() -> None:
+    case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
+    ran = compute(case)
+    assert farthest(ran, case) < 1e-5
+    assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
+
+
+def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+    cases: list[Case] = [
+        Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
+        Adapted("gshard", "fsdp", 2, 1, 3, "fp32"),
+        Adapted("deepseek", "ddp", 2, 1, 1, "fp32", etp=2),
+        Adapted("deepseek", "ddp", 2, 2, 1, "fp32", rows="overlapped", targets=("experts",)),
+    ]
+    for case, ran in run_world(cases, 2):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert isinstance(case, Adapted)
+        assert farthest(ran[0], Adapted(case.model, "ddp", 1, 1, 1, "fp32", targets=case.targets)) < 1e-5, case.layout
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.dtype) -> None:
+    sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu")
+    parts: Any = (sizes, Experts(num_experts=4, shared=1), Router(preset="mixtral"))
+    model = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = model(tokens_BL).logits_BLV
+        adapt(model, lora := Lora(rank=3, alpha=6.0, targets=ALL))
+        freeze(model)
+        adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
+        generator = torch.Generator().manual_seed(2)
+        for name, p in adapters.items():
+            zero = name.endswith("lora_b") or name.endswith("_b") and ".experts." in name
+            p.copy_(torch.zeros(p.shape) if zero else torch.randn(p.shape, generator=generator))
+        assert torch.equal(model(tokens_BL).logits_BLV, before)
+        for p in adapters.values():
+            p.copy_(torch.randn(p.shape, generator=generator) / 5)
+        unmerged = model(tokens_BL).logits_BLV
+        alone = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
+        for name, p in alone.named_parameters():
+            stem = name.removesuffix(".weight")
+            pair = (f"{stem}.lora_b", f"{stem}.lora_a") if f"{stem}.lora_a" in adapters else (f"{name}_a", f"{name}_b")
+            p.copy_(merged(base[name], *(adapters[one] for one in pair), scale=lora.scale) if pair[0] in adapters else base[name])
+        assert not torch.allclose(unmerged, before, atol=0.1)
+        exact = compute_dtype == torch.float32
+        torch.testing.assert_close(alone(tokens_BL).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-6 if exact else 0.1)
+
+
+@pytest.fixture(scope="module")
+def base(home: Path) -> Path:
+    trained.train(trained.recipe(home, degrees={"ep": 2}), home / "base", ranks=2)
+    return home / "base"
+
+
+def adapted(home: Path, **sections: Any) -> Run:
+    lora = {"rank": 2, "targets": ["attention", "experts"]}
+    return trained.recipe(home, **{"lora": lora, "train": {"steps": 4, "save_every": 2}} | sections)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 1), ("fsdp", 2), ("zero3", 2)])
+def test_a_run_keeps_adapters_alone_and_goes_on(kind: str, ranks: int, home: Path, base: Path, tmp_path: Path) -> None:
+    sharding = {"kind": kind} if not kind.startswith("zero") else {"kind": "zero", "stage": int(kind[-1])}
+    if kind == "zero3":
+        trained.warm_zero()
+    run = adapted(home, sharding=sharding)
+    whole_run, cut = tmp_path / "whole", tmp_path / "cut"
+    summary = trained.train(run, whole_run, ranks=ranks, init_from=base)[0]
+    assert isinstance(summary, dict), summary
+    saved = Reader(whole_run / "checkpoints/step-4")
+    assert {kind for _, kind in saved.entries} == {"weight", "exp_avg", "exp_avg_sq"}
+    assert all(is_adapter(name) for name, _ in saved.entries) and len(saved.names()) == 2 * (2 * 4 + 4 * 2)
+    assert saved.state["base"]["path"] == str((base / "checkpoints/step-6").resolve())
+    shutil.copytree(whole_run, cut)
+    shutil.rmtree(cut / "checkpoints/step-4")
+    trained.train(run, cut, ranks=ranks)
+    assert trained.tensors(cut / "checkpoints/step-4") == trained.tensors(whole_run / "checkpoints/step-4")
+    if kind == "ddp":
+        model = restore(whole_run / "checkpoints/step-4")  # merged: what it gives is what was validated
+        assert not any(is_adapter(name) for name, _ in model.named_parameters())
+        again = trained.train(trained.recipe(home, train={"steps": 1}, optimizer={"lr": 1e-30, "warmup_steps": 0}), tmp_path / "on",
+                              init_from=whole_run)[0]  # fmt: skip
+        assert again["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
+        assert whole(whole_run / "checkpoints/step-4").names() == Reader(base / "checkpoints/step-6").names()
+
+
+def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, tmp_path: Path) -> None:
+    run = adapted(home, train={"steps": 1, "save_every": 1})
+    (said,) = trained.train(run, tmp_path / "a")
+    assert said == "lora.rank: got 2 without weights to begin with, needed --init_from, the run or checkpoint whose weights are frozen; " \
+        "fix: --init_from runs/NAME"  # fmt: skip
+    moved = tmp_path / "moved"
+    shutil.copytree(base, moved)
+    trained.train(run, tmp_path / "b", init_from=moved)
+    shutil.rmtree(moved)
+    longer = adapted(home, train={"steps": 2, "save_every": 1})
+    (said,) = trained.train(longer, tmp_path / "b")
+    assert "got no checkpoint in" in said and "fix: --init_from, with the folder of that checkpoint" in said
+    (said,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-3")
+    assert "got another checkpoint in" in said
+    (summary,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-6")
+    assert summary["steps"] == 2
+    (said,) = trained.train(adapted(home, lora={"rank": 0, "targets": ["attention"]}), tmp_path / "b", init_from=base)
+    assert said.startswith("lora.rank: got 0, needed 2: step-2 has adapters; fix: --lora.rank 2, or begin another run")
+    manifest = json.loads((base / "checkpoints/step-6/manifest.json").read_text())
+    assert manifest["state"]["counters"]["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lora": {"alpha": 4.0}}, "lora.alpha: got 4.0 with lora.rank=0"),
+        ({"lora": {"rank": 4, "targets": []}}, "lora.targets: got .., needed some of"),
+        ({"lora": {"rank": 4, "targets": ["experts"]}}, "lora.targets: got experts in a dense model"),
+        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "tiling": {"ffn": 2}}, "tiling.ffn: got 2 with lora.rank=4"),
+        ({"lora": {"rank": 4}, "optimizer": {"kind": "kfac"}}, "optimizer.kind: got kfac with lora.rank=4"),
+        ({"lora": {"rank": 4}, "train": {"audit_every": 2}}, "train.audit_every: got 2 with lora.rank=4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run(values), 2 if "degrees" in values else 1)
+
+
+def test_a_change_of_scale_is_a_change_of_function() -> None:
+    case = Adapted("dense", "ddp", 1, 1, 1, "fp32", targets=("attention", "dense"))
+    assert replace(case, microbatches=3).run().lora.scale == 2.0
