@@ -75,6 +75,7 @@ def _check_model(run: Run) -> None:
     _check_swiglu(run)
     _check_latent(m)
     _check_windows(m)
+    _check_ahead(run)
     if m.moe_every and m.moe_layers is not None:
         raise BadInput(
             "model.moe_layers",
@@ -205,6 +206,33 @@ def _check_swiglu(run: Run) -> None:
             needed="networks of swiglu, which alone read it",
             fix=f"set model.ffn to swiglu, or remove model.swiglu.{key}",
         )
+
+
+def _check_ahead(run: Run) -> None:
+    """Where further tokens cannot be predicted: their embeddings, blocks and head stand on one rank, after the whole sequence."""
+    m = run.model
+    if not m.ahead:
+        if m.ahead_weight != type(m).model_fields["ahead_weight"].default:
+            got = f"{m.ahead_weight:g} with model.ahead=0"
+            raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
+        return
+    reasons = {
+        "model.kind": (m.kind != "decoder", m.kind, "decoder"),
+        "model.scales.residual": (m.scales.residual != 1, m.scales.residual, "1: these blocks are not scaled"),
+        "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
+        "model.scales.head": (m.scales.head != 1, m.scales.head, "1"),
+        "model.sliding_window": (m.sliding_window is not None, m.sliding_window, "null: which of these blocks has a window is not said"),
+        "degrees.pp": (run.degrees.pp > 1, run.degrees.pp, "1: embedding and head are on the rank of every layer"),
+        "degrees.sp": (run.degrees.sp > 1, run.degrees.sp, "1: a token's next ones are on its rank"),
+        "degrees.tp": (run.degrees.tp > 1, run.degrees.tp, "1: these blocks are not cut"),
+        "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),
+    }
+    for key, (refused, got, needed) in reasons.items():
+        if refused:
+            fix = f"set {key} to {needed.partition(':')[0]}, or model.ahead to 0"
+            raise BadInput(key, got=f"{got} with model.ahead={m.ahead}", needed=needed, fix=fix)
+    if m.ahead >= m.max_length:
+        raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix="set it to 1")
 
 
 def _check_experts(run: Run) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.experts.layer import LayerReport, MoELayer
+from moe.model.ahead import Ahead, loss_ahead
 from moe.model.initialise import FirstValues, alone, initialise
 from moe.nn.attention import Attention
 from moe.nn.context import Context
@@ -31,6 +32,7 @@ from moe.nn.linear import FeedForward, Norm, drop, scaled
 from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
+from moe.router.balance import join
 from parallel.data.tiling import Tiled
 from parallel.recompute import recomputed
 from parallel.regions import in_region
@@ -162,6 +164,9 @@ class Transformer(nn.Module):
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
         halves = self.config.kind == "encoder_decoder"
         self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
+        layers = self.config.num_layers
+        depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
+        self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # of further tokens, in training: moe/model/ahead.py
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs
@@ -228,6 +233,8 @@ class Transformer(nn.Module):
     def _end(self, x_BLD: Tensor, targets_BL: Tensor | None, none: Tensor, context: Context) -> Output:
         matrix = self.embedding if self.head is None else self.head
         assert self.norm is not None and matrix is not None
+        if self.training and targets_BL is not None and len(self.ahead):
+            x_BLD = self._joined_ahead(x_BLD, targets_BL, matrix, context)
         x_BLD = self.norm(x_BLD)
         if self.encoder_norm is not None:
             x_BLD = self._drop(x_BLD, "decoder", context.halves()[1])
@@ -236,6 +243,15 @@ class Transformer(nn.Module):
         if targets_BL is None:
             return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
         return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), ())
+
+    def _joined_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
+        """The same, with the loss of further tokens in its backward pass."""
+
+        def summed(read_BLD: Tensor, later_BL: Tensor) -> Tensor:
+            return summed_loss(read_BLD, later_BL, matrix, chunks=self.loss_chunks, recast=self.recast)
+
+        loss = loss_ahead(self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed)
+        return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
 
 
 def _through(

@@ -46,6 +46,7 @@ def compute_of(run: Run) -> Compute:
             "set it to null",
         ),
         "model.document_mask": ("true", m.document_mask, "set it to false"),
+        "model.ahead": (m.ahead, m.ahead > 0, "set it to 0"),
         "model.dropout": (m.dropout, m.dropout > 0, "set it to 0"),
     }
     for key, (got, wrong, fix) in refused.items():
@@ -56,7 +57,7 @@ def compute_of(run: Run) -> Compute:
         if op.kind == "product":
             return torch.einsum(op.rule, *inputs)
         if op.kind == "pointwise" and op.name.endswith(".act"):
-            return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn)
+            return activate(inputs[0], inputs[1] if len(inputs) > 1 else None, m.ffn, m.gating)
         if op.kind == "pointwise":
             return inputs[0] + inputs[1]
         if op.kind == "norm":

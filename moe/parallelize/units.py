@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parallel.data.fsdp import Unit
 
 # modules by path; a tile is a unit of its own besides
-UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "head")
+UNITS = ("embedding", "layers.*", "layers.*.moe", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*", "head")
 
 # parameters by path that the model never casts to its compute dtype, all of them small
 READ_IN_FP32 = (
@@ -33,6 +33,10 @@ READ_IN_FP32 = (
     "**.lora_a",
     "**.lora_b",
     "layers.*.moe.experts.w*_*",
+    "ahead.*.*norm.weight",
+    "ahead.*.block.*norm.weight",
+    "ahead.*.block.attention.*_norm.weight",
+    "ahead.*.block.attention.bias.weight",
     "encoder_norm.weight",
     "norm.weight",
 )

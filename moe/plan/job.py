@@ -20,12 +20,16 @@ from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENT
 
 
 def network_of(run: Run) -> Network:
-    """The recipe's model. Layers that have different numbers of experts count by their mean. Raises BadInput for an encoder-decoder."""
+    """The recipe's model. Layers that have different numbers of experts count by their mean. Raises BadInput for what it cannot
+    count: an encoder-decoder, tokens ahead."""
     m = run.model
     if m.kind != "decoder":
         needed = "decoder: the planner counts one run of layers over one sequence"
         fix = "take another recipe, or measure a few steps: moe train RECIPE --train.steps 5"
         raise BadInput("model.kind", got=m.kind, needed=needed, fix=fix)
+    if m.ahead:
+        fix = "set model.ahead to 0 for a plan, or measure a few steps: moe train RECIPE --train.steps 5"
+        raise BadInput("model.ahead", got=m.ahead, needed="0: the planner counts no blocks behind the last layer", fix=fix)
     return Network(
         layers=m.num_layers,
         width=m.d_model,

@@ -28,7 +28,7 @@ Kind = Literal["shape", "function", "training", "cost", "name"]
 KINDS: dict[Kind, dict[str, str]] = {
     "shape": {
         "model": "kind vocab_size num_layers encoder_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings "
-        "qk_norm qkv_bias out_bias attention_sinks",
+        "qk_norm qkv_bias out_bias attention_sinks ahead",
         "model.latent": "key_rank query_rank rotary_size value_size",
         "router": "logits",
         "lora": "rank targets",
@@ -46,7 +46,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "lora": "alpha",
     },
     "training": {
-        "model": "max_length dropout init_scale",
+        "model": "max_length ahead_weight dropout init_scale",
         "experts": "dropout",
         "router": "jitter noise second capacity_factor balance_weight balance_counts balance_scope importance_weight z_weight "
         "allow_noncausal",

@@ -155,6 +155,8 @@ class Model(Section):
     moe_every: int = Field(0, ge=0, description="every n-th layer, of each half, has experts (2: layers 1, 3, ...); 0: dense")
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
+    ahead: int = Field(0, ge=0, le=16, description="so many tokens after the next one are predicted too, in training (DeepSeek-V3: 1)")
+    ahead_weight: float = Field(0.3, ge=0, description="of their loss; DeepSeek-V3: 0.3, later 0.1")
     dropout: float = Field(0.0, ge=0, lt=1)
     init_scale: float = Field(1.0, gt=0, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
 

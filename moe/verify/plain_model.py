@@ -70,6 +70,7 @@ class Passed:
 
     loss: Tensor
     layers: dict[str, Layer]
+    ahead: Tensor | None = None  # the summed cross-entropy of further tokens, mean over depths
 
 
 def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Rounding, note: Note) -> Passed:
@@ -100,11 +101,49 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
         out = dense_or_experts(seen, weights, i, run, tokens, cast, note, layers)
         x = cast(x + dropped(times(out, model.scales.residual, cast), f"{name}.ffn.dropout"))
         note(name, x)
+    table = weights["embedding" if model.tied_embeddings else "head.weight"]
+    further = None
+    if model.ahead:
+        further = _further(x, weights, run, targets, begins, dropped, cast, table)
     x = cast(norm(x, weights["norm.weight"], model))
     note("norm", x)
     x = times(x, 1 / model.scales.head, cast)
-    logits = wide(cast(x @ cast(weights["embedding" if model.tied_embeddings else "head.weight"]).t()))
-    return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers)
+    logits = wide(cast(x @ cast(table).t()))
+    return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers, further)
+
+
+def _further(
+    x: Tensor,
+    weights: Weights,
+    run: Run,
+    targets: Tensor,
+    begins: list[list[bool]] | None,
+    dropped: Callable[[Tensor, str], Tensor],
+    cast: Rounding,
+    table: Tensor,
+) -> Tensor:
+    """Depth after depth: token i is given the embedding of what depth k predicted, t_i+1+k, and predicts the one after it."""
+    model, length = run.model, targets.shape[1]
+    gating = (model.swiglu.alpha, model.swiglu.limit, model.swiglu.offset)
+    total = wide(x).new_zeros(())
+    for k in range(model.ahead):
+        name, block = f"ahead.{k}", f"ahead.{k}.block"
+        known = [[row[i + k] if i + k < length else PADDING for i in range(length)] for row in targets.tolist()]
+        wanted = [[row[i + k + 1] if i + k + 1 < length else PADDING for i in range(length)] for row in targets.tolist()]
+        ids = torch.tensor([max(0, t) for row in known for t in row])
+        fresh = cast(norm(cast(cast(weights["embedding"])[ids]), weights[f"{name}.token_norm.weight"], model))
+        both = torch.cat((cast(norm(x, weights[f"{name}.hidden_norm.weight"], model)), fresh), 1)
+        x = cast(both @ cast(weights[f"{name}.proj.weight"]).t())
+        seen = cast(norm(x, weights[f"{block}.attention_norm.weight"], model))
+        out = attention(seen, weights, block, run, length, begins, cast)
+        number = model.num_layers + k
+        x = cast(x + dropped(out, f"layers.{number}.attention.dropout"))
+        seen = cast(norm(x, weights[f"{block}.ffn_norm.weight"], model))
+        x = cast(x + dropped(dense(seen, weights, f"{block}.ffn", model.ffn, cast, gating), f"layers.{number}.ffn.dropout"))
+        read = cast(norm(x, weights[f"{name}.norm.weight"], model))
+        logits = wide(cast(read @ cast(table).t()))
+        total = total + F.cross_entropy(logits, torch.tensor(wanted).flatten(), reduction="sum", ignore_index=PADDING)
+    return total / model.ahead
 
 
 def times(x: Tensor, factor: float, cast: Rounding) -> Tensor:

@@ -30,6 +30,8 @@ _NO_DECAY = (
     "out_bias",
     "sinks",
     "ffn_norm",
+    "hidden_norm",
+    "token_norm",
     "norm",
     "router",
     "output_bias",

@@ -114,7 +114,10 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
     twin = plain_model if run.model.kind == "decoder" else plain_encoder_decoder
     passed = twin.forward(run, effective(leaves, run.lora), sequences, step=step, cast=cast, note=note)
     mean = passed.loss / predicted
-    (mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())).backward()  # type: ignore[no-untyped-call]
+    whole = mean + sum(layer.auxiliary(run.router.spec) for layer in passed.layers.values())
+    if passed.ahead is not None:
+        whole = whole + run.model.ahead_weight * passed.ahead / (sequences[:, :-1] != PADDING).sum().item()
+    whole.backward()  # type: ignore[no-untyped-call]
     gradients = {name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for name, leaf in leaves.items() if name in trained}
     load = {name: layer.counts for name, layer in passed.layers.items()}
     reports = {f"{name}.router": report(layer) for name, layer in passed.layers.items()}

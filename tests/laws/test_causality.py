@@ -21,7 +21,10 @@ from parallel.errors import BadInput
 from tests.support.routed import B, D, L, context, ids, layer_of, random
 
 TIGHT: dict[str, Any] = {"capacity_factor": 0.5, "eval_capacity_factor": 0.5, "min_capacity": 1}
-SMALL: dict[str, Any] = {"qwen3_moe": {"num_choices": 3}, "deepseek_v3": {"num_choices": 3, "expert_groups": 3, "top_groups": 2}}
+GROUPS: dict[str, Any] = {"num_choices": 3, "expert_groups": 3, "top_groups": 2}
+SMALL: dict[str, Any] = {name: {"num_choices": 3} for name in ("olmoe", "qwen3_moe")} | dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3"), GROUPS
+)
 # what a preset does, dropless and tight, and each choice of a spec that has to do with other tokens
 ROUTERS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} | SMALL.get(name, {}) for name in PRESETS},
@@ -81,7 +84,7 @@ def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
 
 def test_which_presets_look_ahead() -> None:
     ahead = {name: None if s.causal else s.second_choices_only for name, s in PRESETS.items() if not s.causal}
-    assert ahead == {"gshard": True, "glam": True, "deepspeed": True, "expert_choice": False}
+    assert ahead == {"gshard": True, "glam": True, "nllb": True, "deepspeed": True, "expert_choice": False}
     assert (
         not replace(PRESETS["megatron"], capacity_factor=1.0).causal
         and not replace(PRESETS["megatron"], capacity_factor=1.0).second_choices_only

@@ -39,6 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": {"moe_every": 2, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}, "attention_sinks": True}
     },
     "latents, queries of the token": {"model": {"latent": {"key_rank": 9}, "head_size": 8}},
+    "a token ahead": {"model": {"moe_every": 2, "ahead": 2, "tied_embeddings": False}},
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
     },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.lora import adapt, freeze, is_adapter, merged
 from moe.nn.lora import trained as trained_of
+from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
 from moe.recipe.sections import Experts, Lora, Model, Router, Run
 from moe.train.adapters import whole
@@ -179,6 +180,7 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str)
         check_run(build_run(values), 2 if "degrees" in values else 1)
 
 
-def test_a_change_of_scale_is_a_change_of_function() -> None:
-    case = Adapted("dense", "ddp", 1, 1, 1, "fp32", targets=("attention", "dense"))
-    assert replace(case, microbatches=3).run().lora.scale == 2.0
+def test_another_alpha_is_another_function() -> None:
+    one = Adapted("dense", "ddp", 1, 1, 1, "fp32", targets=("attention", "dense")).run()
+    other, none = (one.model_copy(update={"lora": one.lora.model_copy(update=values)}) for values in ({"alpha": 9.0}, {"rank": 0}))
+    assert [change.key for change in function_changes(one, other)] == ["lora.alpha"] and not function_changes(one, none)

@@ -1,0 +1,60 @@
+"""Multi-token prediction: in training, further tokens are predicted one after another (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    h0 of token i, before the last norm
+    h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2         embedding and head are the model's
+    h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has a proj, block and norms
+
+The loss of all depths, their mean times `model.ahead_weight`, joins the backward pass where h0 is, as routers' losses do, and is a mean
+over the tokens that are read. A block here is dense. Evaluation, generation and export of texts leave all of it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moe.nn.context import Context
+from moe.nn.linear import Linear, Norm
+from moe.nn.vocabulary import PADDING
+from moe.recipe import sections
+
+# B batch, L length, D model
+
+
+class Ahead(nn.Module):
+    """One depth: what it makes of the one before it, and of the token that this one predicted."""
+
+    def __init__(self, model: sections.Model, block: nn.Module) -> None:
+        super().__init__()
+        self.hidden_norm, self.token_norm, self.norm = (Norm(model.d_model, model.norm, eps=model.norm_eps) for _ in range(3))
+        self.proj = Linear(2 * model.d_model, model.d_model)
+        self.block = block
+
+    def forward(self, hidden_BLD: Tensor, token_BLD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """(for the next depth, for the head), of the same shape and dtype."""
+        joined = torch.cat([self.hidden_norm(hidden_BLD), self.token_norm(token_BLD)], dim=-1)
+        hidden_BLD, _ = self.block(self.proj(joined), context)
+        return hidden_BLD, self.norm(hidden_BLD)
+
+
+def loss_ahead(
+    depths: Sequence[nn.Module],
+    hidden_BLD: Tensor,
+    targets_BL: Tensor,
+    context: Context,
+    *,
+    look_up: Callable[[Tensor], Tensor],
+    summed_loss: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The mean over depths of their losses, each over the tokens that are read: fp32 []. `targets_BL`: the next token of each."""
+    total, next_BL = hidden_BLD.new_zeros((), dtype=torch.float32), targets_BL
+    for depth in depths:
+        later_BL = torch.cat([next_BL[:, 1:], torch.full_like(next_BL[:, :1], PADDING)], dim=1)
+        later_BL = later_BL.masked_fill(next_BL == PADDING, PADDING)
+        hidden_BLD, read_BLD = depth(hidden_BLD, look_up(next_BL.masked_fill(next_BL == PADDING, 0)), context)
+        total = total + summed_loss(read_BLD, later_BL)
+        next_BL = later_BL
+    tokens = targets_BL.numel() if context.valid_T is None else context.valid_T.sum().clamp(min=1)
+    return total / tokens / len(depths)

@@ -1,0 +1,84 @@
+"""Further tokens predicted in training: ten steps are those of plain lines, on one process and on ranks; evaluation knows nothing of it.
+
+What this file alone would notice: a depth that is given the token that it should predict, or a loss that counts a sequence's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checks.together import check_run
+from moe.model.transformer import Transformer
+from moe.nn.context import Context
+from moe.recipe.load import build_run
+from moe.recipe.sections import Experts, Model, Router, Run
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from moe.verify.layouts import compute, run_world
+from moe.verify.twin import reference
+from parallel.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Further(Case):
+    ahead: int = 2
+
+    def run(self) -> Run:
+        values = super().run().model_dump(mode="json")
+        return build_run(values | {"model": values["model"] | {"ahead": self.ahead, "ahead_weight": 0.4}})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Further("gshard", "ddp", 1, 1, 3, "fp32", padded=True),  # tied, T5's positions, dropout, unequal micro-batches
+        Further("dense", "ddp", 1, 1, 1, "fp32", ahead=1, head_tiles=3, chunks=7, recompute="full"),
+    ],
+    ids=["tied", "tiles"],
+)
+def test_ten_steps_are_the_plain_twins(case: Further) -> None:
+    for name, value in compare(compute(case), reference(case)).items():
+        assert value < 1e-5, name
+
+
+def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+    twin = Further("deepseek", "ddp", 1, 1, 1, "fp32")
+    cases: list[Case] = [Further("deepseek", "ddp", 2, 2, 3, "fp32"), Further("deepseek", "fsdp", 2, 1, 1, "fp32")]
+    for case, ran in run_world(cases, 2):
+        assert not isinstance(ran, str), (case.layout, ran)
+        assert max(compare(ran[0], reference(twin)).values()) < 1e-5, case.layout
+
+
+def test_evaluation_and_the_loss_that_is_told_leave_it_out() -> None:
+    sizes: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 9}
+    with_it, without = (Transformer(Model(**sizes, ahead=ahead), Experts(), Router(), vocab_size=31) for ahead in (2, 0))
+    missing = with_it.load_state_dict(without.state_dict(), strict=False).missing_keys
+    assert missing and all(name.startswith("ahead.") for name in missing)
+    tokens_BL = torch.randint(31, (3, 10), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens_BL[:, :-1], tokens_BL[:, 1:]
+    for training in (True, False):
+        losses = [model.train(training)(inputs, Context.of(inputs), targets).loss for model in (with_it, without)]
+        assert torch.equal(*losses)
+        losses[0].backward()
+        assert all((p.grad is not None) == training for name, p in with_it.named_parameters() if name.startswith("ahead."))
+        with_it.zero_grad()
+    assert torch.equal(*(model.eval()(inputs).logits_BLV for model in (with_it, without)))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": {"ahead_weight": 0.5}}, "model.ahead_weight: got 0.5 with model.ahead=0"),
+        ({"model": {"ahead": 16, "max_length": 16}}, "model.ahead: got 16, needed less than model.max_length=16"),
+        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with model.ahead=1"),
+        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with model.ahead=1"),
+        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "sp": 2}}, "degrees.sp: got 2 with model.ahead=1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        check_run(build_run(values), 2 if "degrees" in values else 1)
