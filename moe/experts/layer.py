@@ -27,7 +27,17 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.nn.linear import FeedForward, Linear, linear_fp32
 from moe.recipe.router_spec import RouterSpec
-from moe.router.balance import balance_loss, count_choices, importance_loss, join, mean_over_tokens, spread_gates, step_means, z_loss
+from moe.router.balance import (
+    balance_loss,
+    count_choices,
+    importance_loss,
+    join,
+    load_loss,
+    mean_over_tokens,
+    spread_gates,
+    step_means,
+    z_loss,
+)
 from moe.router.router import Router, Routing
 
 if TYPE_CHECKING:  # the layer runs without the packages that read recipes
@@ -42,7 +52,7 @@ class LayerReport:
 
     `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to load_E's sum, which is
     tokens * k unless experts choose. The others are fp32 means over this pass's tokens, so that passes add up by their shares
-    of the tokens; `importance_loss` is 0 where its weight is; `entropy` of the router in nats.
+    of the tokens; `importance_loss` and `load_loss` are 0 where their weights are; `entropy` of the router in nats.
     """
 
     layer: int
@@ -51,11 +61,12 @@ class LayerReport:
     dropped: Tensor
     balance_loss: Tensor
     importance_loss: Tensor
+    load_loss: Tensor
     z_loss: Tensor
     entropy: Tensor
 
 
-NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 7)  # of a layer that is not asked
+NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # of a layer that is not asked
 
 
 class MoELayer(nn.Module):
@@ -159,11 +170,13 @@ class _Losses:
 
     balance: Tensor
     importance: Tensor
+    load: Tensor
     z: Tensor
 
     def weighted(self, s: RouterSpec) -> Tensor:
         """Their weighted sum; a loss of weight 0 has no part in the backward pass."""
-        parts = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.z_weight, self.z))
+        routed = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.load_weight, self.load))
+        parts = (*routed, (s.z_weight, self.z))
         return sum((weight * loss for weight, loss in parts if weight), start=self.z.new_zeros(()))
 
 
@@ -178,11 +191,19 @@ def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _L
     step, whole = None, context.whole_step
     if s.balance_scope == "global_batch" and whole is not None:
         step = step_means(
-            expert_TK, gate_TE, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK, whole=lambda mine: whole(layer, mine)
+            expert_TK,
+            gate_TE,
+            num_experts=num_experts,
+            valid_T=valid_T,
+            counted_TK=counted_TK,
+            chance_TE=routing.chance_TE,
+            whole=lambda mine: whole(layer, mine),
         )
+    chance_TE = routing.chance_TE
     return _Losses(
         balance_loss(probs_TE, expert_TK, num_groups=num_groups, valid_T=valid_T, counted_TK=counted_TK, step=step),
         probs_TE.new_zeros(()) if gate_TE is None else importance_loss(gate_TE, num_groups=num_groups, valid_T=valid_T, step=step),
+        probs_TE.new_zeros(()) if chance_TE is None else load_loss(chance_TE, num_groups=num_groups, valid_T=valid_T, step=step),
         z_loss(routing.logits_TE, valid_T=valid_T),
     )
 
@@ -194,5 +215,5 @@ def _report(layer: int, routing: Routing, losses: _Losses) -> LayerReport:
     probs_TE = routing.probs_TE.detach()
     surprise_TE = probs_TE.clamp(min=torch.finfo(probs_TE.dtype).tiny).log()  # a third of the time that torch.special.entr takes
     entropy = mean_over_tokens((probs_TE * surprise_TE).sum(-1).neg(), valid_T=valid_T)
-    means = (losses.balance.detach(), losses.importance.detach(), losses.z.detach(), entropy)
+    means = (losses.balance.detach(), losses.importance.detach(), losses.load.detach(), losses.z.detach(), entropy)
     return LayerReport(layer, load_GE[0], kept, load_GE.sum() - kept, *means)

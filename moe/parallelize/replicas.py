@@ -50,7 +50,7 @@ def gather(args: tuple[Any, ...], outputs: Sequence[Output], device: torch.devic
         counts = {name: sum(getattr(r, name).to(device) for r in reports) for name in ("load_E", "kept", "dropped")}
         means = {
             name: sum(getattr(r, name).to(device) * share for r, share in zip(reports, shares, strict=True))
-            for name in ("balance_loss", "importance_loss", "z_loss", "entropy")
+            for name in ("balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
         }
         layers.append(LayerReport(reports[0].layer, **counts, **means))
     loss = torch.stack([output.loss.to(device) for output in outputs]).sum()

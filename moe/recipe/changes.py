@@ -48,7 +48,7 @@ KINDS: dict[Kind, dict[str, str]] = {
     "training": {
         "model": "max_length ahead_weight dropout init_scale",
         "experts": "dropout",
-        "router": "jitter noise second capacity_factor balance_weight balance_counts balance_scope importance_weight z_weight "
+        "router": "jitter noise second capacity_factor balance_weight balance_counts balance_scope importance_weight load_weight z_weight "
         "allow_noncausal",
         "pipeline": "schedule drain_every vertical_sync",  # some schedules step with older weights
         "precision": "compute master loss_scale",

@@ -52,7 +52,8 @@ class RouterSpec:
         `min_capacity`. Factor None is dropless. `drop`: the last by `position`, the `lowest_gate`, or at `random` (training only).
         `queue`: all first choices of a group, then all second ones; or token after token.
     losses
-        weights of Switch's balance loss, the importance loss and the z-loss, each summed over layers. `balance_counts`:
+        weights of Switch's balance loss, the importance loss, with noisy_top_k the load loss, and the z-loss, each summed over layers.
+        `balance_counts`:
         what f counts: all choices, each token's first, or the experts of its k highest scores, whichever it chose (`unbiased`).
         `balance_scope`: over which tokens f is taken.
     """
@@ -99,6 +100,9 @@ class RouterSpec:
         Key("tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"),
     ] = "sequence"
     importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0)] = 0.0
+    load_weight: Annotated[
+        float, Key("squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", least=0)
+    ] = 0.0
     z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0)] = 0.0
 
     @property

@@ -181,7 +181,9 @@ def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             even = len(load) / (sum(load) or 1.0)
             spread = {"max": max(load) * even, "mean": sum(load) / len(load) * even, "min": min(load) * even}
             found += [(f"{where}/load_{name}", value) for name, value in spread.items()]
-        found += [(f"{where}/{key}", layer.get(key)) for key in ("dropped", "balance_loss", "importance_loss", "z_loss", "entropy")]
+        found += [
+            (f"{where}/{key}", layer.get(key)) for key in ("dropped", "balance_loss", "importance_loss", "load_loss", "z_loss", "entropy")
+        ]
     yield from ((tag, float(value)) for tag, value in found if value is not None)
 
 

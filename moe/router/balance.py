@@ -3,6 +3,7 @@
     balance    = E * sum_e f_e P_e      f_e: share of the choices that went to e, before dropping, no gradient
                                         P_e: mean router probability of e            (Switch, arXiv 2101.03961, eq. 4-6)
     importance = CV^2 of the experts' summed gates: variance / mean^2                (Shazeer et al., arXiv 1701.06538, eq. 6-7)
+    load       = CV^2 of the experts' expected loads: of each token's chances    (the same, eq. 8-11; moe/router/noise.py)
     z          = mean_t logsumexp(logits_t)^2                                        (ST-MoE, arXiv 2202.08906, eq. 5)
 
 When the load is even, balance is 1 for any k, and importance is 0. The scope says over which tokens f, P and the gates are taken:
@@ -15,7 +16,7 @@ that the whole step's loss has, and the mean over parts is the whole step's valu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ def importance_loss(gate_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | N
     return cv_squared(step.gate_E + (mean_E - mean_E.detach()))
 
 
+def load_loss(chance_TE: Tensor, *, num_groups: int = 1, valid_T: Tensor | None = None, step: StepMeans | None = None) -> Tensor:
+    """Load loss, scalar fp32, of how likely each expert was to be chosen [T, E]; `step` as of the importance loss."""
+    if step is None or step.chance_E is None:
+        return importance_loss(chance_TE, num_groups=num_groups, valid_T=valid_T)
+    return importance_loss(chance_TE, valid_T=valid_T, step=replace(step, gate_E=step.chance_E))
+
+
 def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
     """Router z-loss, scalar fp32, of the logits [T, E]."""
     return mean_over_tokens(torch.logsumexp(logits_TE.float(), dim=-1).square(), valid_T=valid_T)
@@ -65,10 +73,12 @@ def z_loss(logits_TE: Tensor, *, valid_T: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class StepMeans:
-    """One layer's means over the whole step, fp32: `share_E` of all counted choices; `gate_E`, each expert's mean gate over all tokens."""
+    """One layer's means over the whole step, fp32: `share_E` of all counted choices; `gate_E`, each expert's mean gate over all tokens, and
+    `chance_E` its mean chance, where that is asked for."""
 
     share_E: Tensor
     gate_E: Tensor
+    chance_E: Tensor | None = None
 
 
 def step_means(
@@ -78,20 +88,26 @@ def step_means(
     num_experts: int,
     valid_T: Tensor | None = None,
     counted_TK: Tensor | None = None,
+    chance_TE: Tensor | None = None,
     whole: Callable[[Tensor], Tensor],
 ) -> StepMeans:
-    """The step's means. `whole` sums a float64 [2 E + 1] of this part over all parts of the step. Without gates, `gate_E` is 0."""
+    """The step's means. `whole` sums a float64 [2 E + 1] of this part over all parts of the step, with chances [3 E + 1]. Without gates,
+    `gate_E` is 0."""
     count_GE = count_choices(expert_TK, num_groups=1, num_experts=num_experts, valid_T=valid_T, counted_TK=counted_TK)
     count_E = count_GE[0].double()
     gate_E = torch.zeros_like(count_E) if gate_TE is None else _masked(gate_TE.detach(), valid_T).double().sum(0)
     tokens = count_E.new_tensor([len(expert_TK)]) if valid_T is None else valid_T.sum().double().reshape(1)
-    count_E, gate_E, tokens = whole(torch.cat((count_E, gate_E, tokens))).split((num_experts, num_experts, 1))
-    return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / tokens.clamp(min=1)).float())
+    chances = () if chance_TE is None else (_masked(chance_TE.detach(), valid_T).double().sum(0),)
+    sums = whole(torch.cat((count_E, gate_E, tokens, *chances)))
+    count_E, gate_E, tokens, chance_E = sums.split((num_experts, num_experts, 1, num_experts * len(chances)))
+    of_token = tokens.clamp(min=1)
+    mean_E = (chance_E / of_token).float() if chances else None
+    return StepMeans((count_E / count_E.sum().clamp(min=1)).float(), (gate_E / of_token).float(), mean_E)
 
 
-def size_of_sums(num_experts: int) -> int:
-    """Number of elements that `whole` sums for one layer: choices and gates of each expert, and the number of tokens."""
-    return 2 * num_experts + 1
+def size_of_sums(num_experts: int, *, chances: bool = False) -> int:
+    """Number of elements that `whole` sums for one layer: choices and gates of each expert, the number of tokens, and chances."""
+    return (3 if chances else 2) * num_experts + 1
 
 
 def count_choices(

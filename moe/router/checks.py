@@ -20,7 +20,7 @@ def check_spec(spec: RouterSpec, num_experts: int) -> None:
     _check_gates(spec)
     _check_selection(spec, num_experts)
     _check_capacity(spec)
-    _check_losses(spec)
+    _check_losses(spec, num_experts)
 
 
 def check_read(spec: RouterSpec, own: Mapping[str, Any]) -> None:
@@ -183,7 +183,18 @@ def _check_capacity(s: RouterSpec) -> None:
             )
 
 
-def _check_losses(s: RouterSpec) -> None:
+def _check_losses(s: RouterSpec, num_experts: int) -> None:
+    if s.load_weight and (s.noise != "noisy_top_k" or s.select != "top_k"):
+        raise BadInput(
+            "router.load_weight",
+            got=f"{s.load_weight} with noise {s.noise} and select {s.select}",
+            needed="noisy_top_k and top_k: it is of how likely the noise makes each choice",
+            fix="set router.noise to noisy_top_k, or router.load_weight to 0",
+        )
+    if s.load_weight and (s.num_choices == num_experts or s.bias_rate is not None):
+        got = f"{s.num_choices} choices of {num_experts} experts" if s.bias_rate is None else f"bias_rate {s.bias_rate}"
+        needed = "fewer choices than experts, and no selection bias: nobody is chosen by noise otherwise"
+        raise BadInput("router.load_weight", got=f"{s.load_weight} with {got}", needed=needed, fix="set router.load_weight to 0")
     reasons = {
         "sinkhorn": "the plan already gives every expert its share, and the loss would pull against it",
         "hash": "a hash chooses, and no loss moves it",

@@ -4,17 +4,21 @@ jitter         x' = x * uniform(1 - e, 1 + e)           on a copy: experts get x
 gumbel         the highest of l_e + G_e is expert e     G = -log(-log u)                     "RSample" of DeepSpeed
                with its softmax probability
 noisy_top_k    l_e + N_e softplus((W_noise x)_e)        N normal, size learned               Shazeer et al. (arXiv 1701.06538, eq. 4)
+
+With the last, how likely an expert is to be chosen can be told, and so can the load that it may expect (appendix A, eq. 8-10).
 """
 
 from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 # T tokens, D model, E experts
 
+_LEAST = 1e-6  # size of noise that is divided by
 _EDGE = 2.0**-24  # keeps u off 0 and 1, where the logarithms are infinite
 
 
@@ -30,6 +34,22 @@ def normal(uniform_TE: Tensor) -> Tensor:
     return (2 * uniform_TE.clamp(_EDGE, 1 - _EDGE) - 1).erfinv() * math.sqrt(2)
 
 
-def noisy_logits(logits_TE: Tensor, x_TD: Tensor, noise_weight: Tensor, uniform_TE: Tensor) -> Tensor:
-    """The logits [T, E] with noise. The gradient reaches `noise_weight` [E, D], which learns the size of the noise."""
-    return logits_TE + normal(uniform_TE) * F.softplus(F.linear(x_TD, noise_weight.float()))
+def noise_size(x_TD: Tensor, noise_weight: Tensor) -> Tensor:
+    """The learned size of the noise [T, E], with gradient to `noise_weight` [E, D]."""
+    return F.softplus(F.linear(x_TD, noise_weight.float()))
+
+
+def noisy_logits(logits_TE: Tensor, size_TE: Tensor, uniform_TE: Tensor) -> Tensor:
+    """The logits [T, E] with noise."""
+    return logits_TE + normal(uniform_TE) * size_TE
+
+
+def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: int) -> Tensor:
+    """How likely each expert is to be among a token's k if its own noise alone is drawn again: [T, E], with gradient (eq. 8, 9).
+
+    Phi((l_e - the k-th highest noisy logit of the other experts) / size_e); k is less than the number of experts.
+    """
+    best_TK = noisy_TE.topk(k + 1).values
+    chosen_TE = noisy_TE > best_TK[:, k:]
+    threshold_TE = torch.where(chosen_TE, best_TK[:, k:], best_TK[:, k - 1 : k])
+    return torch.special.ndtr((logits_TE - threshold_TE) / size_TE.clamp(min=_LEAST))

@@ -24,7 +24,7 @@ from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
-from moe.router.noise import gumbel, jittered, noisy_logits
+from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
 from moe.router.own import check_own, own_choices
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
@@ -60,7 +60,7 @@ class Routing:
     """One layer's routing of T tokens: the fields of a Decision, and tensors with gradients.
 
     `gate_TK` fp32; `probs_TE` fp32, rows sum to 1; `logits_TE` fp32, before noise. `valid_T` bool, None if no token is padding: a padding
-    token is never kept and never counted.
+    token is never kept and never counted. `chance_TE` fp32: where a load loss is asked for, how likely each expert was to be chosen.
     """
 
     expert_TK: Tensor
@@ -73,6 +73,7 @@ class Routing:
     valid_T: Tensor | None = None
     counted_TK: Tensor | None = None
     load_TK: Tensor | None = None
+    chance_TE: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -99,7 +100,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
         """Route the tokens x_TD [T, D], which stand sequence after sequence, each `sequence_tokens` long."""
         spec = self.spec
-        logits_TE, noisy_TE = self._logits(x_TD, context)
+        logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
         scores_TE = scores_of(noisy_TE, spec)
         made = context.once(
             f"{self.name}.decision",
@@ -118,10 +119,14 @@ class Router(nn.Module):
             context.valid_T,
             made.counted_TK,
             made.load_TK,
+            chance_TE,
         )
 
-    def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Logits of the (jittered) input, and the same logits with noise of learned size; without noise both are the same tensor."""
+    def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits of the (jittered) input, and the same logits with noise of learned size; without noise both are the same tensor.
+
+        And, where a load loss is asked for, how likely each expert was to be chosen.
+        """
         spec = self.spec
         if self.training and spec.jitter:
             x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
@@ -132,9 +137,10 @@ class Router(nn.Module):
             logits_TE = spec.logit_cap * (logits_TE / spec.logit_cap).tanh()
         logits_TE = supposed(logits_TE, self._balanced(x_TD))
         if self.noise_weight is None or not self.training:
-            return logits_TE, logits_TE
-        noise_TE = context.uniform(f"{self.name}.noise", self.num_experts)
-        return logits_TE, supposed(noisy_logits(logits_TE, x_TD.float(), self.noise_weight, noise_TE), self._balanced(x_TD))
+            return logits_TE, logits_TE, None
+        noise_TE, size_TE = context.uniform(f"{self.name}.noise", self.num_experts), noise_size(x_TD.float(), self.noise_weight)
+        noisy_TE = supposed(noisy_logits(logits_TE, size_TE, noise_TE), self._balanced(x_TD))
+        return logits_TE, noisy_TE, chance_of_choice(logits_TE, noisy_TE, size_TE, spec.num_choices) if spec.load_weight else None
 
     def _balanced(self, x_TD: Tensor) -> Callable[[], Tensor]:
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)

@@ -37,7 +37,11 @@ def whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) ->
 def _asks(model: Transformer) -> bool:
     """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
     spec = model.router_spec
-    return bool(model.expert_counts) and spec.balance_scope == "global_batch" and bool(spec.balance_weight or spec.importance_weight)
+    return (
+        bool(model.expert_counts)
+        and spec.balance_scope == "global_batch"
+        and bool(spec.balance_weight or spec.importance_weight or spec.load_weight)
+    )
 
 
 def _on_the_spot(axes: Sequence[Axis]) -> Sums:
@@ -53,7 +57,9 @@ def _on_the_spot(axes: Sequence[Axis]) -> Sums:
 
 def _counted(executor: Executor, passes: Sequence[Pass], axes: Sequence[Axis]) -> Sums:
     device, counts = passes[0].inputs_BL.device, executor.model.expert_counts
-    totals = {layer: torch.zeros(size_of_sums(count), dtype=torch.float64, device=device) for layer, count in counts.items()}
+    chances = bool(executor.model.router_spec.load_weight)
+    sizes = {layer: size_of_sums(count, chances=chances) for layer, count in counts.items()}
+    totals = {layer: torch.zeros(size, dtype=torch.float64, device=device) for layer, size in sizes.items()}
 
     def note(layer: int, mine: Tensor) -> Tensor:
         totals[layer] += mine

@@ -12,6 +12,8 @@ from moe.experts.layer import LayerReport
 from parallel.collectives import sum_over_all
 from parallel.mesh import Axis
 
+_MEANS = 7  # numbers of a layer before its experts' choices
+
 
 @dataclass(frozen=True)
 class LayerNumbers:
@@ -23,6 +25,7 @@ class LayerNumbers:
     dropped: int
     balance_loss: float
     importance_loss: float
+    load_loss: float
     z_loss: float
     entropy: float
 
@@ -72,12 +75,12 @@ class Sums:
 
     def loads(self) -> dict[int, Tensor]:
         """{layer: choices of each expert, float64 [E]} so far, of this rank."""
-        return {layer: row[6:] for layer, row in self._by_layer().items()}
+        return {layer: row[_MEANS:] for layer, row in self._by_layer().items()}
 
     def _by_layer(self) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
         for layers, row in self.rows.items():
-            parts = row.split([6 + self.expert_counts[layer] for layer in layers])
+            parts = row.split([_MEANS + self.expert_counts[layer] for layer in layers])
             for layer, part in zip(layers, parts, strict=True):
                 found[layer] = found[layer] + part if layer in found else part
         return found
@@ -85,7 +88,7 @@ class Sums:
     def packed(self, flag: int = 0) -> Tensor:
         """Float64: flag, loss, then every layer of the model in order; zeros for those of other stages."""
         mine = self._by_layer()
-        parts = [mine.get(layer, self.loss.new_zeros(6 + count)) for layer, count in self.expert_counts.items()]
+        parts = [mine.get(layer, self.loss.new_zeros(_MEANS + count)) for layer, count in self.expert_counts.items()]
         return torch.cat((self.loss.new_tensor([flag]), self.loss.reshape(1), *parts))
 
     def total(self, axes: Sequence[Axis], flag: int = 0) -> Numbers:
@@ -94,7 +97,7 @@ class Sums:
 
 
 def _row(r: LayerReport, share: float) -> Tensor:
-    means = torch.stack((r.balance_loss, r.importance_loss, r.z_loss, r.entropy)).double() * share
+    means = torch.stack((r.balance_loss, r.importance_loss, r.load_loss, r.z_loss, r.entropy)).double() * share
     return torch.cat((torch.stack((r.kept, r.dropped)).double(), means, r.load_E.double()))
 
 
@@ -103,7 +106,7 @@ def numbers_of(packed: Tensor, expert_counts: dict[int, int]) -> Numbers:
     row = packed.tolist()
     layers, at = [], 2
     for layer, count in expert_counts.items():
-        kept, dropped, balance, importance, z, entropy, *choices = row[at : at + 6 + count]
-        layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, z, entropy))
-        at += 6 + count
+        kept, dropped, balance, importance, load, z, entropy, *choices = row[at : at + _MEANS + count]
+        layers.append(LayerNumbers(layer, [int(n) for n in choices], int(kept), int(dropped), balance, importance, load, z, entropy))
+        at += _MEANS + count
     return Numbers(row[1], layers, int(row[0]))

@@ -58,9 +58,15 @@ class Layer:
     balance: Tensor
     importance: Tensor
     z: Tensor
+    load: Tensor
 
     def auxiliary(self, spec: RouterSpec) -> Tensor:
-        return spec.balance_weight * self.balance + spec.importance_weight * self.importance + spec.z_weight * self.z
+        return (
+            spec.balance_weight * self.balance
+            + spec.importance_weight * self.importance
+            + spec.load_weight * self.load
+            + spec.z_weight * self.z
+        )
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,10 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     if spec.logit_cap is not None:  # tanh by its exponentials
         powers = torch.exp(2 * logits / spec.logit_cap)
         logits = spec.logit_cap * (1 - 2 / (powers + 1))
-    noisy = logits
+    noisy = sizes = logits
     if spec.noise == "noisy_top_k":
         size = F.softplus(seen @ wide(weights[f"{name}.router.noise_weight"]).t())
-        noisy = logits + size * _normal(tokens.draw(f"{name}.router.noise", num_experts))
+        sizes, noisy = size, logits + size * _normal(tokens.draw(f"{name}.router.noise", num_experts))
     scores = score(noisy, spec)
     bias = weights.get(f"{name}.router.bias")
     chosen = choose(scores.detach(), noisy.detach(), bias, name, tokens, spec)
@@ -110,6 +116,10 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     uneven = logits.new_zeros(())
     if spec.importance_weight:
         uneven = _mean_over(groups, tokens.valid, lambda rows: _uneven(gates[rows].mean(0)))
+    uneven_load = logits.new_zeros(())
+    if spec.load_weight:
+        chances = torch.stack([_chances(logits[t], noisy[t], sizes[t], spec.num_choices) for t in range(len(x))])
+        uneven_load = _mean_over(groups, tokens.valid, lambda rows: _uneven(chances[rows].mean(0)))
     return Layer(
         y,
         (gates * taken).detach(),
@@ -118,6 +128,7 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
         _mean_over(groups, tokens.valid, lambda rows: _balance(probs, counted, rows, num_experts)),
         uneven,
         (torch.logsumexp(logits, 1) ** 2)[valid].mean() if valid.any() else logits.new_zeros(()),
+        uneven_load,
     )
 
 
@@ -385,6 +396,16 @@ def _uneven(gates: Tensor) -> Tensor:
     """Squared coefficient of variation."""
     mean = gates.mean()
     return ((gates - mean) ** 2).mean() / mean.square().clamp(min=1e-20)
+
+
+def _chances(logits: Tensor, noisy: Tensor, sizes: Tensor, choices: int) -> Tensor:
+    """Of one token [E]: how likely each expert is chosen if only its own noise is drawn again, the others' staying as they are."""
+    found = []
+    for expert in range(len(logits)):
+        others = [noisy[e] for e in range(len(logits)) if e != expert]
+        least = sorted(others, key=lambda value: -value.item())[choices - 1]
+        found.append(0.5 * (1 + torch.erf((logits[expert] - least) / sizes[expert].clamp(min=1e-6) / math.sqrt(2))))
+    return torch.stack(found)
 
 
 def _mean_over(groups: list[range], valid: list[bool], loss: Callable[[list[int]], Tensor]) -> Tensor:

@@ -38,6 +38,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "queue": "tokens_first",
         },
     },
+    "load": {
+        "router": {
+            "preset": "glam",
+            "noise": "noisy_top_k",
+            "load_weight": 0.2,
+            "capacity_factor": None,
+            "balance_weight": 0.0,
+            "balance_scope": "global_batch",
+        }
+    },
     "best group": {
         "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
     },
@@ -81,6 +91,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         Chosen("switch", "ddp", 2, 1, 4, **two, pp=2, schedule="zb_h1", layers=4),
         Chosen("switch", "ddp", 2, 2, 3, **two | {"option": "scaled inputs"}, rows="all_gather"),
         Chosen("switch", "fsdp", 2, 2, 1, **two | {"option": "scaled inputs"}, rows="padded", recompute="full"),
+        Chosen("switch", "ddp", 2, 1, 3, **two | {"option": "load"}),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
     ]
     for case, ran in run_world(cases, 2):

@@ -96,6 +96,7 @@ TRAINING: dict[str, Any] = {
     "router.balance_counts": "first",
     "router.balance_scope": "global_batch",
     "router.importance_weight": 0.5,
+    "router.load_weight": 0.5,
     "router.z_weight": 0.5,
     "router.allow_noncausal": True,
 }

@@ -52,6 +52,7 @@ OTHER: dict[str, Any] = {
     "balance_counts": "first",
     "balance_scope": "micro_batch",
     "importance_weight": 0.5,
+    "load_weight": 0.5,
     "z_weight": 0.5,
 }
 PLAIN: dict[str, Any] = {"preset": "switch", "num_choices": 2, "capacity_factor": 0.8, "eval_capacity_factor": 0.8, "min_capacity": 0}
@@ -77,6 +78,7 @@ READ: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         {"softmax_over", "second", "bias_rate"} | LOSSES,
     ),
 }
+READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}  # it asks for noisy_top_k
 
 
 def computed(options: dict[str, Any]) -> list[Tensor]:
