@@ -5,7 +5,7 @@
 W' is made where the weight is read, so every kernel, exchange and split of a layer works as it does without: experts' stacks have a
 B and an A for each expert. With B = 0 it is W, bit for bit. W is read in the dtype that the model computes in, W' is fp32 or wider.
 
-    Adapted       a module that has such matrices: `adapters()`, by the last word of a parameter's name
+    Adapted       a module that can be given such matrices
     adapt         gives a model's modules theirs; `freeze` leaves nothing else to be trained
     trained       of a model's parameters by name, those that are trained
 """
