@@ -254,9 +254,22 @@ def _check_experts(run: Run) -> None:
         fitting = divisors(math.gcd(common, run.degrees.dp)) if isinstance(run.degrees.dp, int) and run.degrees.dp > 0 else divisors(common)
         raise BadInput("experts.num_experts", got=got, needed=f"a multiple of degrees.ep={ep}", fix=f"set degrees.ep to one of {fitting}")
     for count in counts:
-        check_spec(run.router.spec, count)
+        check_spec(run.router.spec, count + run.experts.free)
+    _check_free(run)
     check_read(run.router.spec, run.router.own)
     check_causal(run.router.spec, allowed=run.router.allow_noncausal)
+
+
+def _check_free(run: Run) -> None:
+    """Choices that cost nothing are for tokens that choose, and stay where they are."""
+    x = run.experts
+    key = "skip" if x.skip else "zero"
+    reasons = {"router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
+               "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something")}  # fmt: skip
+    for what, (refused, got, needed) in reasons.items() if x.free else ():
+        if refused:
+            fix = f"set {what} to {needed.partition(':')[0]}, or experts.{key} to 0"
+            raise BadInput(what, got=f"{got} with experts.{key}={getattr(x, key)}", needed=needed, fix=fix)
 
 
 def _check_networks(run: Run) -> None:

@@ -133,6 +133,9 @@ def check_convertible(before: Run, run: Run, settings: Settings) -> Settings:
             fix="convert twice, with a recipe each",
         )
     for which, side in (("the source", before), ("the new model", run)):
+        if side.experts.free and side.model.layers_with_experts():
+            needed = "experts alone: a router of others beside them has rows that nothing stands for"
+            raise BadInput("experts.skip, experts.zero", got=f"{side.experts.free} in {which}", needed=needed, fix="keep the experts")
         if side.experts.biases and side.model.layers_with_experts():
             needed = "experts without biases: a dense network here has none, and gates decide how much of an expert's is added"
             raise BadInput("experts.biases", got=f"true in {which}", needed=needed, fix="keep the experts, or --experts.biases false")

@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.experts import scaled_inputs
+from moe.experts import free, scaled_inputs
 from moe.experts.copies import Copies
 from moe.experts.dispatch import Dispatcher, Dropout, Local
 from moe.experts.experts import Experts
@@ -88,7 +88,10 @@ class MoELayer(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.shared = layer, experts.dropout, shared
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
-        self.router = Router(router.spec, num_experts=count, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router")
+        self.free, self.skip = experts.free, experts.skip
+        self.router = Router(
+            router.spec, num_experts=count + self.free, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router"
+        )
         form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu}
         self.experts = Experts(count, **form, kernels=experts.kernels, biases=experts.biases)  # type: ignore[arg-type]
         self.output_bias = nn.Parameter(torch.empty(count, d_model)) if experts.biases else None
@@ -115,9 +118,13 @@ class MoELayer(nn.Module):
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         inputs = self.router.spec.gate_on == "input"
         run = partial(scaled_inputs.run, self.dispatcher) if inputs else self.dispatcher.run
-        y_TD = run(x_TD, routing, self.experts, dropout=dropout)
+        count = self.experts.num_experts
+        sent = free.of_experts(routing, count) if self.free else routing
+        y_TD = run(x_TD, sent, self.experts, dropout=dropout)
         if self.output_bias is not None:
             y_TD = y_TD + self._biases(routing).to(y_TD.dtype)
+        if self.skip:
+            y_TD = y_TD + free.skipped(x_TD, routing, count, skip=self.skip).to(y_TD.dtype)
         if not self.reporting:
             return self._beside(x_BLD, rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
@@ -152,7 +159,8 @@ class MoELayer(nn.Module):
         """
         assert self.output_bias is not None
         gate_TK = (1 if self.router.spec.gate_on == "input" else routing.gate_TK) * routing.kept_TK
-        return spread_gates(gate_TK, routing.expert_TK, num_experts=len(self.output_bias)) @ self.output_bias.float()
+        gate_TE = spread_gates(gate_TK, routing.expert_TK, num_experts=self.router.num_experts)[:, : len(self.output_bias)]
+        return gate_TE @ self.output_bias.float()
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
         """Dropout inside the experts, keyed by the token's own index, which travels with its row."""

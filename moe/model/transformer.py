@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
         self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs
         self.router_spec = router.spec
-        self.expert_counts = {moe.layer: moe.experts.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
+        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))

@@ -56,11 +56,11 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
             model.d_model if experts.shared_gate else 0
         )
         products += one_expert + 2 * model.d_model if experts.residual else 0
-        products += model.d_model * num_experts * (2 if router.spec.noise == "noisy_top_k" else 1)
+        products += model.d_model * (num_experts + experts.free) * (2 if router.spec.noise == "noisy_top_k" else 1)
         products += router.spec.num_choices * one_expert
         products += num_experts * model.d_model if experts.biases else 0  # what stands behind w2: a product with the gates
         vectors += router.spec.num_choices * expert_vectors(model, experts)
-        vectors += num_experts if router.spec.logits == "affine" else 0
+        vectors += num_experts + experts.free if router.spec.logits == "affine" else 0
         idle = (num_experts - router.spec.num_choices) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)

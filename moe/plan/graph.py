@@ -172,15 +172,16 @@ class _Trace:
         count, hidden = module.experts.num_experts, module.experts.d_ff
         slots = max(1, math.ceil((spec.capacity_factor or 1.0) * spec.num_choices * length / count))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
-        gates = self.product(f"{name}.router", f"bld,{e}d->bl{e}", self.x)
+        r = self.letter("experts", module.router.num_experts)  # with the choices that cost nothing
+        gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", self.x)
         if module.router.logit_bias is not None:
-            self.parameters[f"{name}.router.logit_bias"] = e
-            gates = self.add(f"{name}.router.affine", "pointwise", f"bl{e},{e}->bl{e}", gates, f"{name}.router.logit_bias")
+            self.parameters[f"{name}.router.logit_bias"] = r
+            gates = self.add(f"{name}.router.affine", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.logit_bias")
         if module.router.noise_weight is not None:
-            self.parameters[f"{name}.router.noise_weight"] = f"{e}d"
-            noise = self.add(f"{name}.router.noise", "product", f"bld,{e}d->bl{e}", self.x, f"{name}.router.noise_weight")
-            gates = self.add(f"{name}.router.noisy", "pointwise", f"bl{e},bl{e}->bl{e}", gates, noise)
-        rows = self.add(f"{name}.dispatch", "dispatch", f"bld,bl{e}->{e}b{u}d", self.x, gates)
+            self.parameters[f"{name}.router.noise_weight"] = f"{r}d"
+            noise = self.add(f"{name}.router.noise", "product", f"bld,{r}d->bl{r}", self.x, f"{name}.router.noise_weight")
+            gates = self.add(f"{name}.router.noisy", "pointwise", f"bl{r},bl{r}->bl{r}", gates, noise)
+        rows = self.add(f"{name}.dispatch", "dispatch", f"bld,bl{r}->{e}b{u}d", self.x, gates)
         first = []
         for w in ("w1", "w3") if module.experts.w3 is not None else ("w1",):
             self.parameters[f"{name}.experts.{w}"] = f"{e}d{m}"
@@ -192,7 +193,7 @@ class _Trace:
         act = self.add(f"{name}.experts.act", "pointwise", ",".join([f"{e}b{u}{m}"] * len(first)) + f"->{e}b{u}{m}", *first)
         self.parameters[f"{name}.experts.w2"] = f"{e}{m}d"
         rows = self.add(f"{name}.experts.w2.rows", "product", f"{e}b{u}{m},{e}{m}d->{e}b{u}d", act, f"{name}.experts.w2")
-        y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{e}->bld", rows, gates)
+        y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{r}->bld", rows, gates)
         if module.output_bias is not None:
             self.parameters[f"{name}.output_bias"] = f"{e}d"
             biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, f"{name}.output_bias")

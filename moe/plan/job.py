@@ -76,6 +76,7 @@ def _experts(run: Run) -> Experts | None:
         gated=(e.ffn or m.ffn) in GATED,
         shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
         biases=e.biases,
+        free=e.free,
         router_bias=spec.logits == "affine",
         capacity_factor=spec.capacity_factor,
     )

@@ -32,7 +32,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model.latent": "key_rank query_rank rotary_size value_size",
         "router": "logits",
         "lora": "rank targets",
-        "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
+        "experts": "num_experts d_ff skip zero biases shared shared_d_ff shared_gate residual",
     },
     "function": {
         "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers",

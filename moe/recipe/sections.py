@@ -222,6 +222,8 @@ class Experts(Section):
     num_experts: int | tuple[int, ...] = Field(8, description="a list (pyramid): one number for each layer with experts, in order")
     d_ff: int | None = Field(None, gt=0, description="null: model.d_ff")
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] | None = Field(None, description="null: model.ffn")
+    skip: int = Field(0, ge=0, le=100_000, description="choices beside the experts that give the token back as it is (LongCat-Flash)")
+    zero: int = Field(0, ge=0, le=100_000, description="choices beside the experts that give nothing (MoE++)")
     biases: bool = Field(False, description="behind the products of each expert (GPT-OSS)")
     shared: int = Field(0, ge=0, description="experts that every token passes, as one wider network")
     shared_d_ff: int | None = Field(None, gt=0, description="hidden width of one shared expert; null: of an expert")
@@ -241,6 +243,11 @@ class Experts(Section):
     def of_layer(self, nth: int) -> int:
         """The number of experts in the nth layer with experts, counted from 0."""
         return self.num_experts if isinstance(self.num_experts, int) else self.num_experts[nth]
+
+    @property
+    def free(self) -> int:
+        """What a router may choose without an expert's work."""
+        return self.skip + self.zero
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -74,10 +74,12 @@ class Kind:
     """Of the layer: its router's words, and its networks."""
 
     spec: RouterSpec
-    num_experts: int
+    num_experts: int  # those of the router; the last ones may be free
     ffn: str
     dropout: float
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # alpha, limit, offset
+    skip: int = 0  # that give a token back
+    zero: int = 0  # that give nothing
 
 
 def wide(x: Tensor) -> Tensor:
@@ -326,6 +328,10 @@ def _experts(
         scale = (tokens.draw(f"{name}.experts.dropout", width) >= kind.dropout).float() / (1 - kind.dropout)
     for expert in range(kind.num_experts):
         rows = torch.tensor([t for t in range(len(x)) if expert in kept[t]], dtype=torch.int64)
+        if expert >= kind.num_experts - kind.skip - kind.zero:
+            if expert < kind.num_experts - kind.zero:
+                y = y.index_add(0, rows, wide(x[rows]) * gates[rows, expert].unsqueeze(1))
+            continue
         matrices = [weights.get(f"{name}.experts.{expert}.{matrix}") for matrix in ("w1", "w2", "w3")]
         biases = (weights.get(f"{name}.experts.{expert}.b1"), weights.get(f"{name}.experts.{expert}.b3"))
         taken = None if scale is None else scale[rows]

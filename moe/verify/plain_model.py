@@ -162,7 +162,8 @@ def dense_or_experts(
         note(f"{name}.ffn", out)
         return out
     nth = model.layers_with_experts().index(number)
-    kind = Kind(run.router.spec, experts.of_layer(nth), experts.ffn or model.ffn, experts.dropout, gating)
+    count = experts.of_layer(nth) + experts.skip + experts.zero
+    kind = Kind(run.router.spec, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
     out = beside(seen, layer.y, weights, name, kind, cast)

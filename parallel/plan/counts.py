@@ -55,7 +55,11 @@ def layer(network: Network, plan: Plan, index: int) -> Elements:
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
-    beside = network_elements(n, e.shared_hidden, gated=e.gated) / t + n.width * e.count * (2 if e.biases else 1) + e.count * e.router_bias
+    beside = (
+        network_elements(n, e.shared_hidden, gated=e.gated) / t
+        + n.width * (e.count * (2 if e.biases else 1) + e.free)
+        + (e.count + e.free) * e.router_bias
+    )
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
     return Elements(dense + beside, e.count * one / (plan.ep * plan.etp))
 

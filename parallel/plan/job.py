@@ -32,6 +32,7 @@ class Experts:
     capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
     biases: bool = False
     router_bias: bool = False
+    free: int = 0  # choices beside them that cost nothing
 
 
 @dataclass(frozen=True)

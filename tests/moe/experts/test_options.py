@@ -38,6 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "queue": "tokens_first",
         },
     },
+    "free": {
+        "experts": {"skip": 2, "zero": 1, "biases": True},
+        "router": {"preset": "deepseek_v3", "select": "top_k", "num_choices": 3, "bias_rate": 0.02, "capacity_factor": 1.25},
+    },
     "load": {
         "router": {
             "preset": "glam",
@@ -92,6 +96,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         Chosen("switch", "ddp", 2, 2, 3, **two | {"option": "scaled inputs"}, rows="all_gather"),
         Chosen("switch", "fsdp", 2, 2, 1, **two | {"option": "scaled inputs"}, rows="padded", recompute="full"),
         Chosen("switch", "ddp", 2, 1, 3, **two | {"option": "load"}),
+        Chosen("switch", "ddp", 2, 2, 1, **two | {"option": "free"}, rows="padded"),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
     ]
     for case, ran in run_world(cases, 2):
@@ -107,6 +112,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         ({"model": {"swiglu": {"limit": 7.0}}}, "model.swiglu.limit: got 7 with model.ffn=gelu"),
         ({"model": {"swiglu": {"limit": 0}}}, "model.swiglu.limit"),
         ({"model": {"moe_every": 2}, "experts": {"biases": True}, "optimizer": {"kind": "adafactor"}}, "got adafactor with experts.biases"),
+        ({"model": {"moe_every": 2}, "experts": {"zero": 1, "rebalance_every": 9}}, "experts.rebalance_every: got 9 with experts.zero=1"),
         ({"model": {"moe_every": 2}, "router": {"group_score": "best"}}, "router.group_score: got best with select top_k"),
     ],
 )

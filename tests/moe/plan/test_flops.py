@@ -29,7 +29,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "biases of experts and router": {
         "model": {"moe_every": 2, "ffn": "swiglu", "swiglu": {"limit": 2.0}},
-        "experts": {"biases": True, "d_ff": 20},
+        "experts": {"biases": True, "d_ff": 20, "skip": 1, "zero": 2},
         "router": {"preset": "mixtral", "logits": "affine"},
     },
     "windows, sinks": {

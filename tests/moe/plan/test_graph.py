@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "shared and gated": {"model": {"moe_every": 1}, "experts": {"num_experts": 4, "shared": 2, "shared_gate": True, "ffn": "geglu"}},
     "biases": {
         "model": {"moe_every": 2, "ffn": "swiglu"},
-        "experts": {"biases": True},
+        "experts": {"biases": True, "skip": 1},
         "router": {"preset": "mixtral", "logits": "affine"},
     },
     "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 6), "residual": True, "d_ff": 20}},
