@@ -152,7 +152,7 @@ def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None
     check_function(before, after, allowed=[key], where="step-7")
 
 
-@pytest.mark.parametrize("key", TRAINING)
+@pytest.mark.parametrize("key", [key for key in TRAINING if key != "router.load_weight"])  # which asks for noise that has weights
 def test_a_change_of_training_leaves_what_the_weights_compute(key: str) -> None:
     before, after = build_run(BASE), build_run(changed(BASE, key, TRAINING[key]))
     base, like = logits(before)
