@@ -3,6 +3,7 @@
 GPT-OSS           affine logits, softmax over the chosen, biases of experts, bounded swiglu       preset gpt_oss
 Qwen2-MoE         as it is, a gated shared expert                                          preset qwen2_moe
 Llama 4           sigmoid of the chosen, which scales the expert's input                   preset llama4
+LongCat-Flash     skip experts, a bias for selection, gates times a factor                 a key each
 NLLB              the router alone: transformers 5.23 gives tokens to experts 0 and 1      preset nllb
 DeepSeek-V2       groups ranked by their best expert, gates times a factor, shared experts        preset deepseek_v2
 
@@ -116,6 +117,25 @@ def llama4(choices: int) -> tuple[Any, MoELayer, Pairs]:
     return theirs, ours, [*pairs, (ours.router.weight, theirs.router.weight, as_is), *beside(shared, theirs.shared_expert)]
 
 
+def longcat() -> tuple[Any, MoELayer, Pairs]:
+    from transformers.models.longcat_flash import modeling_longcat_flash as m
+
+    sizes = m.LongcatFlashConfig(hidden_size=D, num_attention_heads=2, expert_ffn_hidden_size=F, n_routed_experts=E, zero_expert_num=3,
+                                 moe_topk=K, routed_scaling_factor=6.0)  # fmt: skip
+    theirs = block(m.LongcatFlashMoE, sizes)
+    theirs.router.e_score_correction_bias.copy_(random(E + 3, seed=77) / 9)
+    ours, x = layer({"skip": 3}, preset="qwen2_moe", num_choices=K, bias_rate=0.0, gate_scale=6.0), theirs.experts
+    assert ours.router.bias_E is not None and ours.experts.w3 is not None
+    ours.router.bias_E.copy_(theirs.router.e_score_correction_bias)
+    half: Callable[[int], Callable[[Tensor], Tensor]] = lambda i: lambda w: w[:E].chunk(2, dim=1)[i].transpose(1, 2)  # noqa: E731
+    pairs: Pairs = [(ours.experts.w1, x.gate_up_proj, half(0)), (ours.experts.w3, x.gate_up_proj, half(1))]
+    return (
+        theirs,
+        ours,
+        [*pairs, (ours.experts.w2, x.down_proj, lambda w: w.transpose(1, 2)), (ours.router.weight, theirs.router.classifier.weight, as_is)],
+    )
+
+
 @pytest.mark.parametrize("capacity", [64, 6])
 def test_nllbs_router(capacity: int) -> None:
     """Who has a slot, and gates that sum to 1 over those; theirs counts over all tokens that it is given."""
@@ -152,7 +172,7 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-6 * max(1.0, want.abs().max().item()))
 
 
-@pytest.mark.parametrize("make", [gpt_oss, deepseek_v2, qwen2, partial(llama4, 1), partial(llama4, 3)])
+@pytest.mark.parametrize("make", [gpt_oss, deepseek_v2, qwen2, partial(llama4, 1), partial(llama4, 3), longcat])
 def test_block_forward_and_every_gradient(make: Callable[[], tuple[Any, MoELayer, Pairs]]) -> None:
     theirs, ours, pairs = make()
     for mine, their, lies in pairs:
