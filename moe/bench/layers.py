@@ -115,7 +115,16 @@ def ours(case: LayerCase, ffn: str, *, master: torch.dtype | None = None, kernel
     spec = replace(PRESETS[{1: "switch", 2: "glam"}.get(s.k, "mixtral")], num_choices=s.k, capacity_factor=None)
     # the fields that the layer reads of a recipe, without the packages that read recipes, which a GPU machine may lack
     experts = SimpleNamespace(
-        of_layer=lambda nth: s.experts, d_ff=None, ffn=None, kernels=kernels, dropout=0.0, shared_gate=False, residual=False
+        of_layer=lambda nth: s.experts,
+        d_ff=None,
+        ffn=None,
+        kernels=kernels,
+        dropout=0.0,
+        shared_gate=False,
+        residual=False,
+        biases=False,
+        skip=0,
+        free=0,
     )
     settings: Any = SimpleNamespace(spec=spec)
     with case.device:
