@@ -19,7 +19,7 @@ def check_lora(run: Run) -> None:
         return
     _check_targets(run)
     s, fix = run.sharding, "set lora.rank to 0, or"
-    reasons = {
+    reasons: dict[str, tuple[object, object, str]] = {
         "degrees.tp": (run.degrees.tp, 1, "ranks that hold the matrices whole (ep and etp share experts)"),
         "degrees.pp": (run.degrees.pp, 1, "one stage"),
         "tiling.ffn": (run.tiling.ffn, 1, "whole matrices"),

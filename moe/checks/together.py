@@ -216,7 +216,7 @@ def _check_ahead(run: Run) -> None:
             got = f"{m.ahead_weight:g} with model.ahead=0"
             raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
         return
-    reasons = {
+    reasons: dict[str, tuple[bool, object, str]] = {
         "model.kind": (m.kind != "decoder", m.kind, "decoder"),
         "model.scales.residual": (m.scales.residual != 1, m.scales.residual, "1: these blocks are not scaled"),
         "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
@@ -264,7 +264,7 @@ def _check_free(run: Run) -> None:
     """Choices that cost nothing are for tokens that choose, and stay where they are."""
     x = run.experts
     key = "skip" if x.skip else "zero"
-    reasons = {"router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
+    reasons: dict[str, tuple[bool, object, str]] = {"router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
                "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something")}  # fmt: skip
     for what, (refused, got, needed) in reasons.items() if x.free else ():
         if refused:

@@ -10,7 +10,7 @@ over the tokens that are read. A block here is dense. Evaluation, generation and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Ahead(nn.Module):
 
 
 def loss_ahead(
-    depths: Sequence[nn.Module],
+    depths: nn.ModuleList,
     hidden_BLD: Tensor,
     targets_BL: Tensor,
     context: Context,

@@ -52,4 +52,5 @@ def chance_of_choice(logits_TE: Tensor, noisy_TE: Tensor, size_TE: Tensor, k: in
     best_TK = noisy_TE.topk(k + 1).values
     chosen_TE = noisy_TE > best_TK[:, k:]
     threshold_TE = torch.where(chosen_TE, best_TK[:, k:], best_TK[:, k - 1 : k])
-    return torch.special.ndtr((logits_TE - threshold_TE) / size_TE.clamp(min=_LEAST))
+    chance_TE: Tensor = torch.special.ndtr((logits_TE - threshold_TE) / size_TE.clamp(min=_LEAST))
+    return chance_TE
