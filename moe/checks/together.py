@@ -264,8 +264,10 @@ def _check_free(run: Run) -> None:
     """Choices that cost nothing are for tokens that choose, and stay where they are."""
     x = run.experts
     key = "skip" if x.skip else "zero"
-    reasons: dict[str, tuple[bool, object, str]] = {"router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
-               "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something")}  # fmt: skip
+    reasons: dict[str, tuple[bool, object, str]] = {
+        "router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
+        "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something"),
+    }
     for what, (refused, got, needed) in reasons.items() if x.free else ():
         if refused:
             fix = f"set {what} to {needed.partition(':')[0]}, or experts.{key} to 0"
