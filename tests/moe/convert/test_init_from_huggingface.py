@@ -25,7 +25,7 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     words = ["train", str(tmp_path / "mine.yaml"), "--out", str(out), "--init_from", f"hf:{theirs}"]
     assert main([*words, "--model.d_model", "32"]) == 2
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"error: --init_from hf:{theirs}: got ") and "fix: moe convert hf:" in said and not (out / "base").exists()
     assert main([*words, "--optimizer.lr", "1e-30"]) == 0
     first, saved = Reader(tmp_path / "base/checkpoints/step-0"), Reader(out / "checkpoints/step-2")
