@@ -29,10 +29,10 @@ def check_lora(run: Run) -> None:
         "optimizer.kind": ("kfac" if run.optimizer.kind == "kfac" else "", "", "another kind: K-FAC's factors are of whole matrices"),
         "train.audit_every": (run.train.audit_every, 0, "weights that are in the run's own checkpoints"),
     }  # fmt: skip
-    for key, (got, needed, why) in reasons.items():
-        if got != needed:
+    for key, (value, needed, why) in reasons.items():
+        if value != needed:
             other = {"optimizer.kind": "adamw"}.get(key, needed)
-            raise BadInput(key, got=f"{got} with lora.rank={lora.rank}", needed=why, fix=f"{fix} {key} to {other}")
+            raise BadInput(key, got=f"{value} with lora.rank={lora.rank}", needed=why, fix=f"{fix} {key} to {other}")
 
 
 def _check_targets(run: Run) -> None:

@@ -227,10 +227,10 @@ def _check_ahead(run: Run) -> None:
         "degrees.tp": (run.degrees.tp > 1, run.degrees.tp, "1: these blocks are not cut"),
         "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),
     }
-    for key, (refused, got, needed) in reasons.items():
+    for key, (refused, value, needed) in reasons.items():
         if refused:
             fix = f"set {key} to {needed.partition(':')[0]}, or model.ahead to 0"
-            raise BadInput(key, got=f"{got} with model.ahead={m.ahead}", needed=needed, fix=fix)
+            raise BadInput(key, got=f"{value} with model.ahead={m.ahead}", needed=needed, fix=fix)
     if m.ahead >= m.max_length:
         raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix="set it to 1")
 

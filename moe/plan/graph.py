@@ -196,6 +196,7 @@ class _Trace:
         y = self.add(f"{name}.combine", "combine", f"{e}b{u}d,bl{r}->bld", rows, gates)
         if module.output_bias is not None:
             self.parameters[f"{name}.output_bias"] = f"{e}d"
+            gates = gates if r == e else self.add(f"{name}.of_experts", "dispatch", f"bl{r}->bl{e}", gates)
             biases = self.add(f"{name}.biases", "product", f"bl{e},{e}d->bld", gates, f"{name}.output_bias")
             y = self.add(f"{name}.biased", "pointwise", "bld,bld->bld", y, biases)
         self._join(f"{name}.add", self._beside(name, module, y))
