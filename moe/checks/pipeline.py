@@ -132,11 +132,7 @@ def _check_continuous(run: Run) -> None:
         )
     if run.model.layers_with_experts():
         spec = run.router.spec
-        if (
-            p.microbatches > 1
-            and spec.balance_scope == "global_batch"
-            and (spec.balance_weight or spec.importance_weight or spec.load_weight)
-        ):
+        if p.microbatches > 1 and spec.balance_scope == "global_batch" and spec.asks_balance:
             raise BadInput(
                 "router.balance_scope",
                 got=f"global_batch with {own}",

@@ -49,7 +49,10 @@ class Arguments:
         values = (("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
-        words += [*(f"--allow-change={key}" for key in self.allow_changes), *(f"--{name}={value}" for name, value in values if value)]
+        words += [
+            *(f"--allow-change={key}" for key in self.allow_changes),
+            *(f"--{name}={value}" for name, value in values if value is not None),
+        ]
         alone = (("fresh", self.fresh), ("force", self.force), ("profile", self.profile), ("debug-collectives", self.debug_collectives))
         return words + [f"--{name}" for name, asked in alone if asked]
 

@@ -119,7 +119,7 @@ def _same_size(run: Run) -> bool:
     spec = run.router.spec
     if not run.model.layers_with_experts():
         return False
-    balanced = spec.balance_scope == "micro_batch" and bool(spec.balance_weight or spec.importance_weight)
+    balanced = spec.balance_scope == "micro_batch" and spec.asks_balance
     return balanced or (spec.group == "rank" and needs_group(spec) is not None)
 
 

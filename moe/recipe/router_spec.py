@@ -115,6 +115,11 @@ class RouterSpec:
         return self.select != "expert_choice" and (self.capacity_factor is not None or self.eval_capacity_factor is not None)
 
     @property
+    def asks_balance(self) -> bool:
+        """Whether a loss over `balance_scope` moves the router."""
+        return bool(self.balance_weight or self.importance_weight or self.load_weight)
+
+    @property
     def looks_ahead(self) -> str | None:
         """Why a token's experts may depend on later tokens, in training or in evaluation; None if they never do."""
         if self.select == "expert_choice":

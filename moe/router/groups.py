@@ -20,7 +20,7 @@ def needs_group(spec: RouterSpec) -> str | None:
         return f"router.select={spec.select}"
     if spec.drops:
         return "a capacity"
-    if spec.balance_scope != "global_batch" and (spec.balance_weight or spec.importance_weight):
+    if spec.balance_scope != "global_batch" and spec.asks_balance:
         return f"router.balance_scope={spec.balance_scope}"
     return None
 

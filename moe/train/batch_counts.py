@@ -37,11 +37,7 @@ def whole_step(executor: Executor, passes: Sequence[Pass], shard: TokenShard) ->
 def _asks(model: Transformer) -> bool:
     """A loss of weight 0 is only reported, and the mean of the parts will do for that."""
     spec = model.router_spec
-    return (
-        bool(model.expert_counts)
-        and spec.balance_scope == "global_batch"
-        and bool(spec.balance_weight or spec.importance_weight or spec.load_weight)
-    )
+    return bool(model.expert_counts) and spec.balance_scope == "global_batch" and spec.asks_balance
 
 
 def _on_the_spot(axes: Sequence[Axis]) -> Sums:

@@ -71,8 +71,10 @@ def test_what_a_micro_batch_decides_keeps_its_sequences() -> None:
     free = recipe(**sections, router={"capacity_factor": 1.0})
     bound = recipe(**sections, router={"capacity_factor": 1.0, "group": "rank"})
     balanced = recipe(**sections, router={"balance_scope": "micro_batch", "balance_weight": 0.01})
+    noisy = {"noise": "noisy_top_k", "load_weight": 0.01, "balance_weight": 0.0, "capacity_factor": None}
+    loaded = recipe(**sections, router={"balance_scope": "micro_batch", **noisy})
     assert smaller(free, below=4, least=1) == [3, 2, 1]
-    assert smaller(bound, below=4, least=1) == smaller(balanced, below=4, least=1) == [2, 1]
+    assert smaller(bound, below=4, least=1) == smaller(balanced, below=4, least=1) == smaller(loaded, below=4, least=1) == [2, 1]
 
 
 def test_the_refusal_names_the_numbers_that_work() -> None:
@@ -117,6 +119,7 @@ def test_a_rank_of_another_launcher_is_told_how_many_there_should_be(
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert rank_main([*words, "--elastic", "1", "--degrees.dp", "4"]) == 2 and "4 2 1" in capsys.readouterr().err
+    assert command(["train", *words, "--elastic", "0"]) == 2 and "--elastic: got 0" in capsys.readouterr().err
 
 
 # --- lives ----------------------------------------------------------------------------------------------------------------

@@ -49,6 +49,13 @@ def router_of(what: str) -> Router:
     return router
 
 
+def test_each_loss_over_a_group_needs_it_whole() -> None:
+    none = replace(TOGETHER["router.balance_scope=sequence"], balance_weight=0.0)
+    assert needs_group(none) is None
+    for weight in ("balance_weight", "importance_weight", "load_weight"):
+        assert needs_group(replace(none, **{weight: 0.1})) == "router.balance_scope=sequence", weight
+
+
 @pytest.mark.parametrize("kind", ["zigzag", "striped"])
 def test_slices_decide_as_the_whole_and_the_gradient_is_its_own(kind: str) -> None:
     """Three ranks, every kind of group, with padding: choices, drops and gradients are those of one rank."""
