@@ -18,6 +18,7 @@ from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
 from moe.parallelize.units import units_of
 from moe.recipe.sections import Run
+from moe.router.own import check_own
 from parallel.errors import BadInput
 from parallel.gradients import data_axis
 from parallel.layout import Layout
@@ -54,6 +55,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
             "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
         )
     model, _, layouts = laid_out(run, mesh)
+    for num_experts in set(model.expert_counts.values()):  # here: a plan is made of anybody's recipe, and runs none of its code
+        check_own(run.router.spec, num_experts)
     first = FirstValues(run.model, layouts, mesh, seed=run.train.seed)
     if by_fsdp(run):
         from parallel.data.fsdp import shard  # here, because it takes a second to import

@@ -2,9 +2,10 @@
 
     optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
 
-To read a recipe imports nothing: `moe show`, `moe plan` and checks are safe with anybody's. What trains, evaluates or verifies by it
-imports the module, which is code with all that its user may do, and says so in a line. The module is looked for as Python does, and then in
-the working folder, behind everything else: no file there can stand for a package that is installed.
+To read a recipe imports nothing: `moe show`, `moe plan` and checks are safe with anybody's. What makes its model for use (training,
+evaluation, generation, verify, conversion) imports the module, which is code with all that its user may do, and says so in a line. The
+module is looked for as Python does, and then in the working folder, behind everything else: no file there stands for a package that is
+installed, but where `python -m` has put that folder first itself.
 """
 
 from __future__ import annotations

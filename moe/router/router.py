@@ -25,7 +25,7 @@ from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
 from moe.router.checks import check_spec
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
-from moe.router.own import check_own, own_choices
+from moe.router.own import own_choices
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
@@ -87,7 +87,6 @@ class Router(nn.Module):
         super().__init__()
         self.spec, self.num_experts, self.name = spec, num_experts, name
         check_spec(spec, num_experts)
-        check_own(spec, num_experts)
         self.kernels = choose(kernels)
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(num_experts)) if spec.logits == "affine" else None

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from moe.checks.together import check_run
+from moe.cli.main import main
 from moe.experts.dispatch import AllToAll
+from moe.plan.graph import graph_of
 from moe.recipe.load import load
 from moe.recipe.plugin import load_plugin
 from moe.recipe.sections import Run
@@ -116,6 +118,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_recipe_is_read_and_checked_without_importing_what_it_names(folder: Path) -> None:
     run, _ = load("mine.yaml")
     check_run(run, 2)
+    assert "parts_xq" not in sys.modules
+
+
+def test_what_starts_nothing_runs_no_code_that_a_recipe_names(folder: Path) -> None:
+    """`graph_of` is what `moe plan --search` reads of a recipe."""
+    (folder / "routed.yaml").write_text("extends: switch_tiny\nrouter: {score: parts_xq:softplus}\ndata: {path: text.txt}\n")
+    (folder / "text.txt").write_text("words of a text\n" * 500)
+    graph_of(load("routed.yaml")[0], sequences=8)
+    assert main(["show", "routed.yaml", "--plan", "--nproc", "2"]) == main(["train", "routed.yaml", "--dry-run"]) == 0
     assert "parts_xq" not in sys.modules
 
 
