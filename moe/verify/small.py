@@ -18,8 +18,12 @@ from moe.recipe.sections import Run, Section
 from parallel.errors import BadInput
 
 # sizes, which are those of moe/verify/cases.py; everything else is a choice
-_SIZES_OF_MODEL = "vocab_size num_layers encoder_layers d_model num_heads num_kv_heads head_size d_ff max_length moe_every moe_layers"
+_SIZES_OF_MODEL = (
+    "vocab_size num_layers encoder_layers d_model num_heads num_kv_heads head_size d_ff max_length moe_every moe_layers sliding_window "
+    "sliding_layers"
+)
 _SIZES_OF_EXPERTS = "num_experts d_ff shared_d_ff rebalance_every kernels"
+_WINDOW = 4  # where layers have one: less than any case's sequence
 _OF_OPTIMIZER = ("kind", "beta1", "beta2", "weight_decay", "kfac", "muon", "adafactor", "sgd")
 
 
@@ -35,6 +39,8 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     sparse = run.model.layers_with_experts()
     model["moe_every"] = 0 if not sparse else 1 if len(sparse) == run.model.num_layers else 2
     model["num_kv_heads"] = 2 if run.model.num_kv_heads not in (None, run.model.num_heads) else None
+    if run.model.sliding_window is not None:
+        model |= {"sliding_window": min(run.model.sliding_window, _WINDOW), "sliding_layers": _sliding_layers(run)}
     if run.experts.shared_d_ff is not None:
         experts["shared_d_ff"] = 12
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
@@ -49,6 +55,12 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
 
 def _without(section: Section, keys: str) -> dict[str, Any]:
     return {key: value for key, value in section.model_dump().items() if key not in keys.split()}
+
+
+def _sliding_layers(run: Run) -> tuple[int, ...] | None:
+    """One of the two layers, where the recipe has layers with a window and layers without."""
+    slide = run.model.sliding_layers
+    return None if slide is None or len(slide) == run.model.num_layers else (min(layer % 2 for layer in slide),)
 
 
 def _router(run: Run) -> dict[str, Any]:
@@ -79,6 +91,8 @@ def told(run: Run) -> list[str]:
     lines = []
     if run.router.spec.group == "rank" and run.model.layers_with_experts():
         lines.append("not compared: router.group rank, which depends on the layout by definition; here capacity is counted over a sequence")
+    if run.lora.rank:
+        lines.append(f"not compared: lora.rank {run.lora.rank}; here all weights are trained, and there are no adapters")
     named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]
     return lines + [f"not compared: {key} {run.plugins()[key]}, which no layout changes" for key in named]
 
