@@ -132,10 +132,11 @@ def given_of(settings: sections.Optimizer, factory: Factory) -> Given:
 
 
 def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -> None:
-    """Refuse an optimizer whose state no checkpoint can hold, or whose steps of a parameter depend on what else a rank holds of it.
+    """Refuse an optimizer whose state no checkpoint can hold, or whose steps of a parameter depend on which parts and others a rank holds.
 
     `layouts`: of the whole model, so that every rank finds the same. Raises BadInput for the first parameter.
     """
+    unlike = mesh.axis("pp").size > 1  # ranks hold different parameters, or different parts
     for name, layout in layouts.items():
         num_dims = len(layout.shape)
         rule.kept(name, num_dims)
@@ -143,6 +144,7 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
         stacked = {0} if num_dims > 2 else set()  # experts, each by itself wherever it lies
         if by_fsdp(run) or layout.tile is not None:
             apart |= set(range(num_dims))
+        unlike = unlike or bool(apart)
         if mixed := sorted((apart | stacked) - rule.cuts(name, num_dims)):
             experts = mixed == [0] and bool(stacked)
             what = "experts of a layer are stacked" if experts else f"ranks hold parts of it, cut along dim {mixed[-1]}"
@@ -153,6 +155,13 @@ def check_given(rule: Given, run: Run, layouts: dict[str, Layout], mesh: Mesh) -
                 needed=f"the same: {what}",
                 fix=f"{fix}, or leave that parameter to an optimizer that goes by elements",
             )
+    if unlike and rule.coupled({name: len(layout.shape) for name, layout in layouts.items()}):
+        raise BadInput(
+            rule.key,
+            got="an optimizer whose steps of a parameter depend on the others beside it",
+            needed="each parameter by itself: ranks hold different ones",
+            fix="set degrees.pp, tp, ep and etp to 1 and sharding.kind to ddp, or leave the norm of all to optimizer.clip_norm",
+        )
 
 
 _TABLES = ("embedding", "head")

@@ -5,6 +5,7 @@
     three steps                             == two steps, its state into a new one, one step      a checkpoint can hold it
     of a stack of experts                   == of each expert by itself                           experts may lie anywhere
     of a matrix                             == of its upper and its lower part, ...               parts of it may lie apart (fsdp, tp, etp)
+    of all parameters                       == of each by itself                                  ranks may hold others (pp, ep, ...)
 
 What is kept of a parameter must have its shape: that is what checkpoints cut and put together for any layout. The rate is set before
 each step, as for every other kind.
@@ -91,6 +92,22 @@ class Given(Rule):
             )
         return self._cuts[at]
 
+    def coupled(self, num_dims: Mapping[str, int]) -> bool:
+        """Whether the steps of one of these parameters, by name, depend on which others are stepped beside it."""
+        small = {name: torch.cos(_small(dims) + number) for number, (name, dims) in enumerate(num_dims.items())}
+        together = self._together(small)
+        return not all(_equal(self._together({name: value})[name], together[name]) for name, value in small.items())
+
+    def _together(self, small: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Small parameters after a few steps of one optimizer."""
+        parameters = {name: nn.Parameter(value.clone()) for name, value in small.items()}
+        optimizer = self.build(self.groups(parameters.items()))
+        for step in range(_STEPS):
+            for name, parameter in parameters.items():
+                parameter.grad = torch.sin(small[name] * (step + 2))
+            self._step(optimizer)
+        return {name: parameter.detach() for name, parameter in parameters.items()}
+
     def _tried(self, name: str, num_dims: int) -> Kept:
         whole = _small(num_dims)
         kept: dict[str, int | None] = {}
@@ -132,13 +149,16 @@ class Given(Rule):
                 optimizer = self.build(self.groups([(name, parameter)]))
                 fill_stepped(parameter, optimizer, lambda kind, box: left[kind][box], kept=again, steps=step)  # noqa: B023
             parameter.grad = torch.sin(whole * (step + 2))[at].clone()
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise self._refused(f"an optimizer whose step() raised {type(error).__name__}: {error}") from error
+            self._step(optimizer)
         return parameter.detach(), optimizer, parameter
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise self._refused(f"an optimizer whose step() raised {type(error).__name__}: {error}") from error
 
     def _refused(self, got: str, needed: str = "a function of torch's parameter groups that returns a torch.optim.Optimizer") -> BadInput:
         fix = "for example: lambda groups: torch.optim.RMSprop(groups)"

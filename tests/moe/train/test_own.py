@@ -7,6 +7,7 @@ Plain twins: windows of a text given as samples train as the text does; torch's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ import torch
 
 from moe import Callback
 from moe.data import open_data
+from moe.parallelize.build import whole_layouts
+from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
 from moe.train.callbacks import Now
+from parallel.errors import BadInput
+from parallel.mesh import Degrees, Mesh
 from parallel.stored import Reader
 from tests.support import trained
 
@@ -293,6 +298,27 @@ class Counts(ByNorm):
             group["made"] = group.get("made", 0) + 1
             group["lr"] /= group["made"]
         super().step()
+
+
+class OfAll(torch.optim.SGD):
+    """Steps by the length of all gradients together: where ranks hold different parameters, each has another."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [weight for group in self.param_groups for weight in group["params"]]
+        length = sum(weight.grad.square().sum() for weight in held).sqrt()
+        for weight in held:
+            weight.grad /= length
+        super().step()
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_where_ranks_hold_different_ones(home: Path) -> None:
+    run = trained.recipe(home, model={"moe_every": 0})
+    staged = run.model_copy(update={"degrees": run.degrees.model_copy(update={"pp": 2})})
+    for factory, refused in ((OfAll, True), (torch.optim.RMSprop, False)):
+        rule = given_of(run.optimizer, factory)
+        check_given(rule, run, whole_layouts(run), Mesh.of(Degrees()))
+        with pytest.raises(BadInput, match="depend on the others beside it") if refused else nullcontext():
+            check_given(rule, staged, whole_layouts(run), Mesh.of(Degrees(pp=2)))
 
 
 class Wide(torch.optim.SGD):
