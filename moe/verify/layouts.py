@@ -135,7 +135,7 @@ def _spoiler(engine: Engine, mesh: Mesh) -> dict[str, bool]:
 
 def _reports(numbers: Numbers) -> dict[str, Tensor]:
     def row(n: LayerNumbers) -> Tensor:
-        return torch.tensor([n.balance_loss, n.importance_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)
+        return torch.tensor([n.balance_loss, n.importance_loss, n.load_loss, n.z_loss, n.kept, *n.choices], dtype=torch.float64)
 
     return {f"layers.{n.layer}.router": row(n) for n in numbers.layers}
 

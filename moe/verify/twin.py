@@ -125,8 +125,8 @@ def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor,
 
 
 def report(layer: Layer) -> Tensor:
-    """Balance, importance and z loss, kept choices, choices of each expert."""
-    means = [loss.item() for loss in (layer.balance, layer.importance, layer.z)]
+    """Balance, importance, load and z loss, kept choices, choices of each expert."""
+    means = [loss.item() for loss in (layer.balance, layer.importance, layer.load, layer.z)]
     return torch.tensor([*means, layer.kept, *layer.counts], dtype=torch.float64)
 
 

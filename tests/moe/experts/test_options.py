@@ -52,6 +52,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "balance_scope": "global_batch",
         }
     },
+    "load of a sequence": {
+        "router": {
+            "preset": "mixtral",
+            "noise": "noisy_top_k",
+            "load_weight": 0.2,
+            "balance_weight": 0.0,
+            "balance_scope": "sequence",
+        }
+    },
     "best group": {
         "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
     },
@@ -96,6 +105,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         Chosen("switch", "ddp", 2, 2, 3, **two | {"option": "scaled inputs"}, rows="all_gather"),
         Chosen("switch", "fsdp", 2, 2, 1, **two | {"option": "scaled inputs"}, rows="padded", recompute="full"),
         Chosen("switch", "ddp", 2, 1, 3, **two | {"option": "load"}),
+        Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "load of a sequence"}, sp=2, attention="contiguous"),
         Chosen("switch", "ddp", 2, 2, 1, **two | {"option": "free"}, rows="padded"),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
     ]
