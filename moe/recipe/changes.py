@@ -32,14 +32,14 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model.latent": "key_rank query_rank rotary_size value_size",
         "router": "logits",
         "lora": "rank targets",
-        "experts": "num_experts d_ff skip zero biases shared shared_d_ff shared_gate residual",
+        "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
         "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers",
         "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs",
         "model.scales": "embedding residual attention head",
-        "experts": "ffn",
+        "experts": "ffn skip zero",
         "router": "num_choices logit_cap score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale gate_on "
         "group eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",

@@ -30,7 +30,8 @@ STRETCHED = {"rope": {"scaling": "llama3", "factor": 4.0, "trained_length": 30, 
 GATED = {"ffn": "swiglu"}
 YARN = {"rope": {"scaling": "yarn", "factor": 4.0, "trained_length": 300}}
 WINDOWS = {"sliding_window": 5}
-OF_MODEL = (STRETCHED, GATED, YARN, WINDOWS, MASKED)
+LATENT = YARN | {"latent": {"key_rank": 6}}
+OF_MODEL = (STRETCHED, GATED, YARN, LATENT, WINDOWS, MASKED)
 # key of the class function -> another value, and what else both recipes have
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_heads": (4, {}),
@@ -53,13 +54,15 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.rope.high": (0.9, STRETCHED),
     "model.rope.whole_pairs": (False, YARN),
     "model.rope.mscale": (0.5, YARN),
-    "model.rope.mscale_all": (1.2, YARN),
+    "model.rope.mscale_all": (1.2, LATENT),
     "model.rope.pairs": ("neighbours", {}),
     "model.scales.embedding": (2.0, {}),
     "model.scales.residual": (0.5, {}),
     "model.scales.attention": (0.1, {}),
     "model.scales.head": (3.0, {}),
     "experts.ffn": ("relu", {}),
+    "experts.skip": (1, {}),
+    "experts.zero": (1, {}),
     "router.num_choices": (1, {}),
     "router.logit_cap": (0.1, {}),
     "router.score": ("sigmoid", {}),
@@ -150,6 +153,15 @@ def test_a_change_of_function_changes_what_the_weights_compute(key: str) -> None
     with pytest.raises(BadInput, match=f"^{key}: got .* with which step-7 was trained; fix: .* or --allow-change {key} if it is meant$"):
         check_function(before, after, allowed=["model.nothing"], where="step-7")
     check_function(before, after, allowed=[key], where="step-7")
+
+
+def test_to_skip_in_place_of_a_zero_changes_what_the_weights_compute() -> None:
+    """Of the same shapes: one gives a token back and the other nothing."""
+    before, after = (build_run(changed(changed(BASE, "experts.skip", skip), "experts.zero", 2 - skip)) for skip in (2, 0))
+    base, like = logits(before)
+    found, _ = logits(after, like)
+    assert found is not None and not torch.equal(found, base)
+    assert [change.key for change in function_changes(before, after)] == ["experts.skip", "experts.zero"]
 
 
 @pytest.mark.parametrize("key", [key for key in TRAINING if key != "router.load_weight"])  # which asks for noise that has weights
