@@ -188,6 +188,9 @@ def _check_rope(m: Model) -> None:
         if getattr(r, key) != getattr(Rope(), key):
             got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
             raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
+    if r.mscale_all and m.latent.key_rank is None:
+        got = f"{r.mscale_all:g} with model.latent.key_rank=null"
+        raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
     for key in ("trained_length", "low", "high") if r.scaling in ("none", "linear") else ():
         if getattr(r, key) != getattr(Rope(), key):
             got = f"{getattr(r, key):g} with scaling {r.scaling}"

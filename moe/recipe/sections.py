@@ -59,7 +59,9 @@ class Rope(Section):
     high: float | None = Field(None, gt=0, description="a pair that turns more often stays as it is; null: 4 for llama3, 32 for yarn")
     whole_pairs: bool = Field(True, description="of yarn: the two ends are rounded outwards to whole pairs; GPT-OSS: false")
     mscale: float = Field(1.0, ge=0, description="of yarn: cos and sin times 0.1 mscale ln(factor) + 1, over the same of mscale_all")
-    mscale_all: float = Field(0.0, ge=0, description="of yarn: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)")
+    mscale_all: float = Field(
+        0.0, ge=0, description="of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)"
+    )
     pairs: Literal["halves", "neighbours"] = Field("halves", description="channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
 
     @property

@@ -95,6 +95,7 @@ def test_a_cache_of_latents_gives_every_token_as_without(window: int | None) -> 
         ({"latent": {"key_rank": 8, "rotary_size": 3}}, "model.latent.rotary_size: got 3, needed an even number"),
         ({"latent": {"key_rank": 8, "value_size": 200}}, "model.latent.value_size: got 200, needed at most the 96 channels"),
         ({"rope": {"mscale": 0.7}}, "model.rope.mscale: got 0.7 with scaling none, needed yarn"),
+        ({"latent": {}, "rope": YARN}, "model.rope.mscale_all: got 1.3 with model.latent.key_rank=null, needed latent attention"),
         ({"tp": 2}, "degrees.tp: got 2 with model.latent.key_rank=8, needed 1"),
     ],
 )
