@@ -25,6 +25,7 @@ READ_IN_FP32 = (
     "layers.*.cross_norm.weight",
     "layers.*.cross.*_norm.weight",
     "layers.*.attention.bias.weight",
+    "layers.*.attention.sinks.weight",
     "layers.*.ffn_norm.weight",
     "layers.*.moe.router.**",
     "layers.*.moe.shared_gate.weight",
@@ -37,6 +38,7 @@ READ_IN_FP32 = (
     "ahead.*.block.*norm.weight",
     "ahead.*.block.attention.*_norm.weight",
     "ahead.*.block.attention.bias.weight",
+    "ahead.*.block.attention.sinks.weight",
     "encoder_norm.weight",
     "norm.weight",
 )

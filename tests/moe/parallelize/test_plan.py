@@ -126,6 +126,14 @@ def test_units_are_gathered_in_the_order_in_which_they_run() -> None:
     assert small == norms | router | {"norm.weight"}
 
 
+def test_sinks_are_read_in_fp32() -> None:
+    """Of layers and of blocks ahead, with latents and without."""
+    for latent in ({}, {"key_rank": 8}):
+        model = {"num_layers": 1, "d_model": 24, "num_heads": 4, "attention_sinks": True, "ahead": 1, "latent": latent}
+        sinks = {f"{block}.attention.sinks.weight" for block in ("layers.0", "ahead.0.block")}
+        assert sinks <= read_in_fp32(on_meta({"model": model})[1])
+
+
 def test_the_plan_can_be_printed() -> None:
     lines = str(plan_of(sections.Dispatch(kind="padded"), kernels="auto")).splitlines()
     assert [line.split()[0] for line in lines] == ["layers.*.moe.experts.*", "layers.*.moe.router.**", "layers.*.moe.**", "**"]
