@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from moe.plan.flops import expert_size, size
-from moe.recipe.sections import Run
+from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
 
 
@@ -52,8 +52,11 @@ def _matrices(run: Run) -> Iterator[Matrices]:
     m, x, width = run.model, run.experts, run.model.d_model
     head = m.head_size or width // m.num_heads
     yield Matrices("outer", 1 if m.tied_embeddings else 2, run.vocab_size, width)
-    yield Matrices("inner", 2 * m.num_layers, m.num_heads * head, width)
-    yield Matrices("inner", 2 * m.num_layers, (m.num_kv_heads or m.num_heads) * head, width)
+    if m.latent.key_rank is not None:
+        yield from _latents(m)
+    else:
+        yield Matrices("inner", 2 * m.num_layers, m.num_heads * head, width)
+        yield Matrices("inner", 2 * m.num_layers, (m.num_kv_heads or m.num_heads) * head, width)
     if m.positions == "t5":
         yield Matrices("outer", m.num_layers, T5_BUCKETS, m.num_heads)
     sparse = m.layers_with_experts()
@@ -66,6 +69,17 @@ def _matrices(run: Run) -> Iterator[Matrices]:
         yield Matrices("outer", int(x.shared_gate), 1, width)
         yield _network("inner", int(x.residual), width, expert_size(m, x) // (width * (3 if ffn in GATED else 2)), ffn)
         yield Matrices("outer", int(x.residual), 2, width)
+
+
+def _latents(m: Model) -> Iterator[Matrices]:
+    """Of latent attention (moe/nn/latent.py)."""
+    size, rank = m.latent_sizes, m.latent.query_rank
+    if rank is not None:
+        yield Matrices("inner", m.num_layers, rank, m.d_model)
+    yield Matrices("inner", m.num_layers, m.num_heads * size.key, m.d_model if rank is None else rank)
+    yield Matrices("inner", m.num_layers, size.rank + size.rotary, m.d_model)
+    yield Matrices("inner", m.num_layers, m.num_heads * (size.content + size.value), size.rank)
+    yield Matrices("inner", m.num_layers, m.d_model, m.num_heads * size.value)
 
 
 def _network(kind: Literal["inner", "expert"], count: int, width: int, hidden: int, ffn: str) -> Matrices:

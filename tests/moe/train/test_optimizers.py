@@ -127,11 +127,18 @@ def test_a_run_that_is_resumed_goes_on_to_the_bit(kind: str, precision: dict[str
     assert all(torch.equal(tensor, expected[key]) for key, tensor in tensors(tmp_path / "second").items())
 
 
+PLANNED: list[dict[str, Any]] = [
+    {},
+    {"tied_embeddings": False, "positions": "t5", "num_kv_heads": 1, "ffn": "gelu", "moe_every": 0},
+    {"latent": {"key_rank": 7, "rotary_size": 4, "value_size": 5}},
+    {"latent": {"key_rank": 7, "query_rank": 9, "rotary_size": 2}, "moe_every": 0},
+]
+
+
 @pytest.mark.parametrize("kind", ["adamw", *KINDS])
-@pytest.mark.parametrize("dense", [False, True])
-def test_the_planner_counts_the_bytes_that_an_optimizer_keeps(kind: str, dense: bool) -> None:
-    more = {"tied_embeddings": False, "positions": "t5", "num_kv_heads": 1, "ffn": "gelu"} if dense else {}
-    model = BASE["model"] | more | ({"moe_every": 0} if dense else {})
+@pytest.mark.parametrize("more", PLANNED, ids=["sparse", "dense", "latents", "latents of queries"])
+def test_the_planner_counts_the_bytes_that_an_optimizer_keeps(kind: str, more: dict[str, Any]) -> None:
+    model = BASE["model"] | more
     run = check_run(Run.model_validate(BASE | {"model": model, "optimizer": {"kind": kind}}), 1)
     module, layouts = build(run, Mesh.of(run.mesh_degrees()), device=CPU)
     rule, held = optimizer_of(run.optimizer), {"dense": [0, 0], "expert": [0, 0]}
