@@ -52,16 +52,17 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
     if layer in model.layers_with_experts():
         ffn, one_expert = experts.ffn or model.ffn, expert_size(model, experts)
         num_experts = experts.of_layer(model.layers_with_experts().index(layer))
+        chosen = min(router.spec.num_choices, num_experts)  # the others cost nothing
         products += _ffn(model.d_model, (experts.shared_d_ff or experts.d_ff or model.d_ff) * experts.shared, ffn) + (
             model.d_model if experts.shared_gate else 0
         )
         products += one_expert + 2 * model.d_model if experts.residual else 0
         products += model.d_model * (num_experts + experts.free) * (2 if router.spec.noise == "noisy_top_k" else 1)
-        products += router.spec.num_choices * one_expert
+        products += chosen * one_expert
         products += num_experts * model.d_model if experts.biases else 0  # what stands behind w2: a product with the gates
-        vectors += router.spec.num_choices * expert_vectors(model, experts)
+        vectors += chosen * expert_vectors(model, experts)
         vectors += num_experts + experts.free if router.spec.logits == "affine" else 0
-        idle = (num_experts - router.spec.num_choices) * (one_expert + expert_vectors(model, experts))
+        idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
     first = model.kind == "decoder" or layer in (0, model.decoder_begins)  # of its half: the others share its bias
@@ -150,7 +151,7 @@ def counted_training(run: sections.Run) -> float:
     m = run.model
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
     width = core_width(m)
-    for layer in range(m.num_layers):
+    for layer in range(m.num_layers + m.ahead):
         keys = min(m.window_of(layer) or m.max_length, m.max_length)
         counted += 3 * (4.0 * keys * width - core_forward(m, layer=layer))
     return counted

@@ -170,7 +170,7 @@ class _Trace:
     def experts(self, name: str, module: Any) -> None:
         spec, length = self.run.router.spec, self.run.model.max_length
         count, hidden = module.experts.num_experts, module.experts.d_ff
-        slots = max(1, math.ceil((spec.capacity_factor or 1.0) * spec.num_choices * length / count))
+        slots = max(1, math.ceil((spec.capacity_factor or 1.0) * spec.num_choices * length / module.router.num_experts))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
         r = self.letter("experts", module.router.num_experts)  # with the choices that cost nothing
         gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", self.x)

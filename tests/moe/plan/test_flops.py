@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.model.transformer import Transformer, moe_layers
-from moe.plan.flops import Size, size
+from moe.plan.flops import Size, counted_training, size
 from moe.recipe import load as recipe
 from moe.recipe import sections
 
@@ -33,6 +33,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "router": {"preset": "mixtral", "logits": "affine"},
     },
     "experts that compute nothing": {"model": {"moe_every": 2}, "experts": {"d_ff": 20, "skip": 1, "zero": 2}},
+    "more choices than experts": {
+        "model": {"moe_every": 2},
+        "experts": {"num_experts": 2, "d_ff": 20, "skip": 1, "zero": 7},
+        "router": {"preset": "mixtral", "num_choices": 4},
+    },
     "windows, sinks": {
         "model": {"sliding_window": 5, "sliding_layers": (0, 3), "num_kv_heads": 2, "attention_sinks": True, "out_bias": True}
     },
@@ -70,7 +75,7 @@ def test_active_is_total_without_the_experts_that_a_token_does_not_choose(values
     idle = 0
     for layer in moe_layers(held):
         count = layer.experts.num_experts
-        idle += sum(p.numel() for p in layer.experts.parameters()) // count * (count - router.spec.num_choices)
+        idle += sum(p.numel() for p in layer.experts.parameters()) // count * max(0, count - router.spec.num_choices)
     assert found.total - found.active == idle
 
 
@@ -108,6 +113,16 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     attention = sum(4 * min(t + 1, window or L) * width for t in range(L) for window in windows) / L
     assert products(made, tokens, backward=False) == pytest.approx(2 * L * (found.forward - attention), rel=1e-9)
     assert products(made, tokens, backward=True) == pytest.approx(2 * L * (found.training - 3 * attention), rel=1e-9)
+
+
+def test_a_depth_ahead_is_counted_as_a_layer_the_head_and_a_product() -> None:
+    """As speeds are published: with whole squares of attention."""
+    tiny = {"d_model": 24, "num_heads": 4, "d_ff": 40, "max_length": L, "vocab_size": V, "moe_every": 0}
+    ahead, deeper = (
+        recipe.build_run({"model": tiny | more, "data": {"tokenizer": "ids", "vocab_size": V}})
+        for more in ({"num_layers": 2, "ahead": 1}, {"num_layers": 3})
+    )
+    assert counted_training(ahead) - counted_training(deeper) == 6 * (2 * 24 * 24 + V * 24)
 
 
 def test_top_2_of_half_as_wide_experts_costs_what_dense_costs_but_for_the_router() -> None:

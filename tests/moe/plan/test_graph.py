@@ -91,6 +91,13 @@ def test_layers_that_differ_have_letters_of_their_own() -> None:
     assert made.named["layers.1.moe.dispatch"].rule != made.named["layers.3.moe.dispatch"].rule
 
 
+def test_slots_are_shared_with_choices_that_cost_nothing() -> None:
+    """As the router has them (moe/router/capacity.py)."""
+    router = {"preset": "mixtral", "capacity_factor": 1.5}
+    made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
+    assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(1.5 * 2 * L / 6)}
+
+
 def test_a_part_reads_what_came_before_as_an_input() -> None:
     made = graph(MODELS["experts"])
     part = made.part(range(1, 3))
