@@ -15,6 +15,7 @@ Biases are added to the pre-activations of a block; in padding rows they leave w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -186,7 +187,8 @@ class _Network(torch.autograd.Function):
         grad_b1, grad_b3 = (None if bias is None else _bias_gradient_of(bias) for bias in ctx.biases)
         euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
         owed, parts = owed_for(*(w for w in ctx.weights if w is not None)), list[_Part]()
-        grads = [None] * 3 if owed is not None else _gradients(ctx.weights, rows)
+        trained = [w if needed else None for w, needed in zip(ctx.weights, ctx.needs_input_grad[2:5], strict=True)]
+        grads = [None] * 3 if owed is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
             mask = None if mask_QF is None else mask_QF[b.padded]
@@ -216,8 +218,7 @@ class _Network(torch.autograd.Function):
             if owed is None:
                 x = _times(x, gate)
                 _weight_gradient(x, grad_h, grads[0], b)
-                if grad_g is not None:
-                    _weight_gradient(x, grad_g, grads[2], b)
+                _weight_gradient(x, grad_g, grads[2], b)
             else:
                 parts.append(_Part(b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
@@ -244,15 +245,14 @@ def _put_off(owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gat
             grad_y, x = (_times(_gather(source, rows, b), gate) for source in (grad_out, x_ND))
             _weight_gradient(a, grad_y, grads[1], b)
             _weight_gradient(x, grad_h, grads[0], b)
-            if grad_g is not None:
-                _weight_gradient(x, grad_g, grads[2], b)
+            _weight_gradient(x, grad_g, grads[2], b)
         return grads[:2] if weights[2] is None else grads
 
     owed.add(tuple(w for w in weights if w is not None), compute)
 
 
-def _gradients(weights: _Matrices, rows: Rows) -> list[Tensor | None]:
-    """Memory for the weights' gradients, in gradient dtypes. Experts without rows get zeros, not None, so that nothing waits for them."""
+def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
+    """Memory for these weights' gradients, in gradient dtypes. Experts without rows get zeros, not None, so that nothing waits for them."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -332,9 +332,10 @@ def _multiply(rows_QI: Tensor, weights_nIO: Tensor, out_QO: Tensor) -> None:
         torch.bmm(rows_QI.view(n, -1, rows_QI.shape[1]), weights_nIO, out=out_QO.view(n, -1, out_QO.shape[1]))
 
 
-def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor, out_EIO: Tensor | None, b: Block) -> None:
-    """rows^T grad for each of the block's experts, written into `out_EIO`; cast there if the dtypes differ."""
-    assert out_EIO is not None
+def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor | None, out_EIO: Tensor | None, b: Block) -> None:
+    """rows^T grad for each of the block's experts, written into `out_EIO`, in its dtype. None: of a frozen weight, or of none."""
+    if grad_QO is None or out_EIO is None:
+        return
     n, out_nIO = b.last - b.first, out_EIO[b.first : b.last]
     left_nIQ, right_nQO = rows_QI.view(n, b.each, -1).transpose(1, 2), grad_QO.view(n, b.each, -1)
     if out_EIO.dtype != rows_QI.dtype:

@@ -103,7 +103,7 @@ class LatentAttention(nn.Module):
         self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None
     ) -> Tensor:
         size = self.size
-        up = rearrange(self.kv_up.weight.to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
+        up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
         kept = torch.cat([latent.unsqueeze(1), turned], dim=3)  # values, too, but for the last channels of what comes out

@@ -44,7 +44,8 @@ class Linear(nn.Module):
         out_size, in_size = self.weight.shape
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
-    def _read(self, dtype: torch.dtype) -> Tensor:
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """What x of this dtype is multiplied with: the weight, or with adapters W'."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
@@ -52,7 +53,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.weight)
-        weight = self._read(x.dtype)
+        weight = self.read(x.dtype)
         return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
 
 
@@ -66,9 +67,12 @@ class _LinearFp32(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
+        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
         dtype = gradient_dtype(ctx.weight)
         later = gradient_or_later(ctx.weight, lambda: (grad_TO.flatten(0, -2).t() @ x_TI.flatten(0, -2).float()).to(dtype))
-        return (grad_TO @ weight_OI.float()).to(x_TI.dtype), later
+        return grad_x, later
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 _ADAPTER = re.compile(r"lora_[ab]|w[123]_[ab]")
 # modules by path, of each target
 TARGETS = {
-    "attention": r"layers\.\d+\.(attention|cross)\.(q|k|v|out)",
+    "attention": r"layers\.\d+\.(attention|cross)\.(q|k|v|out|(q|kv)_(down|up))",
     "dense": r"layers\.\d+\.(ffn|moe\.shared|moe\.residual)\.w[123]",
     "experts": r"layers\.\d+\.moe\.experts",
 }

@@ -261,18 +261,21 @@ class _Scores(torch.autograd.Function):
         weight = weight_VD.to(x_ND.dtype)
         # runs are added up in fp32 at least, also where an engine has gathered the weight in 16 bits
         wide = torch.promote_types(ctx.dtype, torch.float32) if ctx.chunks > 1 else ctx.dtype
-        grad_x, grad_weight = torch.empty_like(x_ND), torch.zeros_like(weight_VD, dtype=wide)
+        grad_x = torch.empty_like(x_ND)
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         for run in _runs(len(x_ND), ctx.chunks):
             logits = F.linear(x_ND[run], weight).to(scores.dtype)
             logits.sub_(scores[0, run].unsqueeze(1)).exp_().mul_(grad_2N[0, run].unsqueeze(1))
             logits.scatter_add_(1, row_N[run].unsqueeze(1), (grad_2N[1, run] * here_N[run]).unsqueeze(1))
             grad_logits = logits.to(x_ND.dtype)
             torch.mm(grad_logits, weight, out=grad_x[run])
+            if grad_weight is None:
+                continue
             if grad_weight.dtype == x_ND.dtype:
                 grad_weight.addmm_(grad_logits.t(), x_ND[run])
             else:
                 grad_weight += grad_logits.t() @ x_ND[run]
-        return grad_x, grad_weight.to(ctx.dtype), None, None, None
+        return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None
 
 
 def _runs(count: int, chunks: int) -> list[slice]:

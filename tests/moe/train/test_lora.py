@@ -14,15 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe.checks.together import check_run
+from moe.kernels.grouped import grouped_ffn
 from moe.model.transformer import Transformer
+from moe.nn.linear import linear_fp32
 from moe.nn.lora import adapt, freeze, is_adapter, merged
 from moe.nn.lora import trained as trained_of
+from moe.nn.vocabulary import summed_loss
 from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
-from moe.recipe.sections import Experts, Lora, Model, Router, Run
+from moe.recipe.sections import Experts, Latent, Lora, Model, Router, Run
 from moe.train.adapters import whole
+from moe.train.decode import Cached
 from moe.train.restore import restore
 from moe.verify.cases import Case
 from moe.verify.compare import compare
@@ -72,9 +78,17 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         assert farthest(ran[0], Adapted(case.model, "ddp", 1, 1, 1, "fp32", targets=case.targets)) < 1e-5, case.layout
 
 
-@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
-def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.dtype) -> None:
-    sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu")
+LATENT = Latent(key_rank=10, query_rank=14, rotary_size=4, value_size=5)
+
+
+@pytest.mark.parametrize(
+    ("compute_dtype", "latent"),
+    [(torch.float32, Latent()), (torch.bfloat16, Latent()), (torch.float32, LATENT)],
+    ids=["fp32", "bf16", "latents"],
+)
+def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.dtype, latent: Latent) -> None:
+    """Also where a text is continued, which reads latents' matrices in another way."""
+    sizes = Model(num_layers=2, d_model=24, num_heads=4, d_ff=20, max_length=9, moe_every=2, ffn="swiglu", latent=latent)
     parts: Any = (sizes, Experts(num_experts=4, shared=1), Router(preset="mixtral"))
     model = Transformer(*parts, vocab_size=31, compute=compute_dtype).eval()
     base = {name: value.clone() for name, value in model.state_dict().items()}
@@ -85,6 +99,8 @@ def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.
         freeze(model)
         adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         assert adapters.keys() == trained_of(dict(model.named_parameters())) and not adapters.keys() & base.keys()
+        plain = {name for name, w in base.items() if w.dim() > 1 and ".attention." in name}
+        assert plain == {name for name in base if ".attention." in name and f"{name.removesuffix('.weight')}.lora_a" in adapters}
         generator = torch.Generator().manual_seed(2)
         for name, p in adapters.items():
             zero = name.endswith("lora_b") or name.endswith("_b") and ".experts." in name
@@ -101,6 +117,8 @@ def test_at_first_it_is_the_base_and_merged_it_is_the_same(compute_dtype: torch.
         assert not torch.allclose(unmerged, before, atol=0.1)
         exact = compute_dtype == torch.float32
         torch.testing.assert_close(alone(tokens_BL).logits_BLV, unmerged, rtol=0 if exact else 0.05, atol=1e-6 if exact else 0.1)
+        if exact:
+            torch.testing.assert_close(Cached(model)(tokens_BL, 0), unmerged[:, -1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +202,26 @@ def test_another_alpha_is_another_function() -> None:
     one = Adapted("dense", "ddp", 1, 1, 1, "fp32", targets=("attention", "dense")).run()
     other, none = (one.model_copy(update={"lora": one.lora.model_copy(update=values)}) for values in ({"alpha": 9.0}, {"rank": 0}))
     assert [change.key for change in function_changes(one, other)] == ["lora.alpha"] and not function_changes(one, none)
+
+
+def test_a_frozen_weight_costs_no_gradient() -> None:
+    """FLOPs of the backward pass where products are no torch's own: that of x alone, which is the same to the bit."""
+    rows_RD, gate, weight = (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) for shape in ((9, 6), (9,), (11, 6)))
+    w1, w2, w3 = (torch.randn(3, *shape, generator=torch.Generator().manual_seed(2)) for shape in ((6, 10), (10, 6), (6, 10)))
+    targets = torch.arange(9).unsqueeze(0)
+    uses: dict[str, tuple[Any, tuple[Tensor, ...], float]] = {
+        "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], *w, counts=[2, 0, 7], ffn="swiglu"), (w1, w2, w3), 1 / 2),
+        "head": (lambda x, w: summed_loss(x.unsqueeze(0).bfloat16(), targets, w, chunks=2), (weight,), 2 / 3),
+        "router": (linear_fp32, (weight,), 1 / 2),
+    }
+    for name, (use, weights, share) in uses.items():
+        found: list[tuple[int, Tensor]] = []
+        for trained_too in (True, False):
+            x = rows_RD.clone().requires_grad_()
+            out = use(x, *(w.clone().requires_grad_(trained_too) for w in weights)).sum()
+            with FlopCounterMode(display=False) as flops:
+                out.backward()
+            assert x.grad is not None
+            found.append((flops.get_total_flops(), x.grad))
+        assert torch.equal(found[0][1], found[1][1]), name
+        assert found[1][0] == pytest.approx(share * found[0][0]), name
