@@ -43,6 +43,9 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
         model |= {"sliding_window": min(run.model.sliding_window, _WINDOW), "sliding_layers": _sliding_layers(run)}
     if run.experts.shared_d_ff is not None:
         experts["shared_d_ff"] = 12
+    model["ahead"] = min(run.model.ahead, 2)
+    if run.model.latent.key_rank is not None:
+        model["latent"] = _latent(run)
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
@@ -61,6 +64,17 @@ def _sliding_layers(run: Run) -> tuple[int, ...] | None:
     """One of the two layers, where the recipe has layers with a window and layers without."""
     slide = run.model.sliding_layers
     return None if slide is None or len(slide) == run.model.num_layers else (min(layer % 2 for layer in slide),)
+
+
+def _latent(run: Run) -> dict[str, Any]:
+    """Sizes that differ from each other and from a head's 6 channels; which of them are given is a choice."""
+    given = run.model.latent
+    return {
+        "key_rank": 10,
+        "query_rank": None if given.query_rank is None else 14,
+        "rotary_size": 4,
+        "value_size": None if given.value_size in (None, run.model.latent_sizes.content) else 5,
+    }
 
 
 def _router(run: Run) -> dict[str, Any]:

@@ -55,6 +55,15 @@ def test_a_small_recipe_keeps_windows_and_tells_of_adapters(tmp_path: Path) -> N
         assert said[0].startswith("not compared: lora.rank 4")
 
 
+def test_a_small_recipe_has_small_latents_and_few_further_tokens(tmp_path: Path) -> None:
+    """DeepSeek-V3's own sizes, of which none may stay."""
+    latent = "latent: {key_rank: 512, query_rank: 1536, rotary_size: 64, value_size: 128}"
+    (tmp_path / "mine.yaml").write_text(f"extends: published/deepseek_v3\nmodel: {{num_kv_heads: null, ahead: 16, {latent}}}\n")
+    model = recipe_cases(str(tmp_path / "mine.yaml"), 1)[0][0].run().model
+    assert (model.latent.key_rank, model.latent.query_rank, model.latent.rotary_size, model.latent.value_size) == (10, 14, 4, None)
+    assert model.latent_sizes.content == 6 and model.ahead == 2
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
