@@ -47,7 +47,7 @@ def _widths(run: Run) -> dict[str, int]:
     """The number of hidden units that a rank holds, by kind of network."""
     m, x, sparse = run.model, run.experts, run.model.layers_with_experts()
     units = x.d_ff or m.d_ff
-    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.dense_parts()} if len(sparse) < m.num_layers else {}
+    widths = {f"model.d_ff{_split(run)}": m.d_ff // run.dense_parts()} if len(sparse) < m.num_layers or m.ahead else {}
     if sparse:
         split = f" / degrees.etp={run.degrees.etp}" if run.degrees.etp > 1 else ""
         widths[f"the experts' d_ff{split}"] = units // max(1, run.degrees.etp)  # a width below 1 is refused with the other degrees

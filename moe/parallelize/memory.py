@@ -12,7 +12,7 @@ from moe.model.transformer import Block, Transformer, embedding_as_module
 from moe.recipe import sections
 from parallel.tensor.style import fits
 
-TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual")
+TILED = ("layers.*.ffn", "layers.*.moe.experts", "layers.*.moe.shared", "layers.*.moe.residual", "ahead.*.block.ffn")
 VOCABULARY = ("embedding", "head")
 
 
@@ -20,9 +20,9 @@ def save_memory(model: Transformer, *, recompute: sections.Recompute | None = No
     """The same model, changed in place."""
     recompute, tiling = recompute or sections.Recompute(), tiling or sections.Tiling()
     model.loss_chunks = recompute.loss_chunks
-    for number, block in enumerate(model.layers):
-        assert isinstance(block, Block)
-        block.recompute = recompute.of_layer(number)
+    for block in model.modules():
+        if isinstance(block, Block):  # those of further tokens too, whose numbers go on
+            block.recompute = recompute.of_layer(block.layer)
     if tiling.head > 1:
         embedding_as_module(model)
         _tile(model, VOCABULARY, tiling.head)

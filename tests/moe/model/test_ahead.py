@@ -14,12 +14,14 @@ import torch
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
+from moe.parallelize.memory import save_memory
 from moe.recipe.load import build_run
-from moe.recipe.sections import Experts, Model, Router, Run
+from moe.recipe.sections import Experts, Model, Recompute, Router, Run, Tiling
 from moe.verify.cases import Case
 from moe.verify.compare import compare
 from moe.verify.layouts import compute, run_world
 from moe.verify.twin import reference
+from parallel.data.tiling import Tiled
 from parallel.errors import BadInput
 
 
@@ -36,7 +38,7 @@ class Further(Case):
     "case",
     [
         Further("gshard", "ddp", 1, 1, 3, "fp32", padded=True),  # tied, T5's positions, dropout, unequal micro-batches
-        Further("dense", "ddp", 1, 1, 1, "fp32", ahead=1, head_tiles=3, chunks=7, recompute="full"),
+        Further("dense", "ddp", 1, 1, 1, "fp32", ahead=1, tiles=5, head_tiles=3, chunks=7, recompute="full"),
     ],
     ids=["tied", "tiles"],
 )
@@ -47,7 +49,7 @@ def test_ten_steps_are_the_plain_twins(case: Further) -> None:
 
 def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
     twin = Further("deepseek", "ddp", 1, 1, 1, "fp32")
-    cases: list[Case] = [Further("deepseek", "ddp", 2, 2, 3, "fp32"), Further("deepseek", "fsdp", 2, 1, 1, "fp32")]
+    cases: list[Case] = [Further("deepseek", "ddp", 2, 2, 3, "fp32"), Further("deepseek", "fsdp", 2, 1, 1, "fp32", "full", tiles=5)]
     for case, ran in run_world(cases, 2):
         assert not isinstance(ran, str), (case.layout, ran)
         assert max(compare(ran[0], reference(twin)).values()) < 1e-5, case.layout
@@ -69,11 +71,24 @@ def test_evaluation_and_the_loss_that_is_told_leave_it_out() -> None:
     assert torch.equal(*(model.eval()(inputs).logits_BLV for model in (with_it, without)))
 
 
+def test_what_saves_memory_reaches_its_blocks() -> None:
+    with torch.device("meta"):
+        model = Transformer(Model(num_layers=3, d_model=24, num_heads=4, d_ff=20, ahead=2), vocab_size=31)
+    save_memory(model, recompute=Recompute(kind="full", every=2), tiling=Tiling(ffn=5))
+    blocks = [*model.layers, *(depth.block for depth in model.ahead)]  # type: ignore[union-attr]
+    assert [block.recompute for block in blocks] == ["full", "none", "full", "none", "full"]
+    assert all(isinstance(block.ffn, Tiled) for block in blocks)
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"model": {"ahead_weight": 0.5}}, "model.ahead_weight: got 0.5 with model.ahead=0"),
         ({"model": {"ahead": 16, "max_length": 16}}, "model.ahead: got 16, needed less than model.max_length=16"),
+        (
+            {"model": {"ahead": 1, "moe_every": 1, "d_ff": 20}, "experts": {"d_ff": 24}, "tiling": {"ffn": 3}},
+            "tiling.ffn: got 3, needed a divisor of model.d_ff=20",
+        ),
         ({"model": {"ahead": 1}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with model.ahead=1"),
         ({"model": {"ahead": 1}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with model.ahead=1"),
         ({"model": {"ahead": 1}, "degrees": {"dp": 1, "sp": 2}}, "degrees.sp: got 2 with model.ahead=1"),
