@@ -5,7 +5,8 @@
     h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has a proj, block and norms
 
 The loss of all depths, their mean times `model.ahead_weight`, joins the backward pass where h0 is, as routers' losses do, and is a mean
-over the tokens that are read. A block here is dense. Evaluation, generation and export of texts leave all of it out.
+over the tokens that are read. A block here is dense. Evaluation and generation leave all of it out, and no family of
+transformers has it, so such a run is not exported.
 """
 
 from __future__ import annotations

@@ -130,6 +130,9 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     longest = config.get("max_position_embeddings", run.model.max_length)
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(key):
+            said.append(f"{key} is {config[key]}: what predicts further tokens does not come along; it changes no text")
     verb = "eval" if run.model.kind == "encoder_decoder" else "generate"
     return [f"{family.architecture}: {source} -> {out}, {len(shapes)} tensors", *said, f"go on with: moe {verb} {out}"]
 

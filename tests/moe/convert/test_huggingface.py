@@ -114,6 +114,18 @@ def test_a_run_without_its_config_is_written_as_its_family(family: str, tmp_path
     assert torch.equal(logits(again), logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a").eval()))
 
 
+def test_layers_that_predict_further_tokens_stay_behind(tmp_path: Path) -> None:
+    """Said where the files have none of them; files that have are refused."""
+    made(tmp_path / "a", "DeepseekV3")
+    config, weights = tmp_path / "a/config.json", tmp_path / "a/model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    said = to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    assert sum(line.startswith("num_nextn_predict_layers is 1: ") for line in said) == 1
+    save_file(load_file(weights) | {"model.layers.2.eh_proj.weight": torch.ones(24, 48)}, weights)
+    with pytest.raises(BadInput, match=r"model\.layers\.2\.eh_proj"):
+        to_run(tmp_path / "a", tmp_path / "other", overrides={})
+
+
 def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, which stays bf16; the index file is not needed; many files come back as many."""
     theirs = made(tmp_path / "a", "Qwen3Moe", dtype=torch.bfloat16, max_shard_size="20KB")
