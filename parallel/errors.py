@@ -18,7 +18,7 @@ class BadInput(ValueError):
 
     def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix
-        super().__init__(plain(" ".join(f"{_cut(what)}: got {_cut(got)}, needed {needed}; fix: {fix}".split())))
+        super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got)}, needed {needed}; fix: {fix}".split())))
 
 
 def plain(text: str) -> str:
@@ -34,7 +34,8 @@ def harmless(text: str) -> bool:
     return text.isprintable() or not any(c in _TURNS or unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
-def _cut(shown: object) -> str:
+def cut(shown: object) -> str:
+    """What is shown of it where it is long."""
     text = str(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
@@ -60,4 +61,5 @@ def where(error: BaseException) -> str:
     """The innermost line of a program that raised it, "my_train.py, line 12", and what it said."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}".replace("\n", " ")
+    said = cut(f"{type(error).__name__}: {error}")
+    return f"{said}{place}".replace("\n", " ")

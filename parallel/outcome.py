@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from parallel.collectives import largest, sum_over
-from parallel.errors import BadInput, where
+from parallel.errors import BadInput, cut, where
 from parallel.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 2000  # bytes of a line
+_LONGEST = 40_000  # bytes of a line: four fields as cut() leaves them, each character up to 12 bytes of JSON
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):
-            return json.dumps([error.what, str(error.got), error.needed, error.fix])
+            return json.dumps([cut(part) for part in (error.what, error.got, error.needed, error.fix)])
         return json.dumps([what, where(error), "no exception", "mend it"])
 
     outcome = agree(work, world, said=said)
@@ -73,7 +73,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 def _told(mine: str, world: Axis) -> str:
     """The one line that is not empty, on every rank. Collective."""
     nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
-    text = mine.encode()[:_LONGEST]
+    text = mine.encode(errors="backslashreplace")[:_LONGEST]  # half a character has no bytes
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")
