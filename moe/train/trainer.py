@@ -79,10 +79,11 @@ def train(
     """
     world = world or process.read_environment()
     check_allowed(allow_changes)
-    check_trackers(run.train.trackers)
     run = (own := Own(callbacks, data, optimizer)).named_in(run)
     asked, run = run, check_run(run, world.size)
     process.start(world, timeout_s=run.train.timeout_s)
+    if run.train.trackers:  # imported on the first rank alone
+        of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
     check_precision(run, world)

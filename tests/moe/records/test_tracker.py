@@ -79,3 +79,12 @@ def test_one_that_is_not_installed_or_named_twice_is_refused_before_anything(hom
         (line,) = trained.train(trained.recipe(home, train={"trackers": trackers}), tmp_path / "run")
         assert line.startswith("train.trackers: got ") and said in line
     assert not (tmp_path / "run").exists()
+
+
+def test_it_is_the_first_rank_that_must_have_it(told: dict[str, list[Any]], home: Path, tmp_path: Path) -> None:
+    def without(missing: int) -> list[Any]:
+        lose = lambda rank: sys.modules.pop("wandb") if rank == missing else None  # noqa: E731
+        return trained.train(trained.recipe(home, train={"steps": 1, "trackers": ["wandb"]}), tmp_path / "run", ranks=2, before=lose)
+
+    assert all("pip install wandb" in line for line in without(0))
+    assert [summary["steps"] for summary in without(1)] == [1, 1]
