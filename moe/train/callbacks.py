@@ -60,7 +60,7 @@ class Now:
         return self.run.train.steps
 
     def stop(self, reason: str = "") -> None:
-        """End the run after this step, on all ranks: it is saved and evaluated, and `train` returns its summary."""
+        """End the run after this step (or before the first), on all ranks: it is saved and evaluated, and `train` returns its summary."""
         self.asked.append(reason)
 
 
@@ -117,7 +117,8 @@ class Callbacks:
 
 
 def _overridden(callback: Callback) -> list[str]:
-    return [event for event in EVENTS if getattr(type(callback), event) is not getattr(Callback, event)]
+    """A method of its class, or a function that was set on the object."""
+    return [event for event in EVENTS if getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)]
 
 
 def check(each: object) -> None:

@@ -26,7 +26,8 @@ def finish(job: Job) -> dict[str, Any]:
     run, world = job.run, job.mesh.axis("world")
     before = None if job.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
-        job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
+        if job.counters.step == run.train.steps:  # else a callback stopped this life before its first step
+            job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
         job.progress.close(before)
         return before
     if not job.evaluated:  # an earlier life made the last step, then died before the summary

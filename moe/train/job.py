@@ -61,7 +61,7 @@ class Job:
     callbacks: Callbacks | None = None  # of a rehearsal there are none
     code: dict[str, str] = field(default_factory=dict)  # hashes of the parts that the recipe names, by key
     own_data: bool = False  # samples that a user's program makes: what it raises on one rank ends all of them
-    saved_at: int | None = None  # the step whose checkpoint was begun last
+    saved_at: int | None = None  # the step whose checkpoint was begun last, or gone on from
     told_saved: int | None = None  # the step of the last one that callbacks know of
     evaluated_at: int | None = None
     base: dict[str, str] | None = None  # of a run of adapters, what its checkpoints say of the other weights

@@ -175,6 +175,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         callbacks=callbacks,
         code=asked.code,
         own_data=run.data.is_own,
+        saved_at=None if found is None else counters.step,
         base=described(base) if base is not None and run.lora.rank else None,
     )
 

@@ -139,12 +139,12 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))
-        if job.stopped is not None:
-            _end_early(job)
         if flags and not last:
             job.records.write({"kind": "event", "event": "stopped", "step": counters.step})
             job.progress.note(f"stopped by a signal at step {counters.step}; the same command goes on from here")
             raise Stopped
+    if job.stopped is not None and counters.step < run.train.steps:
+        _end_early(job)
 
 
 def _end_early(job: Job) -> None:
@@ -155,7 +155,7 @@ def _end_early(job: Job) -> None:
     job.saver.settle()
     _tell_saved(job)
     if job.evaluated_at != step:
-        evaluate(job)
+        evaluate(job, record=not was_evaluated(job))
     job.records.write({"kind": "event", "event": "stopped", "step": step, "by": job.stopped})
     job.progress.note(f"stopped at step {step} by {job.stopped}; started again, the run goes on from here")
 

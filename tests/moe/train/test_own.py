@@ -18,7 +18,9 @@ from moe import Callback
 from moe.data import open_data
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
+from moe.data.given import open_given
 from moe.recipe.sections import Run
+from moe.train import trainer
 from moe.train.callbacks import Now
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
@@ -81,6 +83,9 @@ class Stops(Callback):
         if (now.rank, event, now.step) == (self.rank, self.event, self.step):
             now.stop("enough")
 
+    def on_train_begin(self, now: Now) -> None:
+        self._at("begin", now)
+
     def on_step_end(self, now: Now) -> None:
         self._at("step", now)
 
@@ -88,17 +93,38 @@ class Stops(Callback):
         self._at("evaluate", now)
 
 
-@pytest.mark.parametrize(("event", "rank"), [("step", 1), ("evaluate", 0)])
-def test_a_stop_saves_and_a_start_goes_on_as_if_there_had_been_none(event: str, rank: int, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("event", "rank", "step"), [("step", 1, 3), ("evaluate", 0, 3), ("begin", 1, 0)])
+def test_a_stop_saves_and_a_start_goes_on_as_if_there_had_been_none(event: str, rank: int, step: int, home: Path, tmp_path: Path) -> None:
     run = sparse(home, train={"steps": 5, "eval_every": 3, "save_every": 0})
-    found = trained.train(run, tmp_path / "run", ranks=2, own=lambda here: {"callbacks": [Stops(rank, event, 3)]})
-    assert [summary["steps"] for summary in found] == [3, 3]
-    assert trained.checkpoints(tmp_path / "run") == [3]
-    assert ("stopped", 3) in trained.events(tmp_path / "run") and len(trained.lines(tmp_path / "run", "eval")) == 1
+    found = trained.train(run, tmp_path / "run", ranks=2, own=lambda here: {"callbacks": [Stops(rank, event, step)]})
+    assert [summary["steps"] for summary in found] == [step, step]
+    assert trained.checkpoints(tmp_path / "run") == [step]
+    assert ("stopped", step) in trained.events(tmp_path / "run") and len(trained.lines(tmp_path / "run", "eval")) == 1
     (again, _) = trained.train(run, tmp_path / "run", ranks=2)
     assert again["steps"] == 5
     trained.train(run, tmp_path / "unbroken", ranks=2)
     assert trained.losses(tmp_path / "run") == trained.losses(tmp_path / "unbroken")
+
+
+def test_a_stop_of_what_is_saved_saves_nothing_again_and_one_at_the_last_step_is_none(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = sparse(home, train={"steps": 4, "save_every": 0})
+    for event, step in (("step", 3), ("begin", 3), ("step", 4)):
+        assert trainer.train(run, out=tmp_path / "run", callbacks=[Stops(0, event, step)])["steps"] == step
+    events = [event for event in trained.events(tmp_path / "run") if event[0] != "resumed"]
+    assert events == [("saved", 3), ("stopped", 3), ("stopped", 3), ("saved", 4)]
+    assert [line["step"] for line in trained.lines(tmp_path / "run", "eval")] == [3, 4]
+    said = capsys.readouterr().out
+    assert "raise train.steps" not in said and "stopped at step 4" not in said
+
+
+def test_what_is_set_on_a_callback_is_called(home: Path, tmp_path: Path) -> None:
+    heard: list[int] = []
+    one = Callback()
+    one.on_step_end = lambda now: heard.append(now.step)  # type: ignore[method-assign]
+    trained.train(sparse(home, train={"steps": 2}), tmp_path / "run", own=lambda rank: {"callbacks": [one]})
+    assert heard == [1, 2]
 
 
 class Raises(Callback):
