@@ -37,6 +37,7 @@ __all__ = [
     "Held",
     "MixedTrain",
     "MixedValidation",
+    "Stream",
     "Tokenizer",
     "TrainSet",
     "ValidationSet",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -79,12 +80,20 @@ class Stream:
         if self._at != first:
             if first:
                 self.say(f"data: reads {first:,} samples again, up to where the run stopped")
-            self._begin()
+            if self._at:  # else it has begun, and nothing is read
+                self._begin()
             for _ in range(first):
                 self._next()
         batch = [self._next() for _ in range(shard.num_sequences)]
         mine = batch[shard.sequences.start : shard.sequences.stop]
         return np.stack([self._row(at, sample) for at, sample in enumerate(mine, first + shard.sequences.start)])[:, shard.columns]
+
+    def first(self) -> Ints:
+        """The first sample, before any is read: it stays where it is."""
+        self._begin()
+        sample = self._next()
+        self._rows, self._at, self._read = chain([sample], self._rows), 0, 0
+        return self._row(0, sample)
 
     def _row(self, number: int, sample: Any) -> Ints:
         return row(sample, what=f"data, sample {number} of train", max_length=self.max_length, vocab_size=self.vocab_size)
@@ -165,9 +174,9 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
         key = _key(type(train).__qualname__, [], validation)
         return Given(Stream(train, max_length, vocab_size, say), GivenValidation(validation), key)
     if held is None:
-        kept_back = max(1, round(count * validation_share))
         if count < 2:
             raise BadInput("data", got=f"{count} samples", needed="at least 2, of which one is held out", fix="give more")
+        kept_back = min(count - 1, max(1, round(count * validation_share)))
         count -= kept_back
         validation = samples("train", train, count, kept_back)
     inside = samples("train", train, 0, count)

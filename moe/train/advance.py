@@ -22,7 +22,6 @@ from moe.train.step import accumulate, finish
 from moe.train.stream import stream
 from parallel.clip import GradientNorm
 from parallel.collectives import sum_over
-from parallel.outcome import of_all
 from parallel.pipeline.schedule import Schedule
 
 
@@ -106,5 +105,4 @@ def _schedule(job: Job, count: int) -> Schedule:
 
 
 def _batch(job: Job, step: int) -> Tensor:
-    read = partial(job.data.train.batch, step, job.shard)
-    return torch.from_numpy(of_all(read, job.mesh.axis("world"), what="data") if job.own_data else read()).to(job.world.device)
+    return torch.from_numpy(job.read(partial(job.data.train.batch, step, job.shard))).to(job.world.device)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
@@ -22,10 +22,13 @@ from moe.train.rebalance import Rebalancer
 from moe.train.state import Counters
 from parallel.data.engine import Engine
 from parallel.mesh import Mesh
+from parallel.outcome import of_all
 from parallel.pipeline.schedule import Schedule
 from parallel.precision import LossScale
 from parallel.process import World
 from parallel.saver import Saver
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -78,6 +81,10 @@ class Job:
     def stopped(self) -> str | None:
         """Why a callback has asked to stop, if one has."""
         return None if self.callbacks is None else self.callbacks.stopped
+
+    def read(self, samples: Callable[[], T]) -> T:
+        """What reading them gives. Raises BadInput on every rank where a user's own cannot be made on one. Collective for those."""
+        return of_all(samples, self.mesh.axis("world"), what="data") if self.own_data else samples()
 
     def tell(self, event: str, record: Mapping[str, Any]) -> None:
         """Call the callbacks. Collective where there are any."""

@@ -15,12 +15,17 @@ from typing import Any
 
 from moe.recipe.plugin import is_plugin, load_plugin
 from moe.recipe.sections import Optimizer
-from parallel.errors import BadInput
+from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
-    """What a user's own function makes of it. Raises BadInput for anything but a number of at least 0."""
-    share: Any = load_plugin("optimizer.schedule", name, arguments=2)(update, total)
+    """What a user's own function makes of it. Raises BadInput for anything but a number of at least 0, and for what it raises."""
+    function = load_plugin("optimizer.schedule", name, arguments=2)
+    try:
+        share: Any = function(update, total)
+    except Exception as error:
+        got, needed = f"{name}, which raised {where(error)}", f"the share of optimizer.lr at update {update} of {total}"
+        raise BadInput("optimizer.schedule", got=got, needed=needed, fix="mend it") from error
     if not isinstance(share, int | float) or not 0 <= share < math.inf:
         needed = f"the share of optimizer.lr at update {update} of {total}, a number from 0"
         raise BadInput("optimizer.schedule", got=f"{share!r} from {name}", needed=needed, fix="return one")

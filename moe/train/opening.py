@@ -32,7 +32,7 @@ from moe.train.callbacks import Callbacks
 from moe.train.executor import Executor, start_executor
 from moe.train.job import Job
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
-from moe.train.own import Own
+from moe.train.own import Own, the_same
 from moe.train.place import make_writable, set_aside
 from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
@@ -80,7 +80,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     check_base(run.lora.rank, source=source, found=found)
     base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
     resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)
-    data = open_data(
+    read = partial(
+        open_data,
         run.data,
         max_length=run.model.max_length,
         vocab_size=run.vocab_size,
@@ -89,6 +90,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         log=asked.say,
         given=asked.own.data,
     )
+    data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     prepare(run, asked.say)

@@ -6,18 +6,23 @@ and a start without them is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moe.data import Dataset, Stream
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of, optimizer_of
-from moe.recipe.plugin import load_plugin, source_of
+from moe.recipe.plugin import is_plugin, load_plugin, source_of
 from moe.recipe.sections import Run
 from moe.train.callbacks import Callback, check
+from moe.train.learning_rate import own_share
+from parallel.collectives import largest
 from parallel.errors import BadInput
-from parallel.mesh import Mesh
+from parallel.mesh import Axis, Mesh
 from parallel.optim.given import Factory, Given
+from parallel.outcome import of_all
 
 GIVEN = "given"
 # what the parts that a recipe names are called with (docs/use/plugins.md)
@@ -54,9 +59,12 @@ class Own:
 
     @staticmethod
     def code(run: Run) -> dict[str, str]:
-        """The parts that the recipe names, imported: SHA-256 of each one's file by its key. Raises BadInput."""
+        """The parts that the recipe names, imported, and a schedule tried: SHA-256 of each one's file by its key. Raises BadInput."""
         for key, value in run.plugins().items():
             load_plugin(key, value, arguments=ARGUMENTS[key])
+        decayed = run.train.steps - run.optimizer.warmup_steps
+        for update in (0, decayed // 2, decayed - 1) if is_plugin(run.optimizer.schedule) and decayed > 0 else ():
+            own_share(run.optimizer.schedule, update, decayed)
         return {key: source_of(value) for key, value in run.plugins().items()}
 
     def rule(self, run: Run, mesh: Mesh) -> Given | None:
@@ -67,3 +75,19 @@ class Own:
         assert isinstance(rule, Given)
         check_given(rule, run, whole_layouts(run), mesh)
         return rule
+
+
+def the_same(read: Callable[[], Dataset], world: Axis) -> Dataset:
+    """Samples of a user's program, opened. Collective. Raises BadInput on every rank where they cannot be on one, or are others there."""
+
+    def opened() -> tuple[Dataset, bytes]:
+        data = read()
+        first = data.train.first().tobytes() if isinstance(data.train, Stream) else b""  # those with [] are in the key
+        return data, data.key.encode() + first
+
+    data, what = of_all(opened, world, what="data")
+    seen = float(zlib.crc32(what))
+    if largest(seen, world) != -largest(-seen, world):
+        needed = "the same on every rank, which reads its own part of them"
+        raise BadInput("data", got="other samples on one rank than on another", needed=needed, fix="give every rank all samples")
+    return data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     run = job.run
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
-    held = job.data.validation.held(shard)
+    held = job.read(partial(job.data.validation.held, shard))
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
     loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     job.evaluated_at, job.evaluated = (

@@ -50,6 +50,7 @@ def twins() -> Any:
         twice=lambda scores, k: torch.zeros(len(scores), k, dtype=torch.int64),
         queue=lambda scores, k: (torch.arange(len(scores)) % scores.shape[1]).unsqueeze(1).expand(-1, k),
         below=lambda update, total: -1.0,
+        ends=lambda update, total: 1 / (total - 1 - update),
         fails=lambda groups: 1 / 0,
         without_run=lambda ep, kernels, *, network, placement: object(),
         three=lambda a, b, c: None,
@@ -80,6 +81,10 @@ def test_parts_by_name_train_as_those_built_in(home: Path, tmp_path: Path) -> No
         (
             {"optimizer": {"schedule": "twins:below", "warmup_steps": 0}},
             "got -1.0 from twins:below, needed the share of optimizer.lr at update 0",
+        ),
+        (
+            {"optimizer": {"schedule": "twins:ends", "warmup_steps": 2}},
+            "got twins:ends, which raised ZeroDivisionError: division by zero (test_plugin.py, line",
         ),
         ({"router": {"score": "twins:negative"}}, "needed scores [7, 4] in float32, each 0 or more"),
         ({"router": {"score": "twins:flat"}}, "got scores without a gradient"),

@@ -240,6 +240,7 @@ class Broken(list[list[int]]):
     ("data", "said"),
     [
         (Broken([[1, 2]] * 15), "data, sample 7 of train: got OSError: the disk is gone"),
+        ({"train": [[1, 2]] * 9, "validation": Broken([[1, 2]] * 8)}, "data, sample 7 of validation: got OSError: the disk is gone"),
         ([[1, 2], [3, 300]] * 8, "got the id 300, needed ids from 0 to 255; fix: set data.vocab_size to at least 301"),
         ([[1] * 14] * 8, "got 14 ids, needed 2 to model.max_length + 1 = 13; fix: cut it, or set model.max_length to 13"),
         ([[[1, 2], [3, 4]]] * 8, "fix: give one sequence of token ids for each sample, not a batch of them"),
@@ -252,9 +253,27 @@ class Broken(list[list[int]]):
     ],
 )
 def test_samples_that_are_none_are_refused_on_every_rank_in_one_line(data: Any, said: str, home: Path, tmp_path: Path) -> None:
-    ranks = 2 if isinstance(data, Broken) else 1  # one rank reads what the other does not
+    ranks = 2 if "the disk" in said else 1  # one rank reads what the other does not
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=ranks, own=lambda rank: {"data": data})
     assert len(set(lines)) == 1 and said in lines[0] and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("form", ["indexable", "iterable"])
+def test_other_samples_on_one_rank_than_on_another_are_refused_on_all(form: str, home: Path, tmp_path: Path) -> None:
+    rows = [[n, n + 1, n + 2] for n in range(20)]
+
+    def data(rank: int) -> dict[str, Any]:
+        return {"data": rows[rank::2] if form == "indexable" else {"train": _Iterable(rows[rank:]), "validation": rows[:5]}}
+
+    lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=2, own=data)
+    assert len(set(lines)) == 1 and "got other samples on one rank than on another" in lines[0]
+
+
+@pytest.mark.parametrize(("count", "share"), [(2, 0.9), (9, 0.99), (9, 0.01)])
+def test_of_any_share_something_is_held_out_and_something_trained_on(count: int, share: float) -> None:
+    found = open_given([[1, 2, 3]] * count, max_length=4, vocab_size=5, validation_share=share, seed=0, say=print)
+    assert found.train.num_windows >= 1 and found.validation.windows.count >= 1  # type: ignore[union-attr]
+    assert found.train.num_windows + found.validation.windows.count == count  # type: ignore[union-attr]
 
 
 # --- the optimizer --------------------------------------------------------------------------------------------------------
