@@ -16,9 +16,9 @@ import torch
 
 from moe import Callback
 from moe.data import open_data
+from moe.data.given import open_given
 from moe.parallelize.build import whole_layouts
 from moe.parallelize.engines import check_given, given_of
-from moe.data.given import open_given
 from moe.recipe.sections import Run
 from moe.train import trainer
 from moe.train.callbacks import Now

@@ -208,8 +208,8 @@ def test_the_norm_in_the_records_is_the_one_before_clipping(home: Path, tmp_path
     stepped: list[float] = []
     start = opening.start_executor
 
-    def watched(*args: Any) -> Any:
-        executor = start(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        executor = start(*args, **options)
         engine = executor.engine
         step = engine.step
 
