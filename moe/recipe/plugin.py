@@ -20,11 +20,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from parallel.errors import BadInput, did_you_mean, where
 
-Plugin = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=200)]
+
+class _Spelled:
+    """How a recipe's reader checks such a name; who only uses a router as data needs no package that reads recipes."""
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.str_schema(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=200)
+
+
+Plugin = Annotated[str, _Spelled()]
 WORDS = "module:name of a part of your own"
 
 

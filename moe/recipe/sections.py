@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from moe.recipe.plugin import Plugin, is_plugin
 from moe.recipe.presets import PRESETS
@@ -25,6 +25,7 @@ from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is a list of one
 
 
 class Section(BaseModel):
@@ -536,7 +537,7 @@ class Lora(Section):
 
     rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A in the place of W; 0: none, and everything is trained")
     alpha: float = Field(16.0, gt=0)
-    targets: tuple[Literal["attention", "experts", "dense"], ...] = Field(
+    targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = Field(
         ("attention",), description="whose matrices; dense: networks that are no experts, shared and residual ones too"
     )
 
@@ -567,13 +568,7 @@ class Train(Section):
     sample_tokens: int = Field(160, ge=0, description="of a text that the model writes after the last step; 0: none")
     measure_speed: bool = Field(True, description="after the last step: plain matrix products, for the share of their speed")
     report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
-    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field((), description="beside TensorBoard")
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _one(cls, value: Any) -> Any:
-        """A name alone is a list of one."""
-        return (value,) if isinstance(value, str) else value
+    trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = Field((), description="beside TensorBoard")
 
 
 class Run(Section):

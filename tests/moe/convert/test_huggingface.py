@@ -387,11 +387,13 @@ def test_a_run_on_ids_comes_without_a_tokenizer(tmp_path: Path, monkeypatch: pyt
     to_run(tmp_path / "a", tmp_path / "run", overrides={})
     shutil.rmtree(tmp_path / "run/huggingface")
 
-    def of_ids(path: Path) -> Reader:
-        reader = Reader(path)
+    whole = convert.whole
+
+    def of_ids(path: Path) -> Any:
+        reader = whole(path)
         reader.state["tokenizer"] = Ids(290).describe()
         return reader
 
-    monkeypatch.setattr(convert, "Reader", of_ids)
+    monkeypatch.setattr(convert, "whole", of_ids)
     assert from_run(tmp_path / "run", tmp_path / "b")[1:] == ["no tokenizer.json: this run reads ids"]
     assert json.loads((tmp_path / "b/config.json").read_text())["eos_token_id"] is None

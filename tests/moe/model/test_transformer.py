@@ -280,13 +280,14 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
     torch.testing.assert_close(product[1:], [product[0]] * 2, rtol=1e-4, atol=1e-4)
 
 
-def test_rotarys_backward_is_its_derivative() -> None:
+@pytest.mark.parametrize("pairs", ["halves", "neighbours"])
+def test_rotarys_backward_is_its_derivative(pairs: str) -> None:
     """First and second derivatives; backward is written by hand."""
     x = random(2, 2, 5, 6, dtype=torch.float64).requires_grad_()
     angle = random(5, 3, seed=1, dtype=torch.float64)
 
     def turned(t: Tensor) -> Tensor:
-        return _Rotate.apply(t, angle.cos(), angle.sin())  # type: ignore[no-any-return]
+        return _Rotate.apply(t, angle.cos(), angle.sin(), pairs)  # type: ignore[no-any-return]
 
     assert torch.autograd.gradcheck(turned, x)
     assert torch.autograd.gradgradcheck(turned, x)

@@ -99,11 +99,10 @@ def test_a_run_that_cannot_be_mended_ends_and_the_same_command_goes_on(home: Pat
         if rank == 1:
             trained.on_line(4, change)
 
-    with pytest.raises(AssertionError) as error:
-        trained.train(recipe, home / "out", ranks=2, before=spoil)
+    ended = trained.train(recipe, home / "out", ranks=2, before=spoil)
     line = f"step 5: silent corruption, before the step: weight of embedding on ranks 0, 1; no copy is known to be intact; \
 without --fresh the run goes on from {home / 'out' / 'checkpoints' / 'step-3'}"
-    assert str(error.value).count(f"{Ended.__module__}.{Ended.__name__}: {line}") == 2
+    assert ended == [line, line]
     trained.train(recipe, home / "out", ranks=2)
     trained.train(recipe, home / "undisturbed", ranks=2)
     assert trained.losses(home / "out") == trained.losses(home / "undisturbed")
