@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe.model.transformer import Transformer
+from moe.nn.core import softmax_core
 from moe.recipe import sections
 from moe.train.decode import Cached, Recomputed, can_cache, continued, for_continuing, start_of
 from moe.train.sampling import Sampling

@@ -277,9 +277,7 @@ def test_ddp_sums_each_gradient_once_a_step_whatever_the_micro_batches() -> None
             tiny.step(0)  # DDP settles its buckets in the first one
             tiny.mesh.communicator.reset_counts()
             tiny.accumulate(1)
-            row = (
-                8 * (2 + 7 + 4) + 8 * 3
-            )  # the step's numbers, float64: flag, loss, seven and four loads of the one layer; its tokens, int64
+            row = 8 * (2 + 7 + 4) + 8 * 3  # the step's numbers, float64: flag, loss, 7 and 4 loads of the one layer; its tokens, int64
             sizes = {True: 0, False: 0}
             for name, p in tiny.model.named_parameters():
                 sizes[".experts." in name] += 4 * p.numel()
