@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     with pytest.MonkeyPatch.context() as patch:
         yield trained.home(tmp_path_factory.mktemp("home"), patch)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A run that ends in this process ignores signals from then on, and so would every process that later tests start."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
