@@ -1,0 +1,193 @@
+"""What the keys of a model need of one another: sizes, positions, windows, latents, layers with experts, tokens ahead; no torch here."""
+
+from __future__ import annotations
+
+from moe.recipe.sections import Latent, Model, Rope, Run, Scales
+from parallel.errors import BadInput
+from parallel.mesh import divisors
+
+
+def check_model(run: Run) -> None:
+    """Refuse sizes that do not divide, layers that are not there, and keys that nothing of this model reads. Raises BadInput."""
+    m = run.model
+    heads = m.num_kv_heads or m.num_heads
+    if m.head_size is None and m.d_model % m.num_heads:
+        raise BadInput(
+            "model.num_heads", got=m.num_heads, needed=f"a divisor of d_model={m.d_model}", fix=f"set it to one of {divisors(m.d_model)}"
+        )
+    if m.num_heads % heads:
+        raise BadInput(
+            "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
+        )
+    if m.positions == "rotary" and m.latent.key_rank is None and (m.head_size or m.d_model // m.num_heads) % 2:
+        raise BadInput(
+            "model.head_size",
+            got=m.head_size or m.d_model // m.num_heads,
+            needed="an even size for rotary positions",
+            fix="change head_size, or set model.positions to t5",
+        )
+    _check_rope(m)
+    _check_swiglu(run)
+    _check_latent(m)
+    _check_windows(m)
+    _check_ahead(run)
+    if m.moe_every and m.moe_layers is not None:
+        raise BadInput(
+            "model.moe_layers",
+            got=f"moe_every={m.moe_every} as well",
+            needed="one of the two",
+            fix="remove moe_every or set moe_layers to null",
+        )
+    if m.moe_every > m.num_layers:
+        raise BadInput(
+            "model.moe_every",
+            got=m.moe_every,
+            needed=f"at most num_layers={m.num_layers}",
+            fix=f"set it to {m.num_layers}, or to 0 for a dense model",
+        )
+    bad = [i for i in m.layers_with_experts() if not 0 <= i < m.num_layers]
+    if bad or len(set(m.layers_with_experts())) < len(m.layers_with_experts()):
+        raise BadInput(
+            "model.moe_layers",
+            got=list(m.layers_with_experts()),
+            needed=f"different numbers from 0 to {m.num_layers - 1}",
+            fix=f"remove {bad or 'the repeated ones'}",
+        )
+    tokenizer = 256 if run.data.tokenizer == "bytes" else run.data.vocab_size
+    if run.vocab_size < tokenizer:
+        raise BadInput(
+            "model.vocab_size",
+            got=run.vocab_size,
+            needed=f"at least the tokenizer's {tokenizer}",
+            fix="set model.vocab_size to null to follow the tokenizer",
+        )
+
+
+def _check_latent(m: Model) -> None:
+    """Sizes that go together, and nothing that has no place beside latents."""
+    if m.latent.key_rank is None:
+        idle = [key for key in Latent.model_fields if getattr(m.latent, key) is not None]
+        if idle:
+            fix = "set model.latent.key_rank, or remove it"
+            raise BadInput(f"model.latent.{idle[0]}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
+        return
+    refused = {
+        "kind": ("decoder", m.kind != "decoder"),
+        "positions": ("rotary", m.positions != "rotary"),
+        "num_kv_heads": ("null: keys and values of all heads are made of the latent", m.num_kv_heads not in (None, m.num_heads)),
+        "qk_norm": ("none: the latents are normed", m.qk_norm != "none"),
+        "qkv_bias": ("false", m.qkv_bias),
+    }
+    for key, (needed, wrong) in refused.items():
+        if wrong:
+            got = f"{str(getattr(m, key)).lower()} with model.latent.key_rank={m.latent.key_rank}"
+            raise BadInput(f"model.{key}", got=got, needed=needed, fix=f"set it to {needed.partition(':')[0]}")
+    size = m.latent_sizes
+    if size.rotary % 2 or not size.rotary:
+        raise BadInput(
+            "model.latent.rotary_size", got=size.rotary, needed="an even number above 0: channels turn in pairs", fix="set it to 2"
+        )
+    if size.value > size.key:
+        needed = f"at most the {size.key} channels of a head's keys: head_size={size.content} and rotary_size={size.rotary}"
+        raise BadInput("model.latent.value_size", got=size.value, needed=needed, fix=f"set it to {size.content}")
+
+
+def _check_windows(m: Model) -> None:
+    """Layers that exist, of a window that does; and nothing that an encoder-decoder has not."""
+    key = next((key for key in Scales.model_fields if getattr(m.scales, key) != getattr(Scales(), key)), None)
+    if key is not None and m.kind == "encoder_decoder":
+        got = f"{getattr(m.scales, key):g} with model.kind=encoder_decoder"
+        raise BadInput(f"model.scales.{key}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{key}")
+    if m.scales.attention is not None and m.latent.key_rank is not None:
+        got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
+        raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
+    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False)):
+        if getattr(m, key) != off and m.kind == "encoder_decoder":
+            got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"
+            raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
+    if m.sliding_layers is None:
+        return
+    if m.sliding_window is None:
+        fix = "set model.sliding_window to a number of tokens, or model.sliding_layers to null"
+        raise BadInput("model.sliding_layers", got="it with model.sliding_window=null", needed="a window that these layers have", fix=fix)
+    layers = sorted({i for i in m.sliding_layers if 0 <= i < m.num_layers})
+    if not layers or len(layers) < len(m.sliding_layers):
+        raise BadInput(
+            "model.sliding_layers",
+            got=list(m.sliding_layers),
+            needed=f"different numbers from 0 to {m.num_layers - 1}",
+            fix=f"set it to {layers}" if layers else "set model.sliding_window and model.sliding_layers to null",
+        )
+
+
+def _check_rope(m: Model) -> None:
+    """Values that no positions would read, or that leave what to stretch unsaid."""
+    r = m.rope
+    if r != Rope() and m.positions == "t5":
+        key = next(key for key in Rope.model_fields if getattr(r, key) != getattr(Rope(), key))
+        raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
+    if r.scaling in ("llama3", "yarn") and r.trained_length is None:
+        raise BadInput(
+            "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=f"set it to {m.max_length}"
+        )
+    if r.scaling in ("llama3", "yarn") and r.most_turns <= r.low:
+        raise BadInput("model.rope.high", got=f"{r.most_turns:g}", needed=f"more than model.rope.low={r.low:g}", fix="set it to null")
+    if r.scaling == "none" and r.factor != 1:
+        raise BadInput(
+            "model.rope.factor",
+            got=f"{r.factor:g} with scaling none",
+            needed="a scaling that reads it",
+            fix="set model.rope.scaling to linear",
+        )
+    for key in ("whole_pairs", "mscale", "mscale_all") if r.scaling != "yarn" else ():
+        if getattr(r, key) != getattr(Rope(), key):
+            got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
+            raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
+    if r.mscale_all and m.latent.key_rank is None:
+        got = f"{r.mscale_all:g} with model.latent.key_rank=null"
+        raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
+    for key in ("trained_length", "low", "high") if r.scaling in ("none", "linear") else ():
+        if getattr(r, key) != getattr(Rope(), key):
+            got = f"{getattr(r, key):g} with scaling {r.scaling}"
+            raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
+
+
+def _check_swiglu(run: Run) -> None:
+    """Bounds of an activation that no network has."""
+    m, s = run.model, run.model.swiglu
+    networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
+    key = next((key for key in type(s).model_fields if getattr(s, key) != getattr(type(s)(), key)), None)
+    if key is not None and "swiglu" not in networks:
+        raise BadInput(
+            f"model.swiglu.{key}",
+            got=f"{getattr(s, key):g} with model.ffn={m.ffn}",
+            needed="networks of swiglu, which alone read it",
+            fix=f"set model.ffn to swiglu, or remove model.swiglu.{key}",
+        )
+
+
+def _check_ahead(run: Run) -> None:
+    """Where further tokens cannot be predicted: their embeddings, blocks and head stand on one rank, after the whole sequence."""
+    m = run.model
+    if not m.ahead:
+        if m.ahead_weight != type(m).model_fields["ahead_weight"].default:
+            got = f"{m.ahead_weight:g} with model.ahead=0"
+            raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
+        return
+    reasons: dict[str, tuple[bool, object, str]] = {
+        "model.kind": (m.kind != "decoder", m.kind, "decoder"),
+        "model.scales.residual": (m.scales.residual != 1, m.scales.residual, "1: these blocks are not scaled"),
+        "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
+        "model.scales.head": (m.scales.head != 1, m.scales.head, "1"),
+        "model.sliding_window": (m.sliding_window is not None, m.sliding_window, "null: which of these blocks has a window is not said"),
+        "degrees.pp": (run.degrees.pp > 1, run.degrees.pp, "1: embedding and head are on the rank of every layer"),
+        "degrees.sp": (run.degrees.sp > 1, run.degrees.sp, "1: a token's next ones are on its rank"),
+        "degrees.tp": (run.degrees.tp > 1, run.degrees.tp, "1: these blocks are not cut"),
+        "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),
+    }
+    for key, (refused, value, needed) in reasons.items():
+        if refused:
+            fix = f"set {key} to {needed.partition(':')[0]}, or model.ahead to 0"
+            raise BadInput(key, got=f"{value} with model.ahead={m.ahead}", needed=needed, fix=fix)
+    if m.ahead >= m.max_length:
+        raise BadInput("model.ahead", got=m.ahead, needed=f"less than model.max_length={m.max_length}", fix="set it to 1")
