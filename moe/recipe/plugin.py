@@ -75,6 +75,13 @@ def load_plugin(key: str, value: str, *, arguments: int | None) -> Any:
     return part
 
 
+def loaded(key: str, value: str, *, arguments: int | None) -> Any:
+    """The same for every pass and step, where it is nearly always there: what was loaded before is not looked into again."""
+    module, _, name = value.partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    return load_plugin(key, value, arguments=arguments) if found is None else found
+
+
 def source_of(value: str) -> str:
     """SHA-256 of the file that a loaded part is defined in; nothing where there is none."""
     path = file_of(sys.modules[value.partition(":")[0]])

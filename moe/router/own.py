@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe.recipe.plugin import is_plugin, load_plugin
+from moe.recipe.plugin import is_plugin, load_plugin, loaded
 from moe.recipe.router_spec import RouterSpec
 from parallel.errors import BadInput, where
 
@@ -22,18 +22,21 @@ _TOKENS = 7
 
 def own_scores(logits_TE: Tensor, name: str) -> Tensor:
     """The scores [T, E] by the function of this name."""
-    scores_TE: Tensor = load_plugin("router.score", name, arguments=1)(logits_TE)
+    scores_TE: Tensor = loaded("router.score", name, arguments=1)(logits_TE)
     return scores_TE
 
 
 def own_choices(preferred_TE: Tensor, k: int, name: str) -> Tensor:
     """The experts [T, K] by the function of this name."""
-    expert_TK: Tensor = load_plugin("router.select", name, arguments=2)(preferred_TE, k)
+    expert_TK: Tensor = loaded("router.select", name, arguments=2)(preferred_TE, k)
     return expert_TK
 
 
 def check_own(spec: RouterSpec, num_experts: int) -> None:
-    """Try the functions that the spec names on a few tokens. Raises BadInput for what they must not give."""
+    """Load the functions that the spec names, and try them on a few tokens. Raises BadInput for what they must not be or give."""
+    for key, name, arguments in (("router.score", spec.score, 1), ("router.select", spec.select, 2)):
+        if is_plugin(name):
+            load_plugin(key, name, arguments=arguments)
     draw = torch.Generator(device="cpu").manual_seed(0)
     with torch.device("cpu"), torch.inference_mode(False):  # models are built on the meta device
         logits_TE = torch.randn(_TOKENS, num_experts, generator=draw)

@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from moe.recipe.plugin import is_plugin, load_plugin
+from moe.recipe.plugin import is_plugin, loaded
 from moe.recipe.sections import Optimizer
 from parallel.errors import BadInput, where
 
 
 def own_share(name: str, update: int, total: int) -> float:
     """What a user's own function makes of it. Raises BadInput for anything but a number of at least 0, and for what it raises."""
-    function = load_plugin("optimizer.schedule", name, arguments=2)
+    function = loaded("optimizer.schedule", name, arguments=2)
     try:
         share: Any = function(update, total)
     except Exception as error:
