@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Lora, Run
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 
@@ -10,12 +10,9 @@ def check_lora(run: Run) -> None:
     """Refuse keys without adapters, targets that the model has not, and splits that would cut a product of two. Raises BadInput."""
     lora = run.lora
     if not lora.rank:
-        for key in ("alpha", "targets"):
-            if getattr(lora, key) != getattr(Lora(), key):
-                got = f"{getattr(lora, key)} with lora.rank=0"
-                raise BadInput(
-                    f"lora.{key}", got=got, needed="adapters, which alone read it", fix=f"set lora.rank to 8, or remove lora.{key}"
-                )
+        if (key := lora.changed("alpha", "targets")) is not None:
+            fix = f"set lora.rank to 8, or remove lora.{key}"
+            raise BadInput(f"lora.{key}", got=f"{getattr(lora, key)} with lora.rank=0", needed="adapters, which alone read it", fix=fix)
         return
     _check_targets(run)
     s, fix = run.sharding, "set lora.rank to 0, or"

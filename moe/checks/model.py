@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Latent, Model, Rope, Run, Scales
+from moe.recipe.sections import Model, Run
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -66,10 +66,9 @@ def check_model(run: Run) -> None:
 def _check_latent(m: Model) -> None:
     """Sizes that go together, and nothing that has no place beside latents."""
     if m.latent.key_rank is None:
-        idle = [key for key in Latent.model_fields if getattr(m.latent, key) is not None]
-        if idle:
+        if (key := m.latent.changed()) is not None:
             fix = "set model.latent.key_rank, or remove it"
-            raise BadInput(f"model.latent.{idle[0]}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
+            raise BadInput(f"model.latent.{key}", got="it with model.latent.key_rank=null", needed="latent attention", fix=fix)
         return
     refused = {
         "kind": ("decoder", m.kind != "decoder"),
@@ -78,10 +77,10 @@ def _check_latent(m: Model) -> None:
         "qk_norm": ("none: the latents are normed", m.qk_norm != "none"),
         "qkv_bias": ("false", m.qkv_bias),
     }
-    for key, (needed, wrong) in refused.items():
+    for refusal, (needed, wrong) in refused.items():
         if wrong:
-            got = f"{str(getattr(m, key)).lower()} with model.latent.key_rank={m.latent.key_rank}"
-            raise BadInput(f"model.{key}", got=got, needed=needed, fix=f"set it to {needed.partition(':')[0]}")
+            got = f"{str(getattr(m, refusal)).lower()} with model.latent.key_rank={m.latent.key_rank}"
+            raise BadInput(f"model.{refusal}", got=got, needed=needed, fix=f"set it to {needed.partition(':')[0]}")
     size = m.latent_sizes
     if size.rotary % 2 or not size.rotary:
         raise BadInput(
@@ -94,10 +93,9 @@ def _check_latent(m: Model) -> None:
 
 def _check_windows(m: Model) -> None:
     """Layers that exist, of a window that does; and nothing that an encoder-decoder has not."""
-    key = next((key for key in Scales.model_fields if getattr(m.scales, key) != getattr(Scales(), key)), None)
-    if key is not None and m.kind == "encoder_decoder":
-        got = f"{getattr(m.scales, key):g} with model.kind=encoder_decoder"
-        raise BadInput(f"model.scales.{key}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{key}")
+    if (scaled := m.scales.changed()) is not None and m.kind == "encoder_decoder":
+        got = f"{getattr(m.scales, scaled):g} with model.kind=encoder_decoder"
+        raise BadInput(f"model.scales.{scaled}", got=got, needed="a decoder: T5 and Switch have none", fix=f"remove model.scales.{scaled}")
     if m.scales.attention is not None and m.latent.key_rank is not None:
         got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
         raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
@@ -123,8 +121,7 @@ def _check_windows(m: Model) -> None:
 def _check_rope(m: Model) -> None:
     """Values that no positions would read, or that leave what to stretch unsaid."""
     r = m.rope
-    if r != Rope() and m.positions == "t5":
-        key = next(key for key in Rope.model_fields if getattr(r, key) != getattr(Rope(), key))
+    if (key := r.changed()) is not None and m.positions == "t5":
         raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
     if r.scaling in ("llama3", "yarn") and r.trained_length is None:
         raise BadInput(
@@ -139,25 +136,22 @@ def _check_rope(m: Model) -> None:
             needed="a scaling that reads it",
             fix="set model.rope.scaling to linear",
         )
-    for key in ("whole_pairs", "mscale", "mscale_all") if r.scaling != "yarn" else ():
-        if getattr(r, key) != getattr(Rope(), key):
-            got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
-            raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
+    if r.scaling != "yarn" and (key := r.changed("whole_pairs", "mscale", "mscale_all")) is not None:
+        got = f"{str(getattr(r, key)).lower()} with scaling {r.scaling}"
+        raise BadInput(f"model.rope.{key}", got=got, needed="yarn, which alone reads it", fix=f"remove model.rope.{key}")
     if r.mscale_all and m.latent.key_rank is None:
         got = f"{r.mscale_all:g} with model.latent.key_rank=null"
         raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
-    for key in ("trained_length", "low", "high") if r.scaling in ("none", "linear") else ():
-        if getattr(r, key) != getattr(Rope(), key):
-            got = f"{getattr(r, key):g} with scaling {r.scaling}"
-            raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
+    if r.scaling in ("none", "linear") and (key := r.changed("trained_length", "low", "high")) is not None:
+        got = f"{getattr(r, key):g} with scaling {r.scaling}"
+        raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
 
 
 def _check_swiglu(run: Run) -> None:
     """Bounds of an activation that no network has."""
     m, s = run.model, run.model.swiglu
     networks = {m.ffn, (run.experts.ffn or m.ffn) if m.layers_with_experts() else m.ffn}
-    key = next((key for key in type(s).model_fields if getattr(s, key) != getattr(type(s)(), key)), None)
-    if key is not None and "swiglu" not in networks:
+    if (key := s.changed()) is not None and "swiglu" not in networks:
         raise BadInput(
             f"model.swiglu.{key}",
             got=f"{getattr(s, key):g} with model.ffn={m.ffn}",
@@ -170,7 +164,7 @@ def _check_ahead(run: Run) -> None:
     """Where further tokens cannot be predicted: their embeddings, blocks and head stand on one rank, after the whole sequence."""
     m = run.model
     if not m.ahead:
-        if m.ahead_weight != type(m).model_fields["ahead_weight"].default:
+        if m.changed("ahead_weight"):
             got = f"{m.ahead_weight:g} with model.ahead=0"
             raise BadInput("model.ahead_weight", got=got, needed="tokens ahead, which alone read it", fix="set model.ahead to 1")
         return

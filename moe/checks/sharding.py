@@ -34,15 +34,13 @@ def check_sharding(run: Run) -> None:
 
 def _check_not_zero(s: Sharding) -> None:
     """Refuse zero's keys with another kind, where they would have no effect."""
-    for key in ("stage", "engine"):
-        value = getattr(s, key)
-        if value != Sharding.model_fields[key].default:
-            raise BadInput(
-                f"sharding.{key}",
-                got=f"{value} with sharding.kind={s.kind}",
-                needed="sharding.kind zero",
-                fix=f"set sharding.kind to zero, or leave sharding.{key} out",
-            )
+    if (idle := s.changed("stage", "engine")) is not None:
+        raise BadInput(
+            f"sharding.{idle}",
+            got=f"{getattr(s, idle)} with sharding.kind={s.kind}",
+            needed="sharding.kind zero",
+            fix=f"set sharding.kind to zero, or leave sharding.{idle} out",
+        )
     for key in ("optimizer", "parameters"):
         place = getattr(s.offload, key)
         if place != "none":
@@ -58,15 +56,13 @@ def _check_fsdp(s: Sharding) -> None:
     """Refuse fsdp's keys with another kind, where they would have no effect."""
     if s.kind == "fsdp" or (s.kind == "zero" and s.stage == 3 and s.engine == "fsdp"):
         return
-    for key in ("reshard", "prefetch"):
-        value = getattr(s, key)
-        if value != Sharding.model_fields[key].default:
-            raise BadInput(
-                f"sharding.{key}",
-                got=f"{str(value).lower()} with sharding.kind={s.kind}",
-                needed="sharding.kind fsdp, which gathers weights block by block",
-                fix=f"set sharding.kind to fsdp, or leave sharding.{key} out",
-            )
+    if (key := s.changed("reshard", "prefetch")) is not None:
+        raise BadInput(
+            f"sharding.{key}",
+            got=f"{str(getattr(s, key)).lower()} with sharding.kind={s.kind}",
+            needed="sharding.kind fsdp, which gathers weights block by block",
+            fix=f"set sharding.kind to fsdp, or leave sharding.{key} out",
+        )
 
 
 def _check_zero(run: Run) -> None:

@@ -46,6 +46,11 @@ class Section(BaseModel):
                 raise ValueError("text, or null: an empty one may come from a shell variable that is not set")
         return value
 
+    def changed(self, *keys: str) -> str | None:
+        """The first of these keys, or of all, whose value is not the default; None where there is none."""
+        fields = type(self).model_fields
+        return next((key for key in keys or fields if getattr(self, key) != fields[key].default), None)
+
 
 class Rope(Section):
     """Rotary positions: how fast channels turn, and how that is stretched to sequences longer than those of training."""
