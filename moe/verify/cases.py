@@ -77,6 +77,45 @@ HALVES: dict[str, dict[str, Any]] = {
         "data": {"objective": "span_corruption"},
     },
 }
+# options of published models, several in each. Adam's eps is larger than most gradients: of what begins at 0 an update is all there is
+# after a step, and where gradients are smaller than eps it is as exact as they are
+_LINEAR = {"optimizer": {"eps": 0.1}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gpt_oss": _LINEAR
+    | {
+        "model": {
+            "sliding_window": 4, "sliding_layers": [0], "attention_sinks": True, "out_bias": True, "qkv_bias": True, "clip_qkv": 0.9,
+            "rope": {"fraction": 2 / 3, "base": 300.0}, "swiglu": {"alpha": 1.702, "limit": 0.4, "offset": 1.0},
+        },
+        "router": {"preset": "gpt_oss", "num_choices": 3, "balance_scope": "sequence"},
+        "experts": {"biases": True},
+    },
+    "latent": {
+        "model": {
+            "num_kv_heads": None, "latent": {"key_rank": 10, "query_rank": 14, "rotary_size": 4, "value_size": 5}, "sliding_window": 5,
+            "rope": {"pairs": "neighbours", "scaling": "yarn", "factor": 3.0, "trained_length": 40, "mscale": 0.8, "mscale_all": 1.2},
+        },
+        "router": {
+            "preset": "deepseek_v2", "num_choices": 2, "expert_groups": 4, "top_groups": 2, "capacity_factor": 1.25, "min_capacity": 1,
+        },
+        "experts": {"shared": 1},
+    },
+    "free": {
+        "router": {
+            "preset": "llama4", "num_choices": 3, "noise": "noisy_top_k", "load_weight": 0.2, "logit_cap": 0.5, "score": "softmax",
+            "balance_scope": "sequence",
+        },
+        "experts": {"skip": 2, "zero": 1},
+        "model": {"scales": {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}, "qk_norm": "heads"},
+    },
+    "mixer": {
+        "router": {
+            "preset": "switch", "select": "sparsemixer", "num_choices": 2, "mixer_margin": 0.45, "input_norm": "rmsnorm",
+            "expert_scale": "learned", "capacity_factor": 1.0, "min_capacity": 1, "balance_counts": "unbiased",
+        },
+        "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
+    },
+}  # fmt: skip
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
 ROWS: dict[str, dict[str, Any]] = {
     "all_to_all": {"kind": "all_to_all"},
@@ -185,7 +224,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        known = MODELS | ROUTERS | PACKED | FEW | HALVES
+        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS
         changes = known[self.model] if self.recipe is None else small(self.recipe, ep=self.ep)
         for section, changed in changes.items():
             values[section] = values.get(section, {}) | changed
@@ -216,7 +255,7 @@ def sharding_of(kind: str) -> dict[str, Any]:
 
 def all_data_cases(nproc: int) -> list[Case]:
     found = data_cases(nproc) + fsdp_cases(nproc) + zero_cases(nproc) + tiled_cases(nproc)
-    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc)
+    return found + replica_cases() + batch_cases(nproc) + copied_cases(nproc) + halves_cases(nproc) + options_cases(nproc)
 
 
 def data_cases(nproc: int) -> list[Case]:
@@ -368,6 +407,18 @@ def halves_cases(nproc: int) -> list[Case]:
     found += [Case("t5", "dp", 1, 1, 1, "fp32"), Case("t5", "ddp", 1, 1, 1, "fp32", tiles=5, head_tiles=3, chunks=7)]
     found += [Case("t5_untied", "ddp", 2, 1, 1, "fp32", etp=2), Case("t5", "fsdp", 2, 2, 1, "fp32", tp=2)] if nproc >= 2 else []
     return found + [Case("t5", kind, 2, 2, 1, "bf16", "full") for kind in ("ddp", "fsdp", "zero1", "zero3") if nproc >= 2]
+
+
+def options_cases(nproc: int) -> list[Case]:
+    """Options of published models with two engines, micro-batches and recompute; with rows that travel otherwise:
+    all_expert_cases; with slices of sequences: sequence_cases."""
+    engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
+    return [
+        Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
+        for model, kinds in engines.items()
+        for number, kind in enumerate(kinds)
+        if nproc >= 2
+    ]
 
 
 ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -523,6 +574,13 @@ def expert_cases(nproc: int) -> list[Case]:
     ]
 
 
+def all_expert_cases(nproc: int) -> list[Case]:
+    """And options of published models."""
+    ways = zip(OPTIONS, ("padded", "all_gather", "overlapped", "padded"), strict=True)
+    options = [Case(model, "ddp", 2, 2, 1, "fp32", rows=rows, experts=EXPERTS) for model, rows in ways]
+    return expert_cases(nproc) + (options if nproc >= 2 else [])
+
+
 LAYERS = {2: (3, 5), 4: (5, 9)}  # pp -> with one stage a rank, with two: unequal stages
 
 
@@ -623,6 +681,8 @@ def sequence_cases(nproc: int) -> list[Case]:
             Case(model, "ddp", 4, ep, 4, "fp32", "full", pp=2, schedule=schedule, layers=layers, sp=2, length=16)
             for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 1))
         ]
+    for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True) if nproc >= 2 else ():
+        found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
         found += [
             Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)

@@ -1,53 +1,116 @@
-"""Attention on one process, rounded as ranks that hold slices of sequences round it: slice by slice, then merged."""
+"""Attention on one process, rounded as ranks that hold slices of sequences round it: slice by slice, then merged.
+
+Colossal-AI's ring merges nothing: there each rank's own code runs, one rank after another, with the others' keys and values at hand.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe.model.transformer import Block, Transformer
 from moe.parallelize.sequence import Exchanging
-from moe.verify.cases import Case
+from moe.recipe import sections
+from moe.verify.cases import ATTENTION, Case
 from parallel.mesh import Axis
 from parallel.sequence.colossal_ring import ColossalRing
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Gradients, Partial, Tokens, attend, attend_backward, merge, nothing
 
-ALONE = Axis("alone")
-
 
 def in_slices(model: Transformer, case: Case) -> None:
-    """Fill the cores of attention; one slice: whole scores, as a plain softmax has them."""
-    kind = ColossalRing if case.slices == 1 else _InSlices
+    """Fill the cores of attention as `case.slices` ranks attend, by `case.attention`. One slice of a Colossal ring: whole scores."""
+    form = sections.Sequence(**ATTENTION[case.attention])
+    kind = _ColossalInSlices if form.kind == "colossal_ring" else _InSlices
+    order = Order(form.places, case.slices // form.heads_of(case.slices), case.length)  # ranks that trade heads see what all of them hold
     for block in model.layers:
         assert isinstance(block, Block)
-        block.attention.core = Exchanging(kind(ALONE, Order("contiguous", case.slices, case.length), block.attention.window), keep=None)
+        block.attention.core = Exchanging(kind(Axis("alone"), order, block.attention.window), keep=None)
 
 
 class _InSlices(Method):
     """What all ranks of a ring compute, one after another: `order` has as many ranks as slices."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
-        merged = nothing(q, known.sink_H)
-        for queries, keys, about in self._blocks(q, known):
-            merge(merged, attend(q[:, :, queries], k[:, :, keys], v[:, :, keys], **about), queries)
-        return merged.out_BHLC.to(q.dtype), merged.lse_BHL
+        out, lse = torch.empty_like(q), nothing(q).lse_BHL
+        for here, work in self._ranks(q, known):
+            q_here = q[:, :, here]
+            merged = nothing(q_here, known.sink_H)
+            for rows, there, about in work:
+                merge(merged, attend(q_here[:, :, rows], k[:, :, there], v[:, :, there], **about), rows)
+            out[:, :, here], lse[:, :, here] = merged.out_BHLC.to(q.dtype), merged.lse_BHL
+        return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
         (out, lse), total = kept, Gradients.zeros(q, k, v, known.bias)
-        for queries, keys, about in self._blocks(q, known):
-            block = grad[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]
-            whole = Partial(out[:, :, queries], lse[:, :, queries])
-            total.add(attend_backward(*block, whole, **about), queries=queries, keys=keys)
+        for here, work in self._ranks(q, known):
+            for rows, there, about in work:
+                queries = here[rows]
+                block = grad[:, :, queries], q[:, :, queries], k[:, :, there], v[:, :, there]
+                found = attend_backward(*block, Partial(out[:, :, queries], lse[:, :, queries]), **about)
+                total.q_BHLC[:, :, queries] += found.q_BHLC
+                total.k_BKSC[:, :, there] += found.k_BKSC
+                total.v_BKSC[:, :, there] += found.v_BKSC
+                total.add(found, queries=None, keys=None)  # the table's share
         return total
 
-    def _blocks(self, like: Tensor, known: Known) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-        """Queries, the keys that they see, and what `attend` must be told of both."""
-        tokens = Tokens((range(self.order.length),), like.device, known.document_BS, known.window)
-        slices = [slice(run.start, run.stop) for rank in range(self.order.size) for run in self.order.runs(rank)]
-        for number, queries in enumerate(slices):
-            for keys in slices[: number + 1]:
-                yield queries, keys, {"triangle": keys == queries, "queries": tokens[queries], "keys": tokens[keys], "bias": known.bias}
+    def _ranks(self, like: Tensor, known: Known) -> Iterator[tuple[Tensor, list[tuple[slice, Tensor, dict[str, Any]]]]]:
+        """Of each rank the places of its queries, and its blocks: which of these queries, their keys' places, what `attend` must know."""
+        tokens = [Tokens(self.order.runs(rank), like.device, known.document_BS, known.window) for rank in range(self.order.size)]
+        for rank, mine in enumerate(tokens):
+            work = []
+            for source in ((rank - step) % self.order.size for step in range(self.order.size)):
+                for rows, columns, triangle in self.order.blocks(rank, source):
+                    about = {"triangle": triangle, "queries": mine[rows], "keys": tokens[source][columns], "bias": known.bias}
+                    work.append((rows, tokens[source].place_L[columns], about))
+            yield mine.place_L, work
+
+
+class _ColossalInSlices(Method):
+    """What all ranks of a Colossal ring compute, one after another, and the sums of what they find for the same keys."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
+        ranks = [_Rank(self._axis(rank), self.order, self.window, [k, v]) for rank in range(self.order.size)]
+        found = [rank.forward(self._mine(q, rank), self._mine(k, rank), self._mine(v, rank), known) for rank in ranks]
+        (outs, weights) = zip(*(kept[:2] for kept in found), strict=True)
+        return (torch.cat(outs, dim=2), *weights, *(() if known.sink_H is None else [torch.cat([kept[2] for kept in found], dim=2)]))
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
+        ranks = [_Rank(self._axis(rank), self.order, self.window, [v, k]) for rank in range(self.order.size)]
+        found = []
+        for rank in ranks:
+            grad_, out, q_, k_, v_ = (self._mine(x, rank) for x in (grad, kept[0], q, k, v))
+            found.append(rank.backward(grad_, q_, k_, v_, (out, kept[1 + rank.axis.index]), known))
+        dk, dv = (torch.stack(parts).sum(0) for parts in zip(*((f.k_BKSC, f.v_BKSC) for f in found), strict=True))
+        tables = [f.table_UH for f in found if f.table_UH is not None]
+        return Gradients(torch.cat([f.q_BHLC for f in found], dim=2), dk, dv, torch.stack(tables).sum(0) if tables else None)
+
+    def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
+        return kept[-1]
+
+    def _axis(self, rank: int) -> Axis:
+        return Axis("alone", tuple(range(self.order.size)), rank)
+
+    def _mine(self, x: Tensor, rank: _Rank) -> Tensor:
+        return x.chunk(self.order.size, dim=2)[rank.axis.index]
+
+
+@dataclass(frozen=True)
+class _Rank(ColossalRing):
+    """One of them. `rounds`: keys and values of all ranks, in the order in which they would go round."""
+
+    rounds: list[Tensor] = field(default_factory=list)
+
+    def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        theirs = self.rounds.pop(0).chunk(self.axis.size, dim=2)
+        for step in range(self.axis.size):
+            source = (self.axis.index - step) % self.axis.size
+            yield source, theirs[source]
+
+    def _own(self, parts_NBKSC: Tensor) -> Tensor:
+        return torch.cat(parts_NBKSC.unbind(), dim=2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moe.verify.cases import Case, all_data_cases, expert_cases, pipeline_cases, sequence_cases, tensor_cases
+from moe.verify.cases import Case, all_data_cases, all_expert_cases, pipeline_cases, sequence_cases, tensor_cases
 from moe.verify.hybrid import WORLD, hybrid_cases
 from parallel.errors import BadInput
 
 KINDS: dict[str, Callable[[int], list[Case]]] = {
     "data": all_data_cases,
-    "expert": expert_cases,
+    "expert": all_expert_cases,
     "tensor": tensor_cases,
     "sequence": sequence_cases,
     "pipeline": pipeline_cases,

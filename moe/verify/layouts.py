@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import takewhile
@@ -44,6 +44,7 @@ from parallel.process import World
 
 Ran = tuple[Result, Tape | None] | str  # what came of a case, or its ranks' errors
 Inside = Callable[[], AbstractContextManager[Any]]  # entered on every rank around each case
+MESHES = 16  # of all ranks of a set together: each group of a rank is a thread of gloo that wakes a hundred times a second for ever
 LIMIT_S = 120.0  # of one case on up to 4 ranks: ten tiny steps take a second or two, and a busy machine many times that
 
 
@@ -67,12 +68,12 @@ def compute(
         meshes[degrees] = process.connect(degrees, World(rank, case.world))
     mesh = meshes[degrees]
     model, layouts = build(run, mesh, device=torch.device("cpu"))
-    if case.parts > 1:
+    if case.slices:
+        in_slices(model, case)
+    if case.parts > 1:  # of what is there by now: a part of the heads attends in slices, too
         in_parts(model, replace(case, world=case.parts, tp=case.parts, tensor="1d").run(), first=case.first_part)
     if case.blocks > 1:
         in_blocks(model, case.blocks)
-    if case.slices:
-        in_slices(model, case)
     if run.optimizer.is_own:
         rule = optimizer_of(run.optimizer)
         assert isinstance(rule, Given)
@@ -222,7 +223,7 @@ def run_world(
     limit = (LIMIT_S if timeout_s is None else timeout_s) * max(1, world // 4)
     while left:
         imported.add(_import_engine(left[0]))
-        ready, done = list(takewhile(lambda case: _extra(case) in imported, left)), 0
+        ready, done = _few_meshes(takewhile(lambda case: _extra(case) in imported, left)), 0
         try:
             for parts in each_on_ranks(_ranks, world, ready, taped, inside, timeout_s=limit):
                 yield left[done], _gather(parts)
@@ -233,6 +234,18 @@ def run_world(
             yield left[done], str(error)
             done += 1
         left = left[done:]
+
+
+def _few_meshes(cases: Iterable[Case]) -> list[Case]:
+    """The first of them, as long as each rank has its share of MESHES, and at least one."""
+    found: list[Case] = []
+    meshes: set[Degrees] = set()
+    for case in cases:
+        meshes.add(case.run().mesh_degrees())
+        if len(meshes) > max(1, MESHES // case.world):
+            break
+        found.append(case)
+    return found
 
 
 def _extra(case: Case) -> str:

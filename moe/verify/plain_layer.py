@@ -93,6 +93,8 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     seen = wide(x)
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
+    if spec.input_norm == "rmsnorm":
+        seen = seen / (seen.square().mean(1, keepdim=True) + 1e-6).sqrt() * wide(weights[f"{name}.router.input_norm.weight"])
     logits = seen @ wide(weights[f"{name}.router.weight"]).t()
     if spec.logits == "affine":
         logits = logits + wide(weights[f"{name}.router.logit_bias"])
@@ -105,10 +107,13 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
         sizes, noisy = size, logits + size * _normal(tokens.draw(f"{name}.router.noise", num_experts))
     scores = score(noisy, spec)
     bias = weights.get(f"{name}.router.bias")
-    chosen = choose(scores.detach(), noisy.detach(), bias, name, tokens, spec)
+    mixed = _mixed(noisy, name, tokens, spec) if spec.select == "sparsemixer" else None
+    chosen = mixed[0] if mixed is not None else choose(scores.detach(), noisy.detach(), bias, name, tokens, spec)
     asks = ask(chosen, scores.detach(), name, tokens, spec)
     kept = admit(chosen, asks, scores.detach(), noisy.detach(), name, tokens, spec)
-    gates = gates_of(scores, noisy, chosen, kept, spec)
+    gates = spec.gate_scale * mixed[1] if mixed is not None else gates_of(scores, noisy, chosen, kept, spec)
+    if spec.expert_scale == "learned":
+        gates = gates * wide(weights[f"{name}.router.expert_scale"])
     taken = _mask(kept, num_experts)
     y = _experts(x, gates, kept, weights, name, tokens, kind, cast, of_inputs=spec.gate_on == "input")
     valid = torch.tensor(tokens.valid)
@@ -177,8 +182,7 @@ def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, token
     """The experts of each token, best first; where experts choose, in order of their numbers."""
     liked = logits if spec.softmax_over == "chosen" else scores
     if spec.noise == "gumbel":
-        numbers = tokens.draw(f"{name}.router.gumbel", scores.shape[1]).clamp(2.0**-24, 1 - 2.0**-24)
-        drawn = logits - (-numbers.log()).log()
+        drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
         liked = drawn if spec.softmax_over == "chosen" else score(drawn, spec)
     if spec.select == "sinkhorn":
         liked = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in _groups(tokens, spec)])
@@ -192,6 +196,35 @@ def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, token
     if spec.select == "group_limited":
         rows = [_limited(row, spec) for row in rows]
     return [_best(row, spec.num_choices) for row in rows]
+
+
+def _mixed(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
+    """SparseMixer: experts drawn one after another among those near the best, and gates [T, E] whose gradient is their probabilities'."""
+    rows: list[list[float]] = logits.tolist()
+    experts, count = len(rows[0]), spec.num_choices
+    noise = [_gumbel(tokens.draw(f"{name}.router.mixer.{k}", experts)).tolist() for k in range(count)]
+    halfway = tokens.draw(f"{name}.router.midpoint", count).tolist()
+    chosen: list[list[int]] = [[] for _ in rows]
+    gates = []
+    for t, row in enumerate(rows):
+        gate = torch.zeros(experts, dtype=logits.dtype)
+        for k in range(count):
+            left = [e for e in range(experts) if e not in chosen[t]]
+            best = max(left, key=lambda e: (row[e], -e))
+            near = [e for e in left if row[best] - row[e] <= 2 * spec.mixer_margin * max(abs(row[e]), row[best])]
+            drawn = max(near, key=lambda e: row[e] + noise[k][t][e])
+            powers = (logits[t] - logits[t][best].detach()).exp()
+            share = powers[drawn] / powers[near].sum()
+            less = 0.0 if drawn == best or halfway[t][k] > 0.75 else 2 / 3 * share.item()
+            gate = gate + F.one_hot(torch.tensor(drawn), experts) * (share - less)
+            chosen[t].append(drawn)
+        gates.append(gate)
+    return chosen, torch.stack(gates)
+
+
+def _gumbel(numbers: Tensor) -> Tensor:
+    """Uniform to Gumbel numbers; 0 and 1, where they are infinite, are left out."""
+    return -(-numbers.clamp(2.0**-24, 1 - 2.0**-24).log()).log()
 
 
 def _best(row: list[float], count: int) -> list[int]:

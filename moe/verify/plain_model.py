@@ -197,11 +197,14 @@ def attention(x: Tensor, weights: Weights, name: str, run: Run, length: int, beg
         if gain is not None:
             rows = flat if model.qk_norm == "whole" else flat.reshape(-1, size)
             flat = cast(norm(rows, gain, model, kind="rmsnorm")).reshape(flat.shape)
+        if model.clip_qkv is not None:
+            bound = cast(torch.tensor(model.clip_qkv))
+            flat = torch.where(flat.abs() <= bound, flat, bound * flat.sign())
         return flat.view(-1, length, count, size).permute(2, 0, 1, 3)
 
     q, k, v = projected("q", heads), projected("k", groups), projected("v", groups)
     if model.positions != "t5":
-        q, k = _turned(q, model.rope, cast), _turned(k, model.rope, cast)
+        q, k = _some_turned(q, model.rope, cast), _some_turned(k, model.rope, cast)
     return mixed(q, k, v, weights, name, model, begins, cast)
 
 
@@ -263,6 +266,12 @@ def mixed(
     flat = torch.stack(outs, 2).reshape(-1, heads * v.shape[3])
     out = cast(flat @ cast(weights[f"{name}.attention.out.weight"]).t())
     return cast(out + cast(weights[f"{name}.attention.out_bias.weight"])) if model.out_bias else out
+
+
+def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
+    """A head whose first channels alone turn, as if they were a head of their own."""
+    first = int(x.shape[-1] * rope.fraction + 0.5)
+    return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
 
 
 def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:

@@ -44,6 +44,8 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     if run.experts.shared_d_ff is not None:
         experts["shared_d_ff"] = 12
     model["ahead"] = min(run.model.ahead, 2)
+    if run.model.rope.fraction < 1:  # of a head's 6 channels 2 or 4 turn
+        model["rope"]["fraction"] = min(2, max(1, round(3 * run.model.rope.fraction))) / 3
     if run.model.latent.key_rank is not None:
         model["latent"] = _latent(run)
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}

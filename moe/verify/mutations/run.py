@@ -26,6 +26,7 @@ from moe.verify.mutations.every import MUTATIONS
 from moe.verify.mutations.mutation import Mutation, applied
 from moe.verify.verify import Say, judged, say_now
 from moe.verify.where import Standard, Where
+from parallel.errors import BadInput, cut
 
 
 def main(*, json: str | None = None, only: str | None = None, say: Say = say_now) -> int:
@@ -36,6 +37,9 @@ def main(*, json: str | None = None, only: str | None = None, say: Say = say_now
     torch.set_num_threads(1)  # as in `moe verify`
     started = time.perf_counter()
     chosen = [m for m in MUTATIONS if only is None or only in m.name]
+    if not chosen:
+        names = ", ".join(m.name for m in MUTATIONS)
+        raise BadInput("--only", got=only, needed=f"a part of a fault's name: {cut(names)}", fix=f'--only "{MUTATIONS[0].name}"')
     for edit in (edit for m in chosen for edit in m.edits):
         edit.found()
     standards = Standards()

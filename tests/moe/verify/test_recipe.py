@@ -55,6 +55,13 @@ def test_a_small_recipe_keeps_windows_and_tells_of_adapters(tmp_path: Path) -> N
         assert said[0].startswith("not compared: lora.rank 4")
 
 
+def test_a_small_recipe_turns_some_of_the_channels(tmp_path: Path) -> None:
+    """Of heads with 6 channels; 0.5 would be 3."""
+    for given, kept in ((0.03125, 2), (0.25, 2), (0.5, 4), (0.96875, 4), (1.0, 6)):
+        (tmp_path / "mine.yaml").write_text(f"extends: dense_tiny\nmodel: {{head_size: 64, rope: {{fraction: {given}}}}}\n")
+        assert recipe_cases(str(tmp_path / "mine.yaml"), 1)[0][0].run().model.rope.turning(6) == kept, given
+
+
 def test_a_small_recipe_has_small_latents_and_few_further_tokens(tmp_path: Path) -> None:
     """DeepSeek-V3's own sizes, of which none may stay."""
     latent = "latent: {key_rank: 512, query_rank: 1536, rotary_size: 64, value_size: 128}"

@@ -29,10 +29,11 @@ from moe.experts.experts import Experts
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
-from moe.verify.cases import GRIDS, LINES, MODELS, ROUTERS, Case, data_cases, expert_cases, tiled_cases
+from moe.verify.cases import ATTENTION, GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
-from moe.verify.expected import Expected, alone, reorderings, twin_of
+from moe.verify.expected import Expected, alone, made_beside, own_order, reorderings, twin_of
 from moe.verify.kinds import cases
+from moe.verify.layouts import compute
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
 from parallel.clip import GradientNorm
@@ -115,6 +116,40 @@ def test_the_spread_of_rounding_measures_every_cut_that_a_16_bit_row_has() -> No
         cuts = {(c.head_tiles, c.chunks, c.parts, c.blocks) for c in measured}
         assert cuts == {(1, 1, 1, 1), (own.head_tiles, own.chunks, own.parts, own.blocks)}
     assert all(twin_of(c) == twin_of(replace(c, head_tiles=1, chunks=1)) for c in cases(2) if c.precision == "fp32")  # the same tolerance
+
+
+def test_a_process_that_sums_in_parts_and_attends_in_slices_does_both() -> None:
+    """It alone would notice that the one undoes the other, which was so: then rows that have both were judged by the spread of one."""
+    one = Case("dense", "ddp", 1, 1, 1, "bf16", batch=3, length=SLICED)
+    both, parts, slices = (compute(replace(one, **cut)).gradients for cut in ({"parts": 2, "slices": 2}, {"parts": 2}, {"slices": 2}))
+    assert all(any(not torch.equal(both[name], other[name]) for name in both) for other in (parts, slices))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_attention_in_slices_on_one_process_is_attention(attention: str) -> None:
+    """In every order that ranks have. It alone would notice a block left out: the spread of a row would hide what the row leaves out."""
+    one = Case("packed" if attention == "striped" else "dense", "ddp", 1, 1, 1, "fp32", batch=3, length=SLICED)
+    assert max(compare(compute(replace(one, slices=4, attention=attention)), reference(one)).values()) < 1e-5
+
+
+@pytest.mark.parametrize("attention", ["colossal", "striped"])
+def test_a_row_in_16_bits_has_the_loss_of_its_own_order_on_one_process(attention: str) -> None:
+    row = Case("gshard", "ddp", 2, 1, 1, "bf16", batch=4, length=SLICED, sp=2, attention=attention)
+    ((_, ran),) = layouts.run_world([row], 2)
+    assert not isinstance(ran, str)
+    found = compare(ran[0], compute(own_order(row), delayed_as=twin_of(row)))
+    assert found["loss"] < 1e-6 and found["gradient"] < 0.02  # 5e-2 and more where a token goes elsewhere
+
+
+def test_what_a_process_beside_the_rows_expects_is_what_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe.verify.expected.CUTS", (3,))
+    twins = [Case("dense", "ddp", 1, 1, 1, precision, batch=3) for precision in ("fp32", "fp16")]
+    for twin, got in zip(twins, made_beside(twins), strict=True):
+        want = Expected.of(twin)
+        assert got.twin == twin and got.tolerance == want.tolerance and max(compare(got.result, want.result).values()) == 0
+        assert (got.bound is None) == (want.bound is None)
+        if got.bound is not None and want.bound is not None:
+            assert got.bound.share(want.result) == want.bound.share(want.result)
 
 
 def test_kinds_there_are_not_are_refused() -> None:
