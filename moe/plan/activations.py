@@ -4,11 +4,12 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
 
     attention    4 D + c (D + 4 w) + 4 heads + 8      norm's input in fp32, its output, q, k, v, attention output, log-sum-exp
                  norms of q and k: 4 (w + k) + 4 (heads + kv_heads) more, their inputs and statistics
+                 with a clip of q, k and v: c (w + 2 k) more, what is clipped
                  with T5's bias 4 D + c (D + w) + 12 w + 4 heads L: the scores themselves
                  with a sliding window of at most L / 2 tokens 3 c w more: runs of keys and values come twice, and the output
                  with sinks c (w + 4 heads) more, a channel for each head and the output without it
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
-    experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows; 2 c k D more if rows are exchanged (ep > 1)
+    experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows (rows_of_token); 2 c k D more if exchanged (ep > 1)
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
     the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moe.plan.flops import attention_products, expert_size, in_runs
+from moe.plan.flops import attention_products, expert_size, in_runs, rows_of_token
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
 
@@ -44,7 +45,9 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     kind = run.recompute.of_layer(layer)
     if kind == "full":
         return c * m.d_model
-    held = _norm(run, device) + _attention(run, layer, device) + _head_norms(run, device) + (c * m.d_model if m.dropout else 0)
+    held = (
+        _norm(run, device) + _attention(run, layer, device) + _head_norms(run, device) + _clipped(run) + (c * m.d_model if m.dropout else 0)
+    )
     if kind == "selective":
         return held + c * m.d_model
     held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
@@ -123,14 +126,22 @@ def _head_norms(run: Run, device: Device) -> float:
     return (8 if device == "cpu" else 4) * channels + 4 * (heads + groups if m.qk_norm == "heads" else 2)
 
 
+def _clipped(run: Run) -> float:
+    """Queries, keys and values before they are clipped."""
+    m = run.model
+    heads = m.num_heads + 2 * (m.num_kv_heads or m.num_heads)
+    return 0 if m.clip_qkv is None else compute_bytes(run) * heads * (m.head_size or m.d_model // m.num_heads)
+
+
 def _experts(run: Run, layer: int) -> float:
-    m, e, spec, c = run.model, run.experts, run.router.spec, compute_bytes(run)
-    ffn, d_ff = e.ffn or m.ffn, e.d_ff or m.d_ff
-    rows = spec.num_choices * d_ff * ((2 if ffn in GATED else 1) + (1 if e.dropout else 0))
-    rows += spec.num_choices * m.d_model * (2 if run.degrees.ep not in ("auto", 1) else 0)
+    m, e, c = run.model, run.experts, compute_bytes(run)
+    ffn, d_ff, count = e.ffn or m.ffn, e.d_ff or m.d_ff, e.of_layer(m.layers_with_experts().index(layer))
+    of_row = d_ff * ((2 if ffn in GATED else 1) + (1 if e.dropout else 0))
+    of_row += m.d_model * (2 if run.degrees.ep not in ("auto", 1) else 0)
+    rows = rows_of_token(run.router, count) * of_row
     beside = (e.shared_d_ff or d_ff) * e.shared * _hidden(ffn) + (m.d_model if e.shared_gate else 0)
     beside += d_ff * _hidden(ffn) + 2 * m.d_model if e.residual else 0
-    return c * (rows + beside) + 8 * e.of_layer(m.layers_with_experts().index(layer))
+    return c * (rows + beside) + 8 * (count + e.free)
 
 
 def _dense_weights(run: Run, layer: int) -> float:

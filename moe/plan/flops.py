@@ -11,6 +11,7 @@ ignored: dropped choices would only lower the count.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from moe.recipe import sections
 from moe.recipe.shapes import GATED, T5_BUCKETS
@@ -61,7 +62,8 @@ def block_size(model: sections.Model, experts: sections.Experts, router: section
         products += chosen * one_expert
         products += num_experts * model.d_model if experts.biases else 0  # what stands behind w2: a product with the gates
         vectors += chosen * expert_vectors(model, experts)
-        vectors += num_experts + experts.free if router.spec.logits == "affine" else 0
+        vectors += (num_experts + experts.free) * router.spec.vectors
+        vectors += model.d_model if router.spec.input_norm == "rmsnorm" else 0
         idle = (num_experts - chosen) * (one_expert + expert_vectors(model, experts))
     else:
         products += _ffn(model.d_model, model.d_ff, model.ffn)
@@ -86,6 +88,14 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
     queries, keys = (4.0 * model.d_model * head * heads for heads in (model.num_heads, groups))  # and outputs; and values
     of_token = own + width * (written + 1) / 2 + queries + width * read
     return (of_token * written + keys * read) / model.read_length
+
+
+def rows_of_token(router: sections.Router, num_experts: int) -> float:
+    """Rows that experts compute for a token, on average: its choices, but at most one for each expert, and as many as capacities have
+    places for. Experts that choose tokens fill their places. The least capacity of a small group and its rounding are left out."""
+    spec = router.spec
+    places = inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
+    return min(places if spec.select == "expert_choice" else min(spec.num_choices, places), num_experts)
 
 
 def attention_products(model: sections.Model) -> int:

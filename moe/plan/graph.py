@@ -28,7 +28,7 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """The operators of a forward pass of so many sequences, of all replicas together. Raises BadInput for latent attention."""
+    """The operators of a forward pass of so many sequences, of all replicas together. Raises BadInput for latents and tokens ahead."""
     import torch
 
     from moe.experts.layer import MoELayer
@@ -42,6 +42,9 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
             "take another recipe; moe plan without --search prices this one",
         )
         raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
+    if run.model.ahead:
+        needed, fix = "0: an operator that predicts further tokens has no rule here", "take moe plan without --search, which prices them"
+        raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size).eval()
         tokens_BL = torch.empty(sequences, run.model.max_length, dtype=torch.int64)

@@ -10,7 +10,7 @@ from moe.plan.activations import compute_bytes
 from moe.plan.flops import core_work, in_runs
 from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
-from moe.recipe.sections import Model, Run
+from moe.recipe.sections import Model, Router, Run
 from moe.recipe.shapes import GATED
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
@@ -21,15 +21,12 @@ from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENT
 
 def network_of(run: Run) -> Network:
     """The recipe's model. Layers that have different numbers of experts count by their mean. Raises BadInput for what it cannot
-    count: an encoder-decoder, tokens ahead."""
+    count: an encoder-decoder."""
     m = run.model
     if m.kind != "decoder":
         needed = "decoder: the planner counts one run of layers over one sequence"
         fix = "take another recipe, or measure a few steps: moe train RECIPE --train.steps 5"
         raise BadInput("model.kind", got=m.kind, needed=needed, fix=fix)
-    if m.ahead:
-        fix = "set model.ahead to 0 for a plan, or measure a few steps: moe train RECIPE --train.steps 5"
-        raise BadInput("model.ahead", got=m.ahead, needed="0: the planner counts no blocks behind the last layer", fix=fix)
     return Network(
         layers=m.num_layers,
         width=m.d_model,
@@ -47,7 +44,9 @@ def network_of(run: Run) -> Network:
         qkv_biases=m.qkv_bias,
         out_bias=m.out_bias,
         sinks=m.attention_sinks,
+        clipped=m.clip_qkv is not None,
         dropout=m.dropout > 0,
+        ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         windows_in_runs=sum(in_runs(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,
         experts=_experts(run),
@@ -69,17 +68,27 @@ def _experts(run: Run) -> Experts | None:
     if not sparse:
         return None
     hidden = e.d_ff or m.d_ff
+    count = round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse))
+    choices = min(spec.num_choices, count)
     return Experts(
-        count=round(sum(map(e.of_layer, range(len(sparse)))) / len(sparse)),
-        choices=spec.num_choices,
+        count=count,
+        choices=choices,
         hidden=hidden,
         gated=(e.ffn or m.ffn) in GATED,
         shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
         biases=e.biases,
         free=e.free,
-        router_bias=spec.logits == "affine",
-        capacity_factor=spec.capacity_factor,
+        router_vectors=spec.vectors,
+        router_norm=spec.input_norm == "rmsnorm",
+        capacity_factor=None if spec.capacity_factor is None else _places(run.router, count) / choices,
     )
+
+
+def _places(router: Router, count: int) -> float:
+    """Of all experts for a token, whichever choose."""
+    spec = router.spec
+    counted = spec.num_choices if spec.capacity_counts == "choices" else 1
+    return min((spec.capacity_factor or 1.0) * counted, count)
 
 
 def plan_of(run: Run) -> Plan:

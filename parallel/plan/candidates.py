@@ -88,7 +88,7 @@ def candidates(
                 schedule=schedule, chunks=chunks, stage_layers=None,
                 microbatch=size, microbatches=global_batch // dp // size,
             )  # fmt: skip
-            lists = layer_lists(network, made, pp * chunks)[: space.lists] if pp > 1 else ()
+            lists = layer_lists(network, made, pp * chunks, space.lists) if pp > 1 else ()
             for layers, engine in product(lists or (None,), space.engines if dp * sp > 1 else ("ddp",)):
                 reshard = base.reshard or engine != "fsdp"  # the others have no such choice
                 yield made.but(engine=engine, reshard=reshard, stage_layers=layers)

@@ -20,6 +20,7 @@ from parallel import yaml_text
 from parallel.errors import BadInput, harmless
 from parallel.files import read_text, user_path
 from parallel.plan.device import Device
+from parallel.plan.hashed import hashed_once
 
 FOLDER = Path(__file__).parent / "clusters"
 _MOST = 1_000_000  # nodes, and devices of one
@@ -59,6 +60,7 @@ class Between:
     exchange_share: float = 0.7
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Cluster:
     """Every rank has one device. Ranks lie on nodes in order. `sources`: where the numbers come from.

@@ -17,13 +17,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from math import inf
 
-from parallel.pipeline.schedules.catalog import placed
+from parallel.pipeline.schedules.catalog import Placed, placed
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.counts import sizes_of
 from parallel.plan.job import Network, Plan
-from parallel.plan.layer_time import Layer, Pass, head_time, layer_time, of_layer, tokens_of
-from parallel.plan.pipeline_time import CLOSED, SPLIT, How, crossings, head_rank, homes_of, pipeline_time, tails
+from parallel.plan.layer_time import Layer, Pass, head_time, join_time, layer_time, of_layer, tokens_of
+from parallel.plan.pipeline_time import CLOSED, SPLIT, How, crossings, head_rank, homes_at, pipeline_time, tails
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
 
 OVERLAP_SLOWDOWN = 0.126  # of products while collectives run beside them: Galvatron's measured coefficient, 1.126
@@ -114,7 +114,7 @@ def step_time(
     held = {kind: _held(network, plan, *kind[:2], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
     adds = {kind: _accumulated(plan, cluster, program, *own) for kind, own in held.items()}
     if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
-        both = _held(replace(network, tied=False), plan, *ranks[last], first=True, last=True)
+        both = _held(_untied(network), plan, *ranks[last], first=True, last=True)
         adds[kinds[last]] = _accumulated(plan, cluster, program, *both)
     made = {kind: _stage(network, plan, cluster, program, imbalance, *kind[:2], kind[3], more) for kind, more in adds.items()}
     stages = [made[kind] for kind in kinds]
@@ -184,22 +184,30 @@ def _for_cores(crowd: float, microbatches: int, stages: list[Stage], pipeline: f
     return max(0.0, crowd * work + sent - pipeline)
 
 
+@lru_cache(maxsize=100)
 def own_program(cluster: Cluster) -> Program:
     """This project's trainer on such devices, with what was measured of it there."""
     return replace(OWN_ON_CPU if cluster.cores else OWN, **cluster.program)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=100)
+def _untied(network: Network) -> Network:
+    return replace(network, tied=False)
+
+
 def rank_layers(network: Network, plan: Plan) -> tuple[tuple[int, int], ...]:
     """(dense layers, sparse layers) of each rank of a pipeline, whose stages count together; of each stage where two ranks hold it."""
-    if placed(plan.schedule) == "both_ways":
-        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, tuple((stage,) for stage in range(plan.pp)))
-    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, tuple(homes_of(plan)))
+    where = placed(plan.schedule)
+    if where == "both_ways":
+        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, "line", plan.pp, 1)
+    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, where, plan.pp, plan.chunks)
 
 
 @lru_cache(maxsize=5_000)
 def _of_ranks(
-    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, homes: tuple[tuple[int, ...], ...]
+    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int
 ) -> tuple[tuple[int, int], ...]:
+    homes = homes_at(where, pp, chunks)
     found, at = [[0, 0] for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)
     for size, (rank,) in zip(sizes_of(layers, len(homes), given), homes, strict=True):
@@ -211,12 +219,21 @@ def _of_ranks(
 
 def _kinds(network: Network, counts: tuple[int, ...]) -> list[tuple[int, int]]:
     """(dense layers, sparse layers) of each of so many layers one after another."""
-    return list(_of_ranks(network.layers, network.sparse_layers, counts, tuple((stage,) for stage in range(len(counts)))))
+    return list(_of_ranks(network.layers, network.sparse_layers, counts, "line", len(counts), 1))
 
 
 @lru_cache(maxsize=50_000)
 def _cached(
-    network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, recompute: str, dense: int, sparse: int, head: bool
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    imbalance: float,
+    recompute: str,
+    every: int,
+    dense: int,
+    sparse: int,
+    head: bool,
 ) -> Stage:
     forward, backward, again, weights = Pass(), Pass(), Pass(), 0.0
     for count, kind in ((dense, False), (sparse, True)):
@@ -228,7 +245,7 @@ def _cached(
             backward + layer.backward.times(count),
             weights + count * layer.weights,
         )
-        share = 1 / plan.recompute_every
+        share = 1 / every
         if recompute == "full":
             again += layer.forward.times(count * share)
         elif recompute == "selective":
@@ -236,6 +253,12 @@ def _cached(
     if head:
         last = head_time(network, plan, cluster, program)
         forward, backward, weights = forward + last[0], backward + last[1], weights + last[2]
+    if head and network.ahead:  # of each further token the layer, what joins its inputs, and the head again
+        layer, joined = layer_time(network, plan, cluster, program, sparse=False), join_time(network, plan, cluster, program)
+        for ahead in (joined, last, (layer.forward, layer.backward, layer.weights)):
+            forward, backward = forward + ahead[0].times(network.ahead), backward + ahead[1].times(network.ahead)
+            weights += network.ahead * ahead[2]
+        again += {"none": Pass(), "full": layer.forward, "selective": _selective(layer, program)}[recompute].times(network.ahead / every)
     launch = program.launch_us * 1e-6
     parts = recompute == "full" or (recompute == "selective" and program.selective == "second")
     nested = (dense + sparse) * program.checkpoint_us * 1e-6 if parts else 0.0
@@ -278,9 +301,12 @@ def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, e
 def _stage(
     network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, dense: int, sparse: int, head: bool, adds: float
 ) -> Stage:
-    key = of_layer(plan).but(recompute_every=plan.recompute_every)
-    made = _cached(network, key, cluster, program, imbalance, plan.recompute, dense, sparse, head)
-    return replace(made, backward=replace(made.backward, compute=made.backward.compute + adds)) if adds else made
+    again = plan.recompute, plan.recompute_every
+    made = _cached(network, of_layer(plan), cluster, program, imbalance, *again, dense, sparse, head)
+    if not adds:
+        return made
+    backward = made.backward + Pass(compute=adds)
+    return Stage(made.forward, backward, made.again, made.weights, made.launch_forward, made.launch_backward)
 
 
 def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> float:
@@ -312,6 +338,7 @@ def _held(network: Network, plan: Plan, plain: int, sparse: int, *, first: bool,
     dense = (plain + sparse) * attention + plain * dense_ffn + sparse * beside
     ends = first + last - (first and last and network.tied)
     expert = sparse * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
+    dense += last * network.ahead * (attention + dense_ffn + 2 * d * d)
     parts = plan.tp // plan.depth if plan.tensor == "2.5d" else 1 if plan.tensor == "copied" else plan.tp
     return (dense + ends * network.vocab * d) / parts, expert
 

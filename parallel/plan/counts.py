@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from parallel.plan.job import Latent, Network, Plan
@@ -58,7 +58,8 @@ def layer(network: Network, plan: Plan, index: int) -> Elements:
     beside = (
         network_elements(n, e.shared_hidden, gated=e.gated) / t
         + n.width * (e.count * (2 if e.biases else 1) + e.free)
-        + (e.count + e.free) * e.router_bias
+        + (e.count + e.free) * e.router_vectors
+        + n.width * e.router_norm
     )
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
     return Elements(dense + beside, e.count * one / (plan.ep * plan.etp))
@@ -104,7 +105,14 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
     positions = network.length * network.width if network.learned_positions and first else 0
     norm = network.width * (2 if network.norm == "layernorm" else 1) if last else 0
-    return Elements(tables * table + positions + norm)
+    found = Elements(tables * table + positions + norm)
+    return found + ahead(network, plan).times(network.ahead) if last else found
+
+
+def ahead(network: Network, plan: Plan) -> Elements:
+    """What predicts one further token, beside the vocabulary's matrices: a dense layer, the product that joins its inputs, three norms."""
+    norm = network.width * (2 if network.norm == "layernorm" else 1)
+    return Elements(2 * network.width**2 + 3 * norm) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from parallel.plan.hashed import hashed_once
+
 Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 # Sides of an output tile, and how much of a processor's rate it reaches: each side shares what the other loads, so that
@@ -27,6 +29,7 @@ RAMP = 96  # elements of k in whose time a tile is begun and written out
 SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processors idle; the parts are then summed in fp32
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Device:
     """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.

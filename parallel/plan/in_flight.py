@@ -83,13 +83,14 @@ def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[R
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
     """What waits for W counts as what waits for B: I frees about as much as its output's gradients take."""
     places = {stage: i for i, stage in enumerate(schedule.stages_of(rank))}
-    now, peaks = [0] * len(places), set()
+    now, peaks, rising = [0] * len(places), set(), False
     change = {Op.F: 1, Op.B: -1, Op.W: -1}
     for action in schedule.orders[rank]:
         step = change.get(action.op, 0)
         if step:
-            if step < 0:
+            if step < 0 and rising:
                 peaks.add(tuple(now))
+            rising = step > 0
             now[places[action.stage]] += step
     kept: list[tuple[int, ...]] = []
     for peak in sorted(peaks, reverse=True):  # one with more of all comes before

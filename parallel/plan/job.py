@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parallel.plan.hashed import KEPT, hashed_once
 from parallel.plan.states import MIXED_FP32_GRADIENTS, Storage
 
 Recomputed = Literal["none", "selective", "full"]
@@ -22,7 +23,10 @@ STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 @dataclass(frozen=True)
 class Experts:
-    """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them."""
+    """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
+
+    `capacity_factor`: places that experts have for each choice. Empty ones are computed too, and below 1 choices are dropped.
+    """
 
     count: int
     choices: int
@@ -31,7 +35,8 @@ class Experts:
     shared_hidden: int = 0
     capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
     biases: bool = False
-    router_bias: bool = False
+    router_vectors: int = 0
+    router_norm: bool = False
     free: int = 0  # choices beside them that cost nothing
 
 
@@ -45,11 +50,13 @@ class Latent:
     value_size: int
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Network:
     """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
     that have experts instead of a dense network. `qk_norm`: of queries and keys, of each head or all. `sinks`: a logit
-    a head. `core_work`: pairs of tokens that
+    a head. `clipped`: queries, keys and values are, and kept as they were before. `ahead`: further tokens that are predicted in
+    training, each by a dense layer behind the last, a product of its two inputs, and the head. `core_work`: pairs of tokens that
     attention computes, over a causal one's, in the mean over layers; `windows_in_runs`: the share of layers with sliding windows that
     are computed by runs of tokens, which keep keys and values twice."""
 
@@ -69,12 +76,14 @@ class Network:
     qkv_biases: bool = False
     out_bias: bool = False
     sinks: bool = False
+    clipped: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"
     learned_positions: bool = False
     dropout: bool = False
     experts: Experts | None = None
     sparse_layers: tuple[int, ...] = ()
     latent: Latent | None = None
+    ahead: int = 0
     core_work: float = 1.0
     windows_in_runs: float = 0.0
 
@@ -89,6 +98,7 @@ class Network:
         return self.kv_heads or self.heads
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Plan:
     """How a network is trained. `microbatch`: sequences of one replica at a time; `microbatches`: of a replica in a step.
@@ -131,6 +141,7 @@ class Plan:
         assert changes.keys() <= self.__dict__.keys(), changes
         made = object.__new__(Plan)
         made.__dict__.update(self.__dict__, **changes)
+        made.__dict__.pop(KEPT, None)
         return made
 
     @property

@@ -67,7 +67,11 @@ def _norm(n: Network, stack: Stack, itemsize: int) -> int:
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
-    """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
+    """What norms of queries, keys and latents keep of a token: their inputs, and a statistic for each head or one for all."""
+    if n.latent is not None and stack.keys == "repeated":  # the norms of latents, whose input in fp32 is the whole product that made it
+        turned = itemsize * n.latent.rotary_size if itemsize == 4 else 0
+        low = n.latent.query_rank + n.latent.key_rank
+        return _norm(replace(n, norm="rmsnorm"), stack, itemsize) * low + 2 * stack.statistics + turned
     if n.qk_norm == "none":
         return 0.0
     heads = n.heads + n.groups
@@ -89,10 +93,13 @@ def _attention(n: Network, stack: Stack) -> float:
             + 2 * keys
             + n.windows_in_runs * (inner + 2 * keys)
             + ((1 - n.windows_in_runs) * inner + 4 * n.heads if n.sinks else 0)
+            + (inner + 2 * n.groups * n.channels if n.clipped else 0)
         )
-    queries = n.heads * (n.channels + n.latent.rotary_size)  # of queries and of keys, which have the rotary channels repeated
-    low = 2 * (n.latent.query_rank + n.latent.key_rank) + n.latent.rotary_size  # before and behind their norms
-    return 2 * queries + 2 * n.heads * n.latent.value_size + low
+    late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # keys have the rotary channels repeated
+    value = n.heads * late.value_size
+    if stack.keys == "repeated":  # values are filled up to the size of keys for the core, and its output is cut back
+        return 4 * key + 3 * n.windows_in_runs * key + value + late.query_rank + late.key_rank
+    return 2 * key + 2 * value + 2 * (late.query_rank + late.key_rank) + late.rotary_size  # before and behind their norms
 
 
 def rows_of(network: Network, plan: Plan) -> float:
@@ -100,7 +107,8 @@ def rows_of(network: Network, plan: Plan) -> float:
     e = network.experts
     if e is None:
         return 0.0
-    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * max(1.0, e.capacity_factor or 1.0) * plan.etp
+    places = 1.0 if e.capacity_factor is None else e.capacity_factor
+    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * places * plan.etp
 
 
 def _experts(n: Network, plan: Plan, stack: Stack) -> float:
@@ -111,7 +119,7 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     shared = c * count * e.shared_hidden * here / plan.tp
-    return rows * c * (moved * n.width + hidden) + here / plan.tp * (8 * e.count + stack.maps * e.choices) + shared
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * (8 * (e.count + e.free) + stack.maps * e.choices) + shared
 
 
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
@@ -133,13 +141,20 @@ def recompute_of(plan: Plan, index: int) -> Recomputed:
     return plan.recompute if index % plan.recompute_every == 0 else "none"
 
 
-def cast_weights(network: Network, plan: Plan, stack: Stack, index: int) -> float:
-    """Bytes that autograd keeps of one layer's weights in the compute dtype. With stages they are cast again in the backward pass: every
-    micro-batch in flight would keep its own."""
-    wide = plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
-    if not (stack.casts and wide) or recompute_of(plan, index) == "full":
-        return 0.0
-    return plan.compute_bytes * layer_elements(network, plan, index).dense
+def casts_kept(plan: Plan, stack: Stack) -> bool:
+    """Whether autograd keeps weights in the compute dtype, for each micro-batch. With stages they are cast again in the backward pass:
+    every micro-batch in flight would keep its own."""
+    return stack.casts and plan.storage.parameters > plan.compute_bytes and plan.stage < 3 and plan.pp == 1
+
+
+def cast_weights(network: Network, plan: Plan, index: int) -> float:
+    """Bytes of one layer's weights in the compute dtype, where they are kept."""
+    return 0.0 if recompute_of(plan, index) == "full" else plan.compute_bytes * layer_elements(network, plan, index).dense
+
+
+def cast_ahead(network: Network, plan: Plan) -> float:
+    """The same for one further token's layer, and the product that joins its inputs."""
+    return cast_weights(replace(network, experts=None), plan, network.layers) + plan.compute_bytes * 2 * network.width**2
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
@@ -151,7 +166,18 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
     if last:
         total += ((_norm(network, stack, c) + c) * network.width + 2 * stack.statistics) * at.between
         total += logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0
+        total += sum(_ahead(network, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return total
+
+
+def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """Bytes of one further token's prediction: two norms' inputs, the product's; its layer, `index` of all; the norm, the logits."""
+    at, c = tokens_of(network, plan, stack), plan.compute_bytes
+    same = c if stack.norm <= c else 0  # in fp32 a norm keeps its input itself, which the norm before the head keeps too
+    joined = (2 * _norm(network, stack, c) - same + 2 * c) * network.width + 4 * stack.statistics
+    read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
+    of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
+    return of_layer + (joined + read) * at.between + (logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0)
 
 
 def logits(network: Network, plan: Plan) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from parallel.grids import GRIDS, LINES
 from parallel.plan import attention as sequence_attention
@@ -76,27 +77,24 @@ def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program,
     return _layer(_only(network, sparse), of_layer(plan), cluster, program, sparse, imbalance)
 
 
+@lru_cache(maxsize=100)
 def _only(network: Network, sparse: bool) -> Network:
     """What a layer depends on, so that networks of several depths share it."""
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None)
 
 
 def of_layer(plan: Plan) -> Plan:
-    """What of a plan a layer depends on, so that plans which differ elsewhere share it."""
-    return Plan(
-        dp=plan.dp,
-        tp=plan.tp,
-        sp=plan.sp,
-        pp=plan.pp,
-        ep=plan.ep,
-        etp=plan.etp,
-        tensor=plan.tensor,
-        depth=plan.depth,
-        sequence=plan.sequence,
-        order=plan.order,
-        microbatch=plan.microbatch,
-        compute_bytes=plan.compute_bytes,
-    )
+    """What of a plan a layer depends on, so that plans which differ elsewhere share it (the same object): of pp and dp the world alone."""
+    cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.sequence, plan.order
+    return _of_layer(plan.world, *cut, plan.microbatch, plan.compute_bytes)
+
+
+@lru_cache(maxsize=20_000)
+def _of_layer(
+    world: int, tp: int, sp: int, ep: int, etp: int, tensor: Any, depth: int, sequence: Any, order: Any, microbatch: int, item: int
+) -> Plan:
+    ranks: dict[str, Any] = {"dp": world // (tp * sp), "tp": tp, "sp": sp, "ep": ep, "etp": etp}
+    return Plan(**ranks, tensor=tensor, depth=depth, sequence=sequence, order=order, microbatch=microbatch, compute_bytes=item)
 
 
 @lru_cache(maxsize=100_000)
@@ -342,7 +340,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
-    factor = imbalance if e.capacity_factor is None else max(1.0, e.capacity_factor)
+    factor = imbalance if e.capacity_factor is None else e.capacity_factor
     choices = n * e.choices
     rows = choices * factor * plan.etp / max(1, plan.etp)
     per_expert = choices * plan.ep * plan.etp / e.count * factor
@@ -386,3 +384,13 @@ def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
     forward = Pass(compute=f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8), tensor=sums, kernels=14)
     backward = Pass(compute=x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4), tensor=sums, kernels=12)
     return forward, backward, w
+
+
+@lru_cache(maxsize=20_000)
+def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
+    """Two norms and the product that joins a layer's output with a token's embedding, for a further token; as head_time."""
+    n, d, device = tokens_of(network, plan), network.width, cluster.device
+    f, x, w = _three(cluster, _kind(plan, program), n, d, 2 * d)
+    stream = 3 * 4 * max(2, plan.compute_bytes) / 2 * d * n * program.pointwise  # the norm before the head too, as _between
+    forward = Pass(compute=f + device.stream(stream, kernels=4), kernels=10)
+    return forward, Pass(compute=x + w + device.stream(BACKWARD_STREAM * stream, kernels=4), kernels=12), w

@@ -125,6 +125,16 @@ def _grid(network: Network, plan: Plan) -> Iterator[str]:
         yield f"a side of tp's grid, {side}, is more than the vocabulary's {network.vocab}"
 
 
+def _ahead(network: Network, plan: Plan) -> Iterator[str]:
+    if not network.ahead:
+        return
+    for degree, value in (("pp", plan.pp), ("sp", plan.sp), ("tp", plan.tp)):
+        if value > 1:
+            yield f"degrees.{degree}={value} does not go with model.ahead={network.ahead}"
+    if plan.offload_parameters != "none":
+        yield f"offload of the parameters does not go with model.ahead={network.ahead}"
+
+
 def _sequence(network: Network, plan: Plan) -> Iterator[str]:
     sp = plan.sp
     if sp == 1:
@@ -210,4 +220,4 @@ def _engine(network: Network, plan: Plan) -> Iterator[str]:
             yield f"offload of the {what} to {place} needs zero stage {lowest}, not {plan.engine}"
 
 
-RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (_tensor, _sequence, _experts, _stages, _batch, _engine)
+RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (_ahead, _tensor, _sequence, _experts, _stages, _batch, _engine)

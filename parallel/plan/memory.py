@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import ge
+from typing import Any, Literal
 
 from parallel.plan import counts
 from parallel.plan.counts import Elements
 from parallel.plan.in_flight import Rank, in_flight
 from parallel.plan.job import Network, Plan
-from parallel.plan.kept import cast_weights, ends_kept, layer_kept, logits, recompute_of, rows_of, tokens_of
+from parallel.plan.kept import cast_ahead, cast_weights, casts_kept, ends_kept, layer_kept, logits, recompute_of, rows_of, tokens_of
 from parallel.plan.stack import OURS, Stack
 from parallel.plan.states import States, model_states
 
@@ -67,20 +68,13 @@ class Memory:
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
     """Of each pipeline rank; ranks of the other axes are alike. Raises BadInput for sizes that the schedule cannot have."""
-    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
-    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
-    job = _Job(network, plan, stack, stages)
-    return tuple(job.of_rank(number, rank) for number, rank in enumerate(ranks))
+    return tuple(_memory(plan, stack, rank) for rank in _ranks(network, _of_activations(plan), stack, casts_kept(plan, stack), "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Of the rank that needs most."""
-    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
-    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
-    job = _Job(network, plan, stack, stages)
-    sparse = network.sparse_layers if network.experts else ()
-    fullest = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, tuple(map(len, stages)), sparse, plan.recompute_every)
-    return max((job.of_rank(number, ranks[number]) for number in fullest), key=lambda m: m.allocated)
+    ranks = _ranks(network, _of_activations(plan), stack, casts_kept(plan, stack), "fullest")
+    return max((_memory(plan, stack, rank) for rank in ranks), key=lambda m: m.allocated)
 
 
 @lru_cache(maxsize=5_000)
@@ -120,20 +114,18 @@ class _Layer:
     work: float
 
 
-def _of_layer(plan: Plan) -> Plan:
-    """What of a plan a layer depends on, so that plans which differ elsewhere share it."""
-    return _BARE.but(
-        tp=plan.tp,
-        sp=plan.sp,
-        ep=plan.ep,
-        etp=plan.etp,
-        tensor=plan.tensor,
-        depth=plan.depth,
-        microbatch=plan.microbatch,
-        compute_bytes=plan.compute_bytes,
-        offload_activations=plan.offload_activations,
-        tiles=plan.tiles,
-    )
+def _of_layer(plan: Plan, index: int) -> Plan:
+    """What of a plan one of its layers depends on, so that plans which differ elsewhere share it: the same object."""
+    cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.tiles
+    return _shared(*cut, plan.microbatch, plan.compute_bytes, plan.offload_activations, recompute_of(plan, index))
+
+
+@lru_cache(maxsize=20_000)
+def _shared(
+    tp: int, sp: int, ep: int, etp: int, tensor: Any, depth: int, tiles: int, microbatch: int, item: int, away: float, recompute: Any
+) -> Plan:
+    ranks: dict[str, Any] = {"tp": tp, "sp": sp, "ep": ep, "etp": etp, "tensor": tensor, "depth": depth, "tiles": tiles}
+    return _BARE.but(**ranks, microbatch=microbatch, compute_bytes=item, offload_activations=away, recompute=recompute)
 
 
 _BARE = Plan()
@@ -151,20 +143,73 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
     return _Layer(elements, at_once, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of))
 
 
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """What a pipeline rank has however its states are shared: elements `held`, `gathered` at once of each kind of its layers, and those
+    of the vocabulary's `table` if it has one; `moment`: bytes by PARTS while it holds most; `dispatch`: of rows sent and arrived."""
+
+    number: int
+    versions: int
+    held: Elements
+    gathered: tuple[float, ...]
+    table: float
+    moment: dict[str, float]
+    dispatch: float
+
+
+def _of_activations(plan: Plan) -> Plan:
+    """Without what only a rank's states depend on: engines share the rest."""
+    return plan.but(
+        dp=1,
+        sequence=_BARE.sequence,
+        order=_BARE.order,
+        engine=_BARE.engine,
+        storage=_BARE.storage,
+        reshard=_BARE.reshard,
+        offload_optimizer="none",
+        offload_parameters="none",
+    )
+
+
+@lru_cache(maxsize=256)
+def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[_Rank, ...]:
+    """`casts`: whether a micro-batch keeps weights in the compute dtype."""
+    ranks = in_flight(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches, chunks=plan.chunks)
+    stages = counts.stages_of(network, plan, 1 + max(stage for rank in ranks for stage in rank.stages))
+    job = _Job(network, plan, stack, stages, casts)
+    if which == "all":
+        return tuple(job.of_rank(number, rank) for number, rank in enumerate(ranks))
+    sparse = network.sparse_layers if network.experts else ()
+    fullest = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, tuple(map(len, stages)), sparse, plan.recompute_every)
+    return tuple(job.of_rank(number, ranks[number]) for number in fullest)
+
+
+def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
+    """With its states, as the plan shares them."""
+    states, host = _states(plan, rank.held)
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["parameters"], parts["gradients"], parts["optimizer"] = states.parameters, states.gradients, states.optimizer
+    parts["older weights"] = (rank.versions - 1) * rank.held.total * plan.storage.parameters
+    parts["gradient buckets"] = _buckets(plan, stack)
+    parts["gathered layers"] = _gathered(plan, stack, rank.held, rank.table, rank.gathered)
+    parts["dispatch buffers"] = rank.dispatch
+    parts.update(rank.moment)
+    return Memory(rank.number, parts, host)
+
+
 class _Job:
     """A network, a plan and a software; layers of a kind are counted once, since a planner asks for thousands of plans."""
 
-    def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range]) -> None:
-        self.network, self.plan, self.stack, self.stages = network, plan, stack, stages
+    def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
+        self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.sparse = frozenset(network.sparse_layers) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool], _Layer] = {}
 
     def layer(self, index: int) -> _Layer:
         kind = (index in self.sparse, index % self.plan.recompute_every == 0)
         if kind not in self.kinds:
-            of = _of_layer(self.plan).but(recompute=recompute_of(self.plan, index))
-            made = _layer(self.network, of, self.stack, kind[0])
-            casts = cast_weights(self.network, self.plan, self.stack, index)
+            made = _layer(self.network, _of_layer(self.plan, index), self.stack, kind[0])
+            casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
             self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made
         return self.kinds[kind]
 
@@ -174,28 +219,32 @@ class _Job:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 
-    def of_rank(self, number: int, rank: Rank) -> Memory:
-        plan, stack = self.plan, self.stack
+    def of_rank(self, number: int, rank: Rank) -> _Rank:
+        network, plan = self.network, self.plan
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        ends = counts.ends(self.network, plan, first=first, last=last)
-        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), ends)
-        states, host = _states(plan, held)
-        parts = dict.fromkeys(PARTS, 0.0)
-        parts |= {"parameters": states.parameters, "gradients": states.gradients, "optimizer": states.optimizer}
-        parts["older weights"] = (rank.versions - 1) * held.total * plan.storage.parameters
-        parts["gradient buckets"] = _buckets(plan, stack)
-        table = counts.embedding(self.network, plan) if first or last else 0.0
-        parts["gathered layers"] = _gathered(plan, stack, held, table, [of.gathered for mine in layers.values() for of, _ in mine])
-        if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):  # rows sent, rows arrived
-            parts["dispatch buffers"] = 2 * rows_of(self.network, plan) * self.network.width * plan.compute_bytes
-        return Memory(number, parts | self._moment(rank, layers), host)
+        ends = counts.ends(network, plan, first=first, last=last)
+        dispatch = 0.0
+        if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):
+            dispatch = 2 * rows_of(network, plan) * network.width * plan.compute_bytes
+        return _Rank(
+            number,
+            rank.versions,
+            sum((of.elements.times(n) for mine in layers.values() for of, n in mine), ends),
+            tuple(of.gathered for mine in layers.values() for of, _ in mine)
+            + (counts.ahead(network, plan).total,) * (last and network.ahead > 0),
+            counts.embedding(network, plan) if first or last else 0.0,
+            self._moment(rank, layers),
+            dispatch,
+        )
 
     def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> dict[str, float]:
         """What a step holds for a while: the parts of the moment that needs most."""
         network, plan, stack, last = self.network, self.plan, self.stack, len(self.stages) - 1
         bodies = [sum(n * of.kept for of, n in mine) for mine in layers.values()]
         ends = [ends_kept(network, plan, stack, first=stage == 0, last=stage == last) for stage in layers]
+        if self.casts and last in layers:
+            ends[-1] += network.ahead * cast_ahead(network, plan)
         crossing = plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
         ends = [end + self._inputs(stage) * crossing for stage, end in zip(layers, ends, strict=True)]
         work = max((of.work for mine in layers.values() for of, _ in mine), default=0.0)

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from parallel.pipeline.schedule import COMPUTE, Action, Op, folded
-from parallel.pipeline.schedules.catalog import placed
+from parallel.pipeline.schedules.catalog import Placed, placed
 from parallel.pipeline.simulator.simulate import costs, makespan
 from parallel.pipeline.sums import whole_at
 from parallel.plan.in_flight import made, steady
@@ -43,12 +43,17 @@ def head_rank(plan: Plan) -> int:
     return 0 if plan.pp > 1 and placed(plan.schedule) == "v" else plan.pp - 1
 
 
-def homes_of(plan: Plan) -> list[tuple[int, ...]]:
+def homes_of(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Of each stage the ranks that have it."""
-    where, p = placed(plan.schedule), plan.pp
+    return homes_at(placed(plan.schedule), plan.pp, plan.chunks)
+
+
+@lru_cache(maxsize=1_000)
+def homes_at(where: Placed, p: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Of each stage on p ranks the ranks that have it, where a schedule places them so."""
     if where == "both_ways":
-        return [tuple(sorted({stage, p - 1 - stage})) for stage in range(p)]
-    return [*folded(p)] if where == "v" else [(stage % p,) for stage in range(p * plan.chunks)]
+        return tuple(tuple(sorted({stage, p - 1 - stage})) for stage in range(p))
+    return tuple(folded(p)) if where == "v" else tuple((stage % p,) for stage in range(p * chunks))
 
 
 def pipeline_time(

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel.errors import BadInput
+from parallel.plan.hashed import hashed_once
 
 ALONE = 0.3  # of the faster of host and device, not beside the slower: fitted to vTrain's steps of small layers
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Program:
     """One training program.

@@ -20,10 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from parallel.plan.hashed import hashed_once
+
 Part = Literal["norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts"]
 PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts")
 
 
+@hashed_once
 @dataclass(frozen=True)
 class Stack:
     """Fields as above, and how states are handled.
@@ -109,5 +112,14 @@ FSDP = Stack("fsdp", gated=4, activation_of=2, logits=12)
 DEEPSPEED = Stack(
     "deepspeed", gated=4, activation_of=2, core="scores", logits=12, gathers="elements", gathered=1e9, bucket_elements=5e8, reduce_bytes=2
 )
+# DeepSeek-V3's own (arXiv 2412.19437, sections 3.2.3 and 3.3.3): norms, up-projections and SwiGLU's output are made again, and what
+# products read is kept in 8 bits. Of attention are left its output, the latents before their norms and the log-sum-exp, in 16 bits:
+# 18,752 of 86,336 elements a token with its sizes. Of experts a row and what gate and up gave, (D + 2 F) / 2 (D + 3 F); of dense networks
+# the latter.
+DEEPSEEK = replace(
+    MEGATRON,
+    name="deepseek",
+    masks="dropout",
+    selective=(("norm_outputs", 0.0), ("attention", 0.217), ("experts", 0.423), ("network", 0.5), ("activation", 0.0)),
+)
 NANOTRON = Stack("nanotron", gated=4, activation_of=2, logits=12)
-STACKS = {s.name: s for s in (OURS, OURS_ON_CPU, MEGATRON, MEGATRON_2022, MEGATRON_DEEPSPEED, TORCHTITAN, FSDP, DEEPSPEED, NANOTRON)}

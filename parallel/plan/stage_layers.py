@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from parallel.grids import LINES
 from parallel.plan import counts
 from parallel.plan.cut import cut
 from parallel.plan.job import Network, Plan
@@ -20,18 +21,23 @@ from parallel.plan.job import Network, Plan
 EMPTIER = 0.95  # of the fullest stage of the cut by work
 
 
-def layer_lists(network: Network, plan: Plan, stages: int) -> tuple[tuple[int, ...], ...]:
-    """Layers of each stage, by work first; nothing where stages are more than layers."""
-    if stages > network.layers:
+def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tuple[tuple[int, ...], ...]:
+    """Layers of each stage, by work first, `most` lists of them; nothing where stages are more than layers."""
+    if stages > network.layers or most < 1:
         return ()
-    return _lists(network, stages, plan.tp, plan.tensor, plan.depth, plan.ep, plan.etp)
+    if most == 1:
+        return (_by_work(network, stages),)
+    tensor = "1d" if plan.tensor in LINES or plan.tensor == "sliced" else plan.tensor  # which cut matrices alike
+    return _lists(network, stages, plan.tp, tensor, plan.depth, plan.ep, plan.etp)
 
 
 @lru_cache(maxsize=5_000)
 def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: int, etp: int) -> tuple[tuple[int, ...], ...]:
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
     table = counts.embedding(network, plan)
-    held = [counts.layer(network, plan, index).total for index in range(network.layers)]
+    of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # layers of a kind are alike
+    total = {kind: counts.layer(network, plan, index).total for kind, index in of_kind.items()}
+    held = [total[index in network.sparse_layers] for index in range(network.layers)]
     sizes = cut([table, *held, table], stages)
     by_elements = (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
     if _fullest(held, table, by_elements) > EMPTIER * _fullest(held, table, by_work):

@@ -12,7 +12,7 @@ from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
 from parallel.plan.counts import held
-from parallel.plan.kept import cast_weights, ends_kept, layer_kept, recompute_of
+from parallel.plan.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
 from parallel.plan.stack import OURS, OURS_ON_CPU
 
 MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_ff": 80, "max_length": 20, "tied_embeddings": False}
@@ -22,6 +22,18 @@ CASES: dict[str, dict[str, Any]] = {
     "relu": {"model": {"ffn": "relu"}},
     "gated": {"model": {"ffn": "swiglu", "dropout": 0.1}},
     "experts": {"model": {"moe_every": 2}, **SPARSE},
+    "fewer experts than choices": {
+        "model": {"moe_every": 1},
+        "experts": {"num_experts": 3, "d_ff": 56, "skip": 4},
+        "router": {"preset": "olmoe", "num_choices": 5},
+    },
+    "experts choose": {
+        "model": {"moe_every": 1},
+        "experts": {"num_experts": 4, "d_ff": 56},
+        "router": {"preset": "expert_choice", "num_choices": 3, "capacity_factor": 2.0, "allow_noncausal": True},
+    },
+    "latents": {"model": {"num_kv_heads": None, "latent": {"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}}},
+    "few places": {"model": {"moe_every": 1}, **SPARSE, "router": {"preset": "switch", "capacity_factor": 0.5}},
     "shared expert": {"model": {"moe_every": 1, "ffn": "swiglu"}, **SPARSE, "experts": {"num_experts": 4, "d_ff": 56, "shared": 1}},
 }
 
@@ -41,7 +53,7 @@ def test_kept_bytes_are_those_counted_against_autograd(case: str, recompute: str
         on_cpu = layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
         assert on_cpu == pytest.approx(tokens * block_bytes(run, layer, "cpu"))
         if recompute == "none" and layer not in network.sparse_layers:  # norms and biases are not cast
-            cast = cast_weights(network, plan, OURS, layer)
+            cast = cast_weights(network, plan, layer) if casts_kept(plan, OURS) else 0.0
             assert cast == pytest.approx(fixed_bytes(run, layer), rel=0.02)
     assert ends_kept(network, plan, OURS, first=False, last=True) == pytest.approx(tokens * head_bytes(run))
 

@@ -25,7 +25,7 @@ PRINTED = {
     "glam_64b_64e": (1.2e12, 0.035),
     "switch_c": (1571e9, 1e-3),
     "mixtral_8x7b": (46.7e9, 1e-3),
-    "deepseek_v3": (671e9, 6e-3),
+    "deepseek_v3": (671e9, 1e-3),
     "llama3_405b": (405e9, 3e-3),
 }
 ACTIVE = {"glam_64b_64e": (96.6e9, 1e-3), "mixtral_8x7b": (12.9e9, 3e-3)}

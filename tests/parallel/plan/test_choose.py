@@ -24,6 +24,7 @@ from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.legal import refusal
 from parallel.plan.memory import memory, peak
 from parallel.plan.pipeline_time import CLOSED, pipeline_time
+from parallel.plan.states import FP32, FP32_AND_COPY, MIXED
 
 CLUSTER = load_cluster("a100-80-8")
 SIMULATED = [name for name in SCHEDULES if name not in CLOSED]
@@ -103,8 +104,10 @@ def test_what_plans_share_does_not_change_their_bytes_or_seconds() -> None:
     base, space = Plan(recompute_every=2), Space(schedules=(("1f1b", 1), ("interleaved", 2), ("zb_v", 2)), largest_pp=4)
     plans = [plan for plan in candidates(network, world=16, global_batch=48, base=base, space=space) if refusal(network, plan) is None]
     plans = [
-        plan.but(recompute=draw.choice(["none", "selective", "full"]), loss_chunks=draw.choice([1, 2])) for plan in draw.sample(plans, 60)
+        plan.but(recompute=draw.choice(["none", "selective", "full"]), loss_chunks=draw.choice([1, 2])) for plan in draw.sample(plans, 40)
     ]
+    engines = {"fsdp": FP32, "zero1": FP32_AND_COPY, "ddp": MIXED}
+    plans += [plan.but(engine=engine, storage=engines[engine]) for plan in plans[:8] for engine in draw.sample(sorted(engines), 2)]
     together = [(peak(network, plan), step_time(network, plan, cluster)) for plan in plans]
     caches = [
         getattr(module, name) for module in (cost, in_flight, layer_time, memory_module, pipeline_time_module) for name in dir(module)

@@ -1,0 +1,27 @@
+"""A frozen value that computes its hash once: caches are asked for the same few networks and clusters hundreds of thousands of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+KEPT = "_hash"
+_T = TypeVar("_T")
+
+
+def hashed_once(kind: type[_T]) -> type[_T]:
+    """The class, a frozen dataclass. The hash stays out of pickles: another process hashes words otherwise."""
+    full: Callable[[Any], int] = vars(kind)["__hash__"]
+
+    def of(self: Any) -> int:
+        found: int | None = self.__dict__.get(KEPT)
+        if found is None:
+            found = self.__dict__[KEPT] = full(self)
+        return found
+
+    def state(self: Any) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != KEPT}
+
+    setattr(kind, "__hash__", of)  # noqa: B010 mypy knows no other way
+    setattr(kind, "__getstate__", state)  # noqa: B010
+    return kind
