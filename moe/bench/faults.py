@@ -30,6 +30,7 @@ KINDS = {
     "hostile": "moe.bench.hostile",
     "disks": "moe.bench.disks",
     "elastic": "moe.bench.elastic",
+    "machines": "moe.bench.machines",
 }
 
 

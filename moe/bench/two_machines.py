@@ -58,8 +58,9 @@ def why_not() -> str:
 @contextlib.contextmanager
 def two_machines() -> Iterator[Machines]:
     """Made here and gone afterwards. Raises CalledProcessError where the system does not allow it."""
-    number = os.getpid() % 250
-    spaces, ends = (f"moe{number}a", f"moe{number}b"), (f"mv{number}a", f"mv{number}b")
+    _remove_left()
+    number, this = os.getpid() % 250, os.getpid()
+    spaces, ends = (f"moe-{this}-a", f"moe-{this}-b"), (f"mv{this}a", f"mv{this}b")
     machines = Machines(spaces, ends, (f"10.77.{number}.1", f"10.77.{number}.2"))
     try:
         for space in spaces:
@@ -75,6 +76,13 @@ def two_machines() -> Iterator[Machines]:
         for space in spaces:
             if Path("/run/netns", space).exists():
                 subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+def _remove_left() -> None:
+    """Namespaces whose process was killed before it could remove them."""
+    for path in Path("/run/netns").glob("moe-*-[ab]"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
 
 
 def _ip(*words: str) -> None:

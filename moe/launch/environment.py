@@ -61,6 +61,17 @@ def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, s
     return env
 
 
+def for_hosts(env: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment for other machines: without what was found out about this one, unless the user has `given` it."""
+    here = (
+        "OMP_NUM_THREADS",
+        *BEFORE_TORCH,
+        "TORCH_EXTENSIONS_DIR",
+        *(() if version_of("torch").endswith("+cpu") else ("DS_ACCELERATOR",)),
+    )
+    return {name: value for name, value in env.items() if name in given or name not in here}
+
+
 def set_before_torch(environment: MutableMapping[str, str]) -> None:
     """Set what torch's libraries read as they load, unless the user has. Where no launcher of ours does it, each process does."""
     for name, value in BEFORE_TORCH.items():

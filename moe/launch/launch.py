@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +37,10 @@ from moe.records.redone import Restart
 from parallel.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
+
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
+_SAID = ".moe-said-"  # begins the names of files in the system's temporary folder: a line that a rank of one launch has printed
+_KEPT_S = 600.0
 
 
 @dataclass
@@ -95,7 +102,7 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
         code = work(life)
     except BadInput as bad:
         code, error = BAD_INPUT, str(bad)
-        if rank == 0 or "on rank" in error:
+        if _is_to_say(bad, rank):
             print(f"error: {error}", file=sys.stderr, flush=True)
     except Ended as ended:  # it names rank and collective, so a stack trace adds nothing
         error, of_all = str(ended), True
@@ -116,6 +123,34 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
         if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
             status.tidy(out, life.made)  # nobody started this process, so nobody waits to read it
     return code
+
+
+def _is_to_say(bad: BadInput, rank: int) -> bool:
+    """Whether this rank prints what its user can mend, so that it is said once, be it every rank's or that of one alone."""
+    if TOKEN in os.environ:  # the parent has all ranks' words, and says what rank 0 does not
+        return rank == 0
+    if bad.speaker is not None:
+        return bad.speaker
+    task = os.environ.get("SLURM_NTASKS", "1") != "1"
+    return not (task or any(name in os.environ for name in _LAUNCHERS)) or _first_here(str(bad))  # by hand, each has its own terminal
+
+
+def _first_here(line: str) -> bool:
+    """Whether no other child of this process's launcher has said this line: an empty file of its name is made by the first."""
+    began = Path(f"/proc/{os.getppid()}/stat")
+    with contextlib.suppress(OSError):
+        parent = f"{os.getppid()} {began.read_text().rpartition(')')[2].split()[19]}"
+        said = hashlib.sha256(f"{parent} {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {line}".encode()).hexdigest()[:32]
+        folder = Path(tempfile.gettempdir())
+        for old in folder.glob(f"{_SAID}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_mtime > _KEPT_S:
+                    old.unlink()
+        try:
+            os.close(os.open(folder / f"{_SAID}{said}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -265,6 +300,8 @@ def _carried_out(work: Callable[[], object]) -> int:
         ended = watchdog.ended_by(failure)
         if ended is not None:
             raise ended from None
+        if isinstance(failure, BadInput):
+            failure.speaker = watchdog.speaks()
         raise
     finally:
         # launchers end the other ranks when the first has left: a rank that is still leaving must be able to report how it ended

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from parallel.parent import die_with
 
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
+STDIN = "MOE_LAUNCH_STDIN"  # set where this process's input ends with `moe train`, on whatever machine that runs
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
 
 
@@ -40,6 +42,8 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     die_with(os.getppid())
+    if STDIN in os.environ:
+        die_with_input(lambda: os.kill(os.getpid(), signal.SIGKILL))
     ancestor = os.environ.get(PARENT, "")
     if ancestor.isdigit():
         threading.Thread(target=_die_with, args=(int(ancestor),), daemon=True, name="die-with-parent").start()
@@ -58,9 +62,24 @@ def _die_with(pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_with_input(end: Callable[[], None]) -> None:
+    """Call `end` when the input of this process, to which nobody writes, comes to its end: `moe train`, or the way to it, is gone."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1):
+                pass
+            end()
+
+    threading.Thread(target=wait, daemon=True, name="die-with-input").start()
+
+
 @dataclass
 class Rank:
-    """One rank as its ancestor sees it. `code` is its exit code (negative: a signal), if it could be read before it was reaped."""
+    """One rank as its ancestor sees it. `code` is its exit code (negative: a signal), if it could be read before it was reaped.
+
+    `pid` is 0 for a rank on another machine, of which nothing is seen from here.
+    """
 
     rank: int
     pid: int
@@ -70,7 +89,7 @@ class Rank:
 
     def look(self) -> None:
         """Notice the end of this process, and read its exit code while it waits to be reaped."""
-        if self.ended_at is not None:
+        if self.ended_at is not None or not self.pid:
             return
         state, code = _state(self.pid)
         if state in "ZX":
@@ -84,7 +103,7 @@ class Rank:
 def wait(ranks: list[Rank], wait_s: float) -> None:
     """Sleep, but wake when a rank ends: its exit code can be read only until its launcher reaps it."""
     for rank in ranks:
-        if rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
+        if rank.pid and rank.handle is None and rank.ended_at is None and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # the rank has ended, or the kernel is older
                 rank.handle = os.pidfd_open(rank.pid)
     select.select([rank.handle for rank in ranks if rank.handle is not None], [], [], wait_s)
@@ -94,14 +113,25 @@ def wait(ranks: list[Rank], wait_s: float) -> None:
 
 def find_ranks(ancestor: int) -> list[Rank]:
     """The ranks among the descendants of a launcher, in order of rank."""
-    found = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = {p.pid: _environment(p) for p in psutil.Process(ancestor).children(recursive=True)}
-        for pid, environment in family.items():
-            rank = environment.get("RANK", "")
-            with contextlib.suppress(psutil.Error):
-                if rank.isdigit() and "RANK" not in family.get(psutil.Process(pid).ppid(), {}):
-                    found.append(Rank(int(rank), pid))
+        return _ranks({p.pid: _environment(p) for p in psutil.Process(ancestor).children(recursive=True)})
+    return []
+
+
+def ranks_of(token: str) -> list[Rank]:
+    """The ranks of a launch on this machine, in order of rank."""
+    environments = {process.pid: _environment(process) for process in psutil.process_iter()}
+    return _ranks({pid: found for pid, found in environments.items() if found.get(TOKEN) == token})
+
+
+def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:
+    """Those with a RANK whose parents have none."""
+    found = []
+    for pid, environment in family.items():
+        rank = environment.get("RANK", "")
+        with contextlib.suppress(psutil.Error):
+            if rank.isdigit() and "RANK" not in family.get(psutil.Process(pid).ppid(), {}):
+                found.append(Rank(int(rank), pid))
     return sorted(found, key=lambda r: r.rank)
 
 
@@ -117,12 +147,16 @@ def send(ranks: list[Rank], number: int) -> int:
     return sent
 
 
-def kill_all(session: int, token: str, *, wait_s: float = 10.0) -> list[int]:
-    """SIGKILL every process of a launch until none is left. Returns the ids of those alive after `wait_s` (stuck in the kernel)."""
+def kill_all(session: int | None, token: str, *, wait_s: float = 10.0) -> list[int]:
+    """SIGKILL every process of a launch until none is left. Returns the ids of those alive after `wait_s` (stuck in the kernel).
+
+    `session`: that of the launcher, where it runs on this machine.
+    """
     until = time.monotonic() + wait_s
     while True:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(session, signal.SIGKILL)
+        if session is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(session, signal.SIGKILL)
         left = _members(session, token)
         if not left or time.monotonic() > until:
             return left
@@ -132,7 +166,7 @@ def kill_all(session: int, token: str, *, wait_s: float = 10.0) -> list[int]:
         time.sleep(0.05)
 
 
-def _members(session: int, token: str) -> list[int]:
+def _members(session: int | None, token: str) -> list[int]:
     """Living processes in the launcher's session, or with the launch's token."""
     found = []
     for process in psutil.process_iter():

@@ -26,9 +26,10 @@ from typing import Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
-from moe.launch.environment import child_environment, devices, devices_without, port_from
+from moe.launch.environment import child_environment, devices, devices_without, for_hosts, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
-from moe.launch.processes import TOKEN, Rank, find_ranks, kill_all, send, wait
+from moe.launch.hosts import Hosts
+from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
 from moe.launch.verdict import first_to_fail, verdict
@@ -41,6 +42,7 @@ Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
 _LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
+_WORDS_S = 5.0  # until what ranks on other machines have written is seen here
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
 
 
@@ -92,7 +94,7 @@ def start(
         elastic=elastic,
     )
     again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
-    with alone_in(out), _caught_signals() as caught:
+    with alone_in(out), _tidied(out, made), _caught_signals() as caught:
         while True:
             words = replace(given, fresh=again.fresh()).words()
             end = _run(words, environment | again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
@@ -126,21 +128,28 @@ def _run(
     folder = status.empty(out)
     token = secrets.token_hex(8)
     env = child_environment(environment, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
+    hosts = None if hostfile is None else Hosts(tuple(read_hostfile(hostfile)), token)
+    if hosts is not None:
+        hosts.check(folder)
+        env = for_hosts(env, environment) | {STDIN: "1"}
     visible = devices(environment, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
     port = port_from(environment, local=hostfile is None)
     command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
     print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    # nothing is written to what is read on other machines: it ends with this process
+    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL if hosts is None else subprocess.PIPE, start_new_session=True)
+    ranks: list[Rank] = []
     try:
-        ranks, killed = _watch(process, world, caught, folder, grace_s=grace_s, local=hostfile is None)
-        if hostfile is not None and caught:
-            status.wait_for(folder, world, grace_s)
+        killed = _watch(process, ranks, world, caught, folder, grace_s=grace_s, hosts=hosts)
+        if hosts is not None:
+            status.wait_for(folder, world, _WORDS_S)
     finally:
         for rank in ranks:
             rank.look()
         left = {rank.rank for rank in ranks if rank.ended_at is None}
+        uncertain = [] if hosts is None else hosts.end()
         stuck = kill_all(process.pid, token)
         process.wait()
     for rank in ranks:
@@ -148,11 +157,11 @@ def _run(
     asked = caught[0][0] if caught else None
     words_left = status.read(folder)
     code, lines = verdict(words_left, ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
-    lines += [f"process {pid} could not be ended" for pid in stuck]
+    lines += uncertain + [f"process {pid} could not be ended" for pid in stuck]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
     first = first_to_fail(words_left, ranks, ended_here=left)
-    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck), first=first)
+    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck or uncertain), first=first)
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
@@ -181,9 +190,11 @@ def _command(
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
     # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
-    if hostfile is not None:
-        command += ["--hostfile", str(hostfile), *(["--num_accelerators", str(nproc)] if nproc else [])]
+    runner = "deepspeed.launcher.runner" if hostfile is None else "moe.launch.pdsh"
+    command = [sys.executable, "-m", runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
+    if hostfile is not None:  # one host, too, is another machine; and pdsh would put its name before each line (-N: not)
+        command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
+        command += ["--num_accelerators", str(nproc)] if nproc else []
     else:
         command += ["--include", f"localhost:{visible}"] if visible else ["--num_accelerators", str(nproc or 1)]
         command += ["--hostfile", os.devnull + "/none"]  # else /job/hostfile would decide, if a cluster has one
@@ -191,32 +202,41 @@ def _command(
 
 
 def _watch(
-    process: subprocess.Popen[bytes], world: int, caught: list[tuple[int, float]], folder: Path, *, grace_s: float, local: bool
-) -> tuple[list[Rank], bool]:
-    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns (ranks, whether to kill the rest)."""
-    ranks: list[Rank] = []
+    process: subprocess.Popen[bytes],
+    ranks: list[Rank],
+    world: int,
+    caught: list[tuple[int, float]],
+    folder: Path,
+    *,
+    grace_s: float,
+    hosts: Hosts | None = None,
+) -> bool:
+    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether to kill those that are left.
+
+    `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
+    """
     looked = passed_at = -1.0
     began = time.monotonic()
     while process.poll() is None:
         now = time.monotonic()
         asked = tuple(caught)  # a signal can come at any line of this round: it is for the next one
         asked_first = bool(asked) and passed_at < 0
-        if local and len(ranks) < world and (asked_first or now - looked > _FIND_S):
+        if hosts is None and len(ranks) < world and (asked_first or now - looked > _FIND_S):
             _add(ranks, find_ranks(process.pid))
             looked = now
             if len(ranks) == world:
                 print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
-            if not _pass_on(process, ranks, world, asked[0][0], local=local):
-                return ranks, True
+            if not _pass_on(ranks, world, asked[0][0], hosts):
+                return True
         again = any(at - asked[0][1] > _SAME_SIGNAL_S for _, at in asked)
         if asked and (again or now - passed_at > grace_s):
-            return ranks, True
+            return True
         if not asked and _failed_before(ranks, folder, now):
-            return ranks, True
+            return True
         wait(ranks, _POLL_S)
-    return ranks, False
+    return False
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
@@ -241,18 +261,31 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
     ranks.extend(rank for rank in found if rank.pid not in known)
 
 
-def _pass_on(process: subprocess.Popen[bytes], ranks: list[Rank], world: int, number: int, *, local: bool) -> bool:
+def _pass_on(ranks: list[Rank], world: int, number: int, hosts: Hosts | None) -> bool:
     """Send the signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
-    name = signal.Signals(number).name
-    if not local:  # DeepSpeed's launcher for several hosts does pass SIGTERM on
-        process.send_signal(signal.SIGTERM)
-        return True
-    if len(ranks) < world:
+    name, sent = signal.Signals(number).name, signal.SIGTERM if number == signal.SIGHUP else number
+    silent: list[str] = []
+    if hosts is not None:
+        found, silent = hosts.send(sent)
+        ranks.extend(Rank(rank, 0) for rank in sorted(found))
+        for host in silent:
+            print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
+    if len(ranks) < world and not silent:
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
-    count = send(ranks, signal.SIGTERM if number == signal.SIGHUP else number)
+    count = send(ranks, sent) if hosts is None else len(ranks)
     print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
     return True
+
+
+@contextlib.contextmanager
+def _tidied(out: Path, made: list[Path]) -> Iterator[None]:
+    """A start that is refused leaves no trace."""
+    try:
+        yield
+    except BadInput:
+        status.tidy(out, made)
+        raise
 
 
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from moe.cli import main as cli
 from moe.launch import environment, start, status
 from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
-from moe.launch.processes import Rank
+from moe.launch.processes import TOKEN, Rank
 from moe.launch.verdict import verdict
 from moe.train.place import asked_to_stop
 from parallel import extensions
@@ -354,6 +355,28 @@ def test_a_rank_beyond_its_world_says_so_itself(
     assert re.fullmatch(r"error: RANK, WORLD_SIZE, LOCAL_RANK on rank 5: got .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "by hand", "a parent"])
+def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: str, tmp_path: Path) -> None:
+    variables = {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}, "a parent": {TOKEN: "x"}}.get(launcher, {})
+
+    def said(lines: dict[int, str]) -> list[str]:
+        for rank, line in lines.items():
+            if not (pid := os.fork()):
+                os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+                sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
+                os.environ |= variables | {"RANK": str(rank), "WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
+                tempfile.tempdir = None
+                os._exit(rank_main([line]))  # a recipe that is not there
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+        found = [line.split()[3].rstrip(",") for line in (tmp_path / "said").read_text().splitlines()]
+        (tmp_path / "said").unlink()
+        return found
+
+    shared = {0: "of_all", 1: "of_all", 2: "of_one"}
+    expected = {"by hand": ["of_all", "of_all", "of_one"], "a parent": ["of_all"]}  # which reads what rank 2 left
+    assert said(shared) == expected.get(launcher, ["of_all", "of_one"])
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """As in torch's store, which waits for the others minutes long: a mutex that is locked twice never returns."""
@@ -409,7 +432,8 @@ def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counte
             return [rank]
 
         monkeypatch.setattr(start, "find_ranks", find)
-        assert start._watch(launcher, 1, caught, tmp_path, grace_s=30.0, local=True) == ([rank], False)
+        found: list[Rank] = []
+        assert not start._watch(launcher, found, 1, caught, tmp_path, grace_s=30.0) and found == [rank]
         assert caught and launcher.returncode == 0
 
 
