@@ -19,7 +19,7 @@ def check_model(run: Run) -> None:
         raise BadInput(
             "model.num_kv_heads", got=heads, needed=f"a divisor of num_heads={m.num_heads}", fix=f"set it to one of {divisors(m.num_heads)}"
         )
-    if m.positions == "rotary" and m.latent.key_rank is None and (m.head_size or m.d_model // m.num_heads) % 2:
+    if m.positions == "rotary" and m.latent.key_rank is None and m.rope.fraction == 1 and (m.head_size or m.d_model // m.num_heads) % 2:
         raise BadInput(
             "model.head_size",
             got=m.head_size or m.d_model // m.num_heads,
@@ -76,6 +76,7 @@ def _check_latent(m: Model) -> None:
         "num_kv_heads": ("null: keys and values of all heads are made of the latent", m.num_kv_heads not in (None, m.num_heads)),
         "qk_norm": ("none: the latents are normed", m.qk_norm != "none"),
         "qkv_bias": ("false", m.qkv_bias),
+        "clip_qkv": ("null", m.clip_qkv is not None),
     }
     for refusal, (needed, wrong) in refused.items():
         if wrong:
@@ -99,7 +100,7 @@ def _check_windows(m: Model) -> None:
     if m.scales.attention is not None and m.latent.key_rank is not None:
         got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
         raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
-    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False)):
+    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False), ("clip_qkv", None)):
         if getattr(m, key) != off and m.kind == "encoder_decoder":
             got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"
             raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
@@ -123,6 +124,8 @@ def _check_rope(m: Model) -> None:
     r = m.rope
     if (key := r.changed()) is not None and m.positions == "t5":
         raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
+    if r.fraction != 1:
+        _check_fraction(m)
     if r.scaling in ("llama3", "yarn") and r.trained_length is None:
         raise BadInput(
             "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=f"set it to {m.max_length}"
@@ -145,6 +148,23 @@ def _check_rope(m: Model) -> None:
     if r.scaling in ("none", "linear") and (key := r.changed("trained_length", "low", "high")) is not None:
         got = f"{getattr(r, key):g} with scaling {r.scaling}"
         raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
+
+
+def _check_fraction(m: Model) -> None:
+    """A share of a head's channels that is a number of pairs, of heads that have channels of one kind."""
+    share, size = m.rope.fraction, m.head_size or m.d_model // m.num_heads
+    if m.latent.key_rank is not None:
+        got, fix = f"{share:g} with model.latent.key_rank={m.latent.key_rank}", "remove it, and set model.latent.rotary_size"
+        raise BadInput("model.rope.fraction", got=got, needed="1: latent attention has channels of their own that turn", fix=fix)
+    count = m.rope.turning(size)
+    if count % 2 or not count or abs(share * size - count) > 0.01:
+        nearest = max(2, 2 * round(share * size / 2))
+        raise BadInput(
+            "model.rope.fraction",
+            got=f"{share:g} of {size} channels of a head",
+            needed="an even number of them: channels turn in pairs",
+            fix=f"set it to {nearest / size:.6g}, which is {nearest} channels",
+        )
 
 
 def _check_swiglu(run: Run) -> None:

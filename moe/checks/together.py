@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from moe.checks.audit import check_audit
 from moe.checks.encoder_decoder import check_encoder_decoder
@@ -252,6 +253,9 @@ def _check_path(key: str, given: str) -> None:
             needed="a file or folder that exists",
             fix=f"did you mean {path.parent / near}?" if near else "check the spelling and the folder you are in",
         )
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        needed, fix = "a file or folder that can be read", f"chmod -R u+rX {given}, or ask its owner"
+        raise BadInput(key, got=f"{given}: Permission denied", needed=needed, fix=fix)
     empty = path.stat().st_size == 0 if path.is_file() else not any(p.is_file() and p.stat().st_size for p in path.rglob("*"))
     if empty:
         raise BadInput(key, got=f"{given}, which is empty", needed="text", fix="name a file or folder that holds text")

@@ -35,6 +35,7 @@ SAME: tuple[str, ...] = (
     "norm_eps",
     "qk_norm",
     "qkv_bias",
+    "clip_qkv",
     "out_bias",
     "attention_sinks",
     "sliding_window",
@@ -260,7 +261,8 @@ def _check_shrunk(before: Run, run: Run, settings: Settings, layers: list[int]) 
             needed="experts alone: that mix depends on the token",
             fix="keep the experts",
         )
-    if gate_sum(before.router) is None and not settings.approximate:
+    learned = before.router.spec.expert_scale == "learned"  # a new router's scales are 1, a trained one's are not
+    if (learned or gate_sum(before.router) is None) and not settings.approximate:
         raise BadInput(
             "--to",
             got=f"dense layers from {before.router.preset}, whose gates of a token do not sum to a constant",

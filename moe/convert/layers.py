@@ -136,7 +136,8 @@ class Conversion:
 
     def _router_rows(self, layer: int, count: int) -> list[str]:
         """The router's parameters that have one row per expert."""
-        return [n for n, shape in self.shapes.items() if n.startswith(f"layers.{layer}.router.") and shape[0] == count]
+        of_router = [n for n in self.shapes if n.startswith(f"layers.{layer}.router.") and not n.endswith("norm.weight")]
+        return [n for n in of_router if self.shapes[n][0] == count]
 
     # --- the whole model
 

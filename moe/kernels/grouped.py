@@ -66,7 +66,7 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
     """Cut the experts into blocks. Experts without rows at the edge of a block belong to no block.
 
     In 16 bits, more padding and larger blocks pay than in fp32. The CPU generates its 16-bit products anew for every new shape (which
-    takes 15 times as long as the product, docs/benchmarks/measure.py). They are fastest on multiples of 32 rows, and a batched product
+    takes 15 times as long as the product, moe bench small-costs). They are fastest on multiples of 32 rows, and a batched product
     is up to four times as fast as one product per expert (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/inside/log.md).
     """
     half = dtype in _HALF and device.type == "cpu"

@@ -41,7 +41,7 @@ class FirstValues:
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
     """Of a tensor by its global name; None: a gain, which starts at 1; 0: a bias, a sink, or the second of two narrow matrices
     (moe/nn/lora.py), which starts at 0."""
-    if name.endswith("norm.weight"):
+    if name.endswith(("norm.weight", ".expert_scale")):
         return None
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):
         return 0.0

@@ -1,9 +1,9 @@
 """Attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
-    x -> enter -> q, k, v, cut into heads by their size -> norms of q and k -> rotate by place -> core(q, k, v) -> out -> leave
+    x -> enter -> q, k, v, cut into heads by their size -> norms of q and k -> clip -> rotate by place -> core(q, k, v) -> out -> leave
 
 The norms, where a model has them, keep logits small: of each head's channels with one gain for all heads (arXiv 2302.05442; Qwen3), or
-of all heads' channels together (OLMoE).
+of all heads' channels together (OLMoE). So does a bound on every channel of q, k and v (OLMo, arXiv 2402.00838; DBRX).
 
 `core` (moe/nn/core.py) is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else.
 It sees the key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a
@@ -105,6 +105,7 @@ class Attention(nn.Module):
         sizes = (heads, kv_heads, kv_heads)
         self.q_bias, self.k_bias, self.v_bias = (Added(n * self.head_size) if model.qkv_bias else None for n in sizes)
         self.out_bias = Added(model.d_model) if model.out_bias else None
+        self.clip = model.clip_qkv
         self.sinks = Sinks(heads) if model.attention_sinks else None
         self.bias = RelativeBias(heads, both_ways=of == "encoder") if model.positions == "t5" and biased else None
         self.rope = model.rope if model.positions == "rotary" else None
@@ -134,7 +135,7 @@ class Attention(nn.Module):
         bias = shared if shared is not None else None if self.bias is None else self.bias()
         if self.rope is not None:
             place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-            turns = context.for_all_layers(turns_of, place_L, self.head_size, self.rope, dtype=q_BHLC.dtype)
+            turns = context.for_all_layers(turns_of, place_L, self.rope.turning(self.head_size), self.rope, dtype=q_BHLC.dtype)
             q_BHLC, k_BKLC = turned(q_BHLC, turns), turned(k_BKLC, turns)
         q_BHLC = scaled(q_BHLC, self.scale)
         mixed_BHLC = self.core(q_BHLC, k_BKLC, v_BKLC, context=context, bias=bias, sink_H=None if self.sinks is None else self.sinks())
@@ -142,7 +143,8 @@ class Attention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """A product cut into heads [B, heads, L, C], normed; in memory they stay place by place, as the next product wants them."""
+        """A product cut into heads [B, heads, L, C], normed, clipped; in memory place by place, as the next product wants them."""
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC = rearrange(y, "b l (h c) -> b l h c", c=self.head_size)
-        return rearrange(norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC, "b l h c -> b h l c")
+        y_BLHC = norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC
+        return rearrange(y_BLHC if self.clip is None else y_BLHC.clamp(-self.clip, self.clip), "b l h c -> b h l c")

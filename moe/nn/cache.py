@@ -59,8 +59,9 @@ class KeyValueCache:
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, context=context, bias=bias, sink_H=sink_H, window=layer.window)
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
-        mask = self._mask(q_BHNC, places, context, bias, layer.window)
-        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, scale=None, sink_H=sink_H)
+        sees_all = new == 1 and bias is None and context.document_BS is None  # then a mask would hide nothing: `places` is the window
+        mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
+        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=None, sink_H=sink_H)
 
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
         """What is added to the logits of the new tokens with those at `places`, or which count."""

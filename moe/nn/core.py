@@ -73,15 +73,22 @@ def softmax_core(
 
 
 def attend(
-    q_BHLC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, *, scale: float | None, sink_H: Tensor | None, mask: Tensor | None = None
+    q_BHLC: Tensor,
+    k_BHSC: Tensor,
+    v_BHSC: Tensor,
+    *,
+    scale: float | None,
+    sink_H: Tensor | None,
+    mask: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """torch's attention, causal, or with a mask (added to the logits, or which count).
+    """torch's attention with a mask (added to the logits, or which count); without one `causal`, or every query sees all of the keys.
 
     `sink_H` fp32: of each head the logit of one more key, which all tokens see and whose value is 0. It comes as a key before the others,
     in a channel of its own, so any kernel computes it.
     """
     if sink_H is None:
-        return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, is_causal=mask is None, scale=scale)
+        return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, is_causal=causal and mask is None, scale=scale)
     scale = q_BHLC.shape[3] ** -0.5 if scale is None else scale
     channel_BHL1 = (sink_H / scale).to(q_BHLC.dtype).view(-1, 1, 1).expand(*q_BHLC.shape[:3], 1)
     q, v = torch.cat([q_BHLC, channel_BHL1], dim=3), F.pad(v_BHSC, (0, 1, 1, 0))
@@ -89,6 +96,7 @@ def attend(
     k = torch.cat([of_sink, F.pad(k_BHSC, (0, 1))], dim=2)
     if mask is not None:
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    if mask is not None or not causal:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[..., : v_BHSC.shape[3]]
     q = F.pad(q, (0, 0, 1, 0))  # so that the diagonal stays one
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[:, :, 1:, : v_BHSC.shape[3]]

@@ -1,5 +1,6 @@
 """Rotary positions (arXiv 2104.09864): channel pairs of a head turn by place * rate_i, rate_i = base^(-2i/C), angles in fp32.
 A pair is (i, i + C/2), or with `pairs: neighbours` (2i, 2i + 1), as the paper and DeepSeek have it.
+With a `fraction` below 1 (GPT-NeoX, arXiv 2204.06745) C counts the first channels of a head, and the others stay as they are.
 
 none      rate                                                     places as in training
 linear    rate / factor                                            places squeezed together (arXiv 2306.15595)
@@ -25,23 +26,27 @@ from moe.recipe import sections
 DEFAULT = sections.Rope()
 
 
-def _pairs(x_BHLC: Tensor, pairs: str) -> tuple[Tensor, ...]:
-    """The first and the second channels of all pairs, as views."""
-    return x_BHLC.chunk(2, dim=-1) if pairs == "halves" else x_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
+def _pairs(x_BHLC: Tensor, pairs: str, count: int) -> tuple[Tensor, ...]:
+    """The first and the second channels of so many pairs, as views."""
+    turning_BHLC = x_BHLC[..., : 2 * count]
+    return turning_BHLC.chunk(2, dim=-1) if pairs == "halves" else turning_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn channel pairs; backward turns the gradient the other way."""
+    """Turn the first channels' pairs; backward turns the gradient the other way."""
 
     @staticmethod
     def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor, pairs: str) -> Tensor:
         ctx.save_for_backward(cos_LC, sin_LC)
         ctx.pairs = pairs
-        a, b = _pairs(x_BHLC, pairs)
+        count = cos_LC.shape[-1]
+        a, b = _pairs(x_BHLC, pairs, count)
         out = torch.empty_like(x_BHLC)
-        first, second = _pairs(out, pairs)
+        first, second = _pairs(out, pairs, count)
         torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
         torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
+        if 2 * count < x_BHLC.shape[-1]:
+            out[..., 2 * count :] = x_BHLC[..., 2 * count :]
         return out
 
     @staticmethod
@@ -61,7 +66,7 @@ class Turns(NamedTuple):
 
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
     """Every head's channel pairs, turned by their places; x's shape and dtype back."""
-    return turned(x_BHLC, turns_of(position_L, x_BHLC.shape[-1], rope, dtype=x_BHLC.dtype))
+    return turned(x_BHLC, turns_of(position_L, rope.turning(x_BHLC.shape[-1]), rope, dtype=x_BHLC.dtype))
 
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
@@ -71,7 +76,7 @@ def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
 
 
 def turns_of(position_L: Tensor, channels: int, rope: sections.Rope = DEFAULT, *, dtype: torch.dtype) -> Turns:
-    """For heads of so many channels at these places: the same in every layer, so a pass keeps them (`Context.for_all_layers`)."""
+    """For heads of which so many channels turn: the same in every layer, so a pass keeps them (`Context.for_all_layers`)."""
     angle_LC = position_L.float().unsqueeze(1) * rates(rope, channels, device=position_L.device)
     cos_LC, sin_LC, size = angle_LC.cos(), angle_LC.sin(), _size(rope)
     if size != 1:

@@ -36,6 +36,7 @@ def compute_of(run: Run) -> Compute:
         "model.positions": ("t5", m.positions == "t5", "set it to rotary"),
         "model.qk_norm": (m.qk_norm, m.qk_norm != "none", "set it to none"),
         "model.qkv_bias": ("true", m.qkv_bias, "set it to false"),
+        "model.clip_qkv": (m.clip_qkv, m.clip_qkv is not None, "set it to null"),
         "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, "set it to null"),
         "model.scales": ("factors", m.scales != Scales(), "remove them"),
         "model.out_bias": ("true", m.out_bias, "set it to false"),

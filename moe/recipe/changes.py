@@ -30,17 +30,18 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model": "kind vocab_size num_layers encoder_layers d_model num_kv_heads head_size d_ff moe_every moe_layers tied_embeddings "
         "qk_norm qkv_bias out_bias attention_sinks ahead",
         "model.latent": "key_rank query_rank rotary_size value_size",
-        "router": "logits",
+        "router": "logits input_norm expert_scale",
         "lora": "rank targets",
         "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers",
+        "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers clip_qkv",
         "model.swiglu": "alpha limit offset",
-        "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs",
+        "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs fraction",
         "model.scales": "embedding residual attention head",
         "experts": "ffn skip zero",
-        "router": "num_choices logit_cap score softmax_over select expert_groups top_groups group_score bias_rate gates gate_scale gate_on "
+        "router": "num_choices logit_cap score softmax_over select mixer_margin expert_groups top_groups group_score bias_rate "
+        "gates gate_scale gate_on "
         "group eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",
         "lora": "alpha",

@@ -4,7 +4,8 @@ optimizer, a warm-up that the run does not live to see the end of.
     default < parent < the recipe's own file < command line        each value's origin, as a level
 
 A value is refused where the user says it beside what makes it idle, or nearer: `--router.jitter 0.1` of a dense recipe. One that comes
-from further away stays, for what was nearer has turned it off on purpose: `moe train switch_tiny --model.moe_every 0`.
+from further away stays, for what was nearer has turned it off on purpose: `moe train switch_tiny --model.moe_every 0`. What a file says
+at its default stays too; on the command line it was meant: `moe train dense_tiny --experts.num_experts 8` is no model of 8 experts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from parallel.errors import BadInput
 from parallel.files import user_path
 
 COMMAND_LINE = "command line"
+_Said = Callable[[str, object, object], bool]
 _SPARSE = ("experts", "router", "dispatch")
 
 
@@ -32,9 +34,12 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
     def nearness(key: str) -> int:
         return level.get(origins.get(key, "default"), 1)
 
-    _check_sparse(run, nearness)
-    _check_optimizer(run, nearness)
-    _check_ids(run.data, nearness)
+    def said(key: str, value: object, default: object) -> bool:
+        return value != default or nearness(key) == level[COMMAND_LINE]
+
+    _check_sparse(run, nearness, said)
+    _check_optimizer(run, nearness, said)
+    _check_ids(run.data, nearness, said)
     steps, warmup = run.train.steps, run.optimizer.warmup_steps
     if warmup > steps and nearness("optimizer.warmup_steps") >= max(2, nearness("train.steps")):
         raise BadInput(
@@ -45,7 +50,7 @@ def check_read(run: Run, origins: Mapping[str, str], *, file: str) -> None:
         )
 
 
-def _check_optimizer(run: Run, nearness: Callable[[str], int]) -> None:
+def _check_optimizer(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
     """Refuse keys of the optimizer that its kind, its step or its schedule leaves unread."""
     o = run.optimizer
     adamw = "adamw, kfac or muon, which alone read it"
@@ -60,12 +65,14 @@ def _check_optimizer(run: Run, nearness: Callable[[str], int]) -> None:
     ]
     for key, decides, idle, needed in rows:
         value = getattr(o, key)
-        if idle and value != type(o).model_fields[key].default and nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):
+        if not idle or not said(f"optimizer.{key}", value, type(o).model_fields[key].default):
+            continue
+        if nearness(f"optimizer.{key}") >= max(2, nearness(f"optimizer.{decides}")):
             got = f"{value} with optimizer.{decides}={getattr(o, decides)}"
             raise BadInput(f"optimizer.{key}", got=got, needed=f"optimizer.{decides} {needed}", fix=f"remove optimizer.{key}")
 
 
-def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:
+def _check_sparse(run: Run, nearness: Callable[[str], int], said: _Said) -> None:
     """Refuse keys of experts where no layer has any."""
     if run.model.layers_with_experts() or run.model.moe_every:  # more than there are layers is another mistake
         return
@@ -74,7 +81,7 @@ def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:
         f"{name}.{key}"
         for name in _SPARSE
         for key, field in type(getattr(run, name)).model_fields.items()
-        if getattr(getattr(run, name), key) != field.default and nearness(f"{name}.{key}") >= dense
+        if nearness(f"{name}.{key}") >= dense and said(f"{name}.{key}", getattr(getattr(run, name), key), field.default)
     ]
     if idle:
         raise BadInput(
@@ -85,7 +92,7 @@ def _check_sparse(run: Run, nearness: Callable[[str], int]) -> None:
         )
 
 
-def _check_ids(data: Data, nearness: Callable[[str], int]) -> None:
+def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     """Refuse keys of text where there are token ids, and a share to hold out where the files say what is held out."""
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
@@ -96,5 +103,5 @@ def _check_ids(data: Data, nearness: Callable[[str], int]) -> None:
         idle["validation_share"] = ("ids without a val.bin", max(ids, nearness("data.path"), nearness("data.sources")))
     for key, (reader, decided) in idle.items():
         value = getattr(data, key)
-        if value != Data.model_fields[key].default and nearness(f"data.{key}") >= decided:
+        if nearness(f"data.{key}") >= decided and said(f"data.{key}", value, Data.model_fields[key].default):
             raise BadInput(f"data.{key}", got=f"{value} with token ids", needed=f"{reader}, which alone reads it", fix=f"remove data.{key}")

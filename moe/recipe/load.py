@@ -15,14 +15,14 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
-from moe.recipe.plugin import WORDS, Plugin
+from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
-from moe.recipe.sections import Run, Section
+from moe.recipe.sections import Run, Section, choices_of, takes_number
 from parallel import yaml_text
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import read_text, user_path
@@ -207,9 +207,9 @@ def known_keys() -> list[str]:
 
 
 def names_beside_plugins(key: str) -> list[str]:
-    """The built-in names of a key that a user's own part may stand in for; none for any other key."""
+    """The names of a key that a user's own part may stand in for, built-in and registered ones; none for any other key."""
     field = _field(key.split("."))
-    return _choices(field.annotation) if field is not None and Plugin in get_args(field.annotation) else []
+    return [*choices_of(field.annotation), *registered(key)] if field is not None and Plugin in get_args(field.annotation) else []
 
 
 def flat(run: Run) -> dict[str, Any]:
@@ -288,6 +288,9 @@ _RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 def _explain(error: dict[str, Any], more: int) -> BadInput:
     """pydantic's first error as one line in the project's form."""
+    raised = error.get("ctx", {}).get("error")
+    if isinstance(raised, BadInput):
+        return raised
     loc = tuple(p for p in error["loc"])
     place = _place(loc)
     if (each := _of_each(_field(place))) is not None:
@@ -306,12 +309,12 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
-    choices = _choices(field.annotation) if field else []
+    choices = [*choices_of(field.annotation), *registered(dotted)] if field else []
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
     if choices and error["type"] not in _RANGES:
         near = did_you_mean(str(error["input"]), choices)
-        numbers = " or a number" if field is not None and _takes_number(field.annotation) else ""
+        numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
         needed = f"{', '.join(choices)}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
         fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
@@ -325,16 +328,6 @@ def _shown(value: Any) -> str:
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
     return json.dumps(value) if value is None or isinstance(value, bool | int | float) else short.repr(value)
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [str(a) for a in get_args(annotation)]
-    return [c for a in get_args(annotation) for c in _choices(a)]
-
-
-def _takes_number(annotation: Any) -> bool:
-    return annotation in (int, float) or any(_takes_number(a) for a in get_args(annotation))
 
 
 def resolved_yaml(run: Run, origins: dict[str, str]) -> str:

@@ -1,7 +1,10 @@
 """A user's own part by its name, `module:name`, in the place of a built-in one's.
 
     optimizer.kind: my_parts:lion        ->  the object `lion` of the module my_parts
+    optimizer.kind: lion                 ->  the same, where an installed package registers lion = my_parts:lion in moe_parallel.optimizers
 
+A registered name is looked up as the recipe is read, in the packages' metadata, and stands for module:name from there on; built-in names
+come first.
 To read a recipe imports nothing: `moe show`, `moe plan` and checks are safe with anybody's. What makes its model for use (training,
 evaluation, generation, verify, conversion) imports the module, which is code with all that its user may do, and says so in a line. The
 module is looked for as Python does, and then in the working folder, behind everything else: no file there stands for a package that is
@@ -14,13 +17,25 @@ import hashlib
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 from parallel.errors import BadInput, did_you_mean, where
+
+_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+GROUPS = {  # of entry points, by the key whose names they are
+    "optimizer.kind": "moe_parallel.optimizers",
+    "optimizer.schedule": "moe_parallel.schedules",
+    "data.source": "moe_parallel.sources",
+    "router.score": "moe_parallel.scores",
+    "router.select": "moe_parallel.selections",
+    "dispatch.kind": "moe_parallel.dispatchers",
+}
 
 
 class _Spelled:
@@ -29,7 +44,7 @@ class _Spelled:
     def __get_pydantic_core_schema__(self, *_: Any) -> Any:
         from pydantic_core import core_schema
 
-        return core_schema.str_schema(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", max_length=200)
+        return core_schema.str_schema(pattern=_PATTERN, max_length=200)
 
 
 Plugin = Annotated[str, _Spelled()]
@@ -39,6 +54,29 @@ WORDS = "module:name of a part of your own"
 def is_plugin(value: object) -> bool:
     """Whether a recipe's value names a user's own part."""
     return isinstance(value, str) and ":" in value
+
+
+def registered(key: str) -> list[str]:
+    """The names that installed packages register for this key, by their metadata: nothing is imported."""
+    return sorted(entry_points(group=GROUPS[key]).names) if key in GROUPS else []
+
+
+def by_name(key: str, name: str) -> str:
+    """module:name of the part that an installed package registers; the name itself where none does.
+
+    Raises BadInput for a name that packages register for different parts, and for one that is registered as no part.
+    """
+    found = {point.value.partition("[")[0].strip(): point for point in entry_points(group=GROUPS[key], name=name)} if key in GROUPS else {}
+    packages = " and ".join(sorted({point.dist.name if point.dist else "a package" for point in found.values()}))
+    if len(found) > 1:
+        needed = f"one part of that name, not {' and '.join(sorted(found))}"
+        raise BadInput(key, got=f"{name}, registered by {packages}", needed=needed, fix=f"write {min(found)}")
+    for value in found:
+        if not re.match(_PATTERN, value):
+            got, needed = f"{name}, registered by {packages} as {value}", "module:name, a name of the module itself"
+            raise BadInput(key, got=got, needed=needed, fix=f"mend the entry point of {packages}, or write module:name here")
+        return value
+    return name
 
 
 def check_there(key: str, value: str) -> None:

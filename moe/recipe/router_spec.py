@@ -1,6 +1,6 @@
 """A router as data: every choice in which systems differ has a name here, and the code has no other defaults (no torch here).
 
-    scores      x -> logits -> noise -> scores                       logits, score, softmax_over, jitter, noise
+    scores      x -> logits -> noise -> scores                       input_norm, logits, score, softmax_over, jitter, noise
     selection   scores (+ bias) -> the experts of each token         select, num_choices, expert_groups ... bias_rate
     gates       scores of the chosen -> weights of their outputs     gates, gate_scale, gate_on
     capacity    choices -> which of them get a slot                  group ... queue
@@ -34,6 +34,7 @@ class RouterSpec:
     """One complete router. A recipe's section `router` has the same fields, made from these (moe/recipe/sections.py).
 
     scores
+        `input_norm`: of the router's input, with a gain of its own; experts read what the layer does (Gemma 4).
         `logits` of the router's input: `linear` W x, or `affine` W x + b (GPT-OSS); `logit_cap` c: c tanh(l / c) of them.
         `score`: function of a logit. `softmax_over`: all experts, or only the chosen ones (after selection, Mixtral's order).
         `jitter` e: the router's input times uniform(1 - e, 1 + e). `noise` on logits: `gumbel` for selection only, so that an
@@ -42,11 +43,12 @@ class RouterSpec:
         `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts,
         by the sum of a run's two best scores (DeepSeek-V3) or by its best one (`group_score`, DeepSeek-V2);
         `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id; `sinkhorn`:
-        top-k of a balanced plan in training. `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
+        top-k of a balanced plan in training; `sparsemixer`: one after another, drawn in training among those whose logit is within
+        `mixer_margin` of the best (Phi-3.5-MoE). `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
         selection bias; None: no bias; 0: a bias that stays as loaded.
     gates
         `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over those with a slot (`after_drop`). Times `gate_scale`.
-        `gate_on`: g E(x), or E(g x) (Llama 4).
+        `expert_scale`: times a learned number of the expert (Gemma 4). `gate_on`: g E(x), or E(g x) (Llama 4).
     capacity
         slots = factor * tokens of the `group` [* k] / experts, rounded, up to a multiple of `capacity_multiple`, at least
         `min_capacity`. Factor None is dropless. `drop`: the last by `position`, the `lowest_gate`, or at `random` (training only).
@@ -59,13 +61,21 @@ class RouterSpec:
     """
 
     num_choices: Annotated[int, Key("experts of a token", above=0)]
+    input_norm: Annotated[
+        Literal["none", "rmsnorm"], Key("of the router's input, with a gain; experts read the input as it is (Gemma 4)")
+    ] = "none"
     logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
     logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", above=0)] = None
     score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("of a logit")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
     noise: Annotated[Literal["none", "gumbel", "noisy_top_k"], Key("on logits, train only")] = "none"
-    select: Annotated[Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn"] | Plugin, Key("who is chosen")] = "top_k"
+    select: Annotated[
+        Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin, Key("who is chosen")
+    ] = "top_k"
+    mixer_margin: Annotated[
+        float, Key("of sparsemixer: experts may be drawn whose logit is below the best by at most twice this share of it", above=0)
+    ] = 0.01
     expert_groups: Annotated[int, Key("of group_limited: equal runs of experts", above=0)] = 1
     top_groups: Annotated[int, Key("of group_limited: runs a token may choose from", above=0)] = 1
     group_score: Annotated[Literal["two_best", "best"], Key("of group_limited: a run is as good as these of its experts together")] = (
@@ -75,6 +85,7 @@ class RouterSpec:
     bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0)] = None
     gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"
     gate_scale: Annotated[float, Key("factor on all gates", above=0)] = 1.0
+    expert_scale: Annotated[Literal["none", "learned"], Key("what gates are multiplied with: a number of each expert (Gemma 4)")] = "none"
     gate_on: Annotated[Literal["output", "input"], Key("what a gate is multiplied with: what its expert gives, or what it reads")] = (
         "output"
     )
@@ -104,6 +115,11 @@ class RouterSpec:
         float, Key("squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", least=0)
     ] = 0.0
     z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0)] = 0.0
+
+    @property
+    def vectors(self) -> int:
+        """Learned numbers of each expert beside its row."""
+        return (self.logits == "affine") + (self.expert_scale == "learned")
 
     @property
     def random_second(self) -> bool:

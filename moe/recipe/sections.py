@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
-from moe.recipe.plugin import Plugin, is_plugin
+from moe.recipe.plugin import GROUPS, Plugin, by_name, is_plugin
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.spans import Spans, spans_of
@@ -25,7 +26,20 @@ from parallel.mesh import Degrees, divisors
 from parallel.tensor import linear_2p5d
 
 _LARGEST = 2**40
+_OCTAL = re.compile(r"\s*[-+]?0[0-9_]+\s*")  # 010 is 8 to YAML and C, 10 to Python
 OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)  # a name alone is a list of one
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """The names that a field takes."""
+    if get_origin(annotation) is Literal:
+        return [str(a) for a in get_args(annotation)]
+    return [c for a in get_args(annotation) for c in choices_of(a)]
+
+
+def takes_number(annotation: Any) -> bool:
+    """Whether a value of this type may be a number."""
+    return annotation in (int, float) or any(takes_number(a) for a in get_args(annotation))
 
 
 class Section(BaseModel):
@@ -35,15 +49,34 @@ class Section(BaseModel):
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic accepts: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
+        kind = cls.model_fields[str(info.field_name)].annotation
         for number in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(number, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            if isinstance(number, bool) and kind is not bool:
                 raise ValueError("a number or a name, not true or false")
             if isinstance(number, int) and abs(number) > _LARGEST:
                 raise ValueError(f"at most {_LARGEST}")
+            if isinstance(number, str) and takes_number(kind) and _OCTAL.fullmatch(number):
+                raise ValueError("a number without zeros before it, which some read as octal")
             if isinstance(number, str) and not harmless(number):
                 raise ValueError("text without control characters")
             if number == "":
                 raise ValueError("text, or null: an empty one may come from a shell variable that is not set")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _registered(cls, value: Any, info: ValidationInfo) -> Any:
+        """For a name that is not built in, the part that an installed package registers by it."""
+        key = f"{cls.__name__.lower()}.{info.field_name}"
+        if key not in GROUPS or not isinstance(value, str) or is_plugin(value):
+            return value
+        return value if value in choices_of(cls.model_fields[str(info.field_name)].annotation) else by_name(key, value)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _in_32_bits(cls, value: Any) -> Any:
+        if isinstance(value, float) and value and not 2.0**-126 <= abs(value) < 2.0**128:
+            raise ValueError("a number that 32 bits hold, as weights do")
         return value
 
     def changed(self, *keys: str) -> str | None:
@@ -69,6 +102,11 @@ class Rope(Section):
         0.0, ge=0, description="of yarn with latents: logits times the square of 0.1 mscale_all ln(factor) + 1 (DeepSeek)"
     )
     pairs: Literal["halves", "neighbours"] = Field("halves", description="channels that turn together: i and i + C / 2, or 2 i and 2 i + 1")
+    fraction: float = Field(1.0, gt=0, le=1, description="of a head's channels, the first ones turn: C is so many of them (GLM-4.5: 0.5)")
+
+    def turning(self, channels: int) -> int:
+        """Of so many channels of a head those that turn."""
+        return round(self.fraction * channels)
 
     @property
     def length(self) -> int:
@@ -145,6 +183,9 @@ class Model(Section):
         "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
     qkv_bias: bool = Field(False, description="a bias behind the products that make queries, keys and values (Qwen2)")
+    clip_qkv: float | None = Field(
+        None, gt=0, description="queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are"
+    )
     out_bias: bool = Field(False, description="a bias behind attention's last product (GPT-OSS)")
     attention_sinks: bool = Field(
         False, description="a learned logit a head, which takes a share of the softmax and gives nothing (GPT-OSS)"
@@ -559,9 +600,9 @@ class Train(Section):
     save_every: int = Field(100, ge=0, description="steps; 0: only at the end")
     keep: int = Field(2, gt=0, description="newest checkpoints kept")
     save_mode: Literal["sync", "async"] = Field("sync", description="async: steps go on while a copy in host memory is written")
-    grace_s: float = Field(600.0, gt=0, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
+    grace_s: float = Field(600.0, ge=1, le=86_400, description="after a signal the ranks have so many seconds to end their step and save")
     timeout_s: float | None = Field(
-        None, gt=0, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"
+        None, ge=1, le=86_400, description="a rank that waits longer for others ends the run, on all ranks; default: gloo 120, NCCL 600"
     )
     seed: int = Field(0, ge=0)
     audit_every: int = Field(
@@ -570,7 +611,7 @@ class Train(Section):
     deterministic: bool = Field(False, description="the same run twice gives the same bits, or says what cannot")
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")
-    sample_tokens: int = Field(160, ge=0, description="of a text that the model writes after the last step; 0: none")
+    sample_tokens: int = Field(160, ge=0, le=10_000, description="of a text that the model writes after the last step; 0: none")
     measure_speed: bool = Field(True, description="after the last step: plain matrix products, for the share of their speed")
     report: bool = Field(True, description="after the last step: pictures and page; false: moe report makes them")
     trackers: Annotated[tuple[Literal["wandb", "trackio", "mlflow"], ...], OneOrMore] = Field((), description="beside TensorBoard")

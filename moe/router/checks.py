@@ -50,6 +50,8 @@ def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
         found |= dict.fromkeys(("expert_groups", "top_groups", "group_score"), why)
     elif s.expert_groups == 1:
         found["select"] = ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")
+    if s.select != "sparsemixer":
+        found["mixer_margin"] = (f"select {s.select}", "only sparsemixer draws experts near the best", "router.select to sparsemixer")
     if s.select == "expert_choice":
         why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", "router.select to top_k")
         found |= dict.fromkeys(("drop", "queue"), why)
@@ -125,6 +127,8 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
         )
     if s.select == "group_limited":
         _check_groups(s, num_experts)
+    if s.select == "sparsemixer":
+        _check_mixer(s)
     if s.bias_rate is not None and s.select not in ("top_k", "group_limited") and not is_plugin(s.select):
         raise BadInput(
             "router.bias_rate",
@@ -146,6 +150,24 @@ def _check_selection(s: RouterSpec, num_experts: int) -> None:
             needed="second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped",
             fix="start from router.preset expert_choice",
         )
+
+
+def _check_mixer(s: RouterSpec) -> None:
+    """Settings that SparseMixer, which makes gates of its own, would not read."""
+    wanted: dict[str, tuple[object, object]] = {
+        "score": (s.score, "softmax"),
+        "softmax_over": (s.softmax_over, "all"),
+        "noise": (s.noise, "none"),
+        "gates": (s.gates, "as_is"),
+        "second": (s.second, "always"),
+    }
+    if s.drops:
+        wanted["drop"] = (s.drop, "random" if s.drop == "random" else "position")
+    for key, (got, needed) in wanted.items():
+        if got != needed:
+            why = f"{needed}: experts are drawn by their logits, and gates are the probabilities of the draws"
+            fix = f"set router.{key} to {needed}, or router.select to top_k"
+            raise BadInput(f"router.{key}", got=f"{got} with select sparsemixer", needed=why, fix=fix)
 
 
 def _check_groups(s: RouterSpec, num_experts: int) -> None:

@@ -5,7 +5,7 @@
 A Decision is a small value of integers and bools, and is made once. A pass that is computed again to save memory reuses the first
 pass's Decision, so that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a
 token's place in the step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py); the
-methods are in scores.py, selection.py, noise.py and capacity.py.
+methods are in scores.py, selection.py, sparsemixer.py, noise.py and capacity.py.
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from moe.kernels import choose
 from moe.nn.context import Context
-from moe.nn.linear import linear_fp32
+from moe.nn.linear import Norm, linear_fp32
 from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices, slots_of
@@ -30,6 +31,7 @@ from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from moe.router.slices import Slices
+from moe.router.sparsemixer import mixed_gates, one_by_one, shares
 from parallel.errors import BadInput
 from parallel.regions import in_region
 from parallel.supposed import supposed
@@ -44,7 +46,7 @@ class Decision:
     `expert_TK` int64; `kept_TK` bool: the choice got a slot. `counted_TK` bool: False where an entry only fills the row of a token that
     fewer experts chose; None if every row is full. `capacity`: slots per expert and group, None if dropless. `num_groups`: number of
     groups, equal in size, in token order; the same on ranks that hold slices of them. `load_TK` int64: what the balance loss counts,
-    where that is not the choices.
+    where that is not the choices. Of sparsemixer `open_TKE` bool and, in training, `share_TK` fp32 (moe/router/sparsemixer.py).
     """
 
     expert_TK: Tensor
@@ -53,6 +55,8 @@ class Decision:
     capacity: int | None
     num_groups: int
     load_TK: Tensor | None = None
+    open_TKE: Tensor | None = None
+    share_TK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Linear router; `weight` [E, D], and `logit_bias` [E] where logits are affine. `name` keys its random numbers.
+    """Linear router; `weight` [E, D], and `logit_bias` [E] where logits are affine. `name` keys its random numbers. `expert_scale` [E] and
+    the gain of `input_norm` [D], where the spec has them, begin at 1.
 
     `bias_E` fp32, a buffer: the selection bias, None if the spec has none. `noise_weight` [E, D] learns the size of noisy_top_k's noise.
     Raises BadInput for a spec that cannot work with so many experts.
@@ -91,6 +96,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(num_experts)) if spec.logits == "affine" else None
         self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if spec.noise == "noisy_top_k" else None
+        self.input_norm = Norm(d_model, "rmsnorm") if spec.input_norm == "rmsnorm" else None
+        self.expert_scale = nn.Parameter(torch.empty(num_experts)) if spec.expert_scale == "learned" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.slices: Slices | None = None  # where other ranks hold other slices of its groups
@@ -106,7 +113,12 @@ class Router(nn.Module):
             lambda: self._decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
         )
         of_TK = made.kept_TK if spec.gates == "after_drop" else made.counted_TK
-        gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=spec, of_TK=of_TK)
+        if made.open_TKE is not None:
+            gate_TK = spec.gate_scale * mixed_gates(noisy_TE, made.expert_TK, made.open_TKE, made.share_TK)
+        else:
+            gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=spec, of_TK=of_TK)
+        if self.expert_scale is not None:
+            gate_TK = gate_TK * self.expert_scale.float()[made.expert_TK]
         return Routing(
             made.expert_TK,
             gate_TK,
@@ -122,13 +134,15 @@ class Router(nn.Module):
         )
 
     def _logits(self, x_TD: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logits of the (jittered) input, and the same logits with noise of learned size; without noise both are the same tensor.
+        """Logits of the (jittered, normed) input, and the same logits with noise of learned size; without noise both are the same tensor.
 
         And, where a load loss is asked for, how likely each expert was to be chosen.
         """
         spec = self.spec
         if self.training and spec.jitter:
             x_TD = jittered(x_TD.float(), context.uniform(f"{self.name}.jitter", x_TD.shape[1]), spec.jitter)
+        if self.input_norm is not None:
+            x_TD = self.input_norm(x_TD.float())
         logits_TE = linear_fp32(x_TD, self.weight)
         if self.logit_bias is not None:
             logits_TE = logits_TE + self.logit_bias.float()
@@ -164,7 +178,11 @@ class Router(nn.Module):
             assert slots is not None, "check_spec refuses expert choice without a capacity"
             expert_TK, counted_TK = expert_choice(preferred_TE, slots=slots, num_groups=num_groups, valid_T=context.valid_T)
             return Decision(expert_TK, counted_TK, counted_TK, slots, num_groups)
-        expert_TK = self._select(preferred_TE, context)
+        open_TKE = share_TK = None
+        if spec.select == "sparsemixer":
+            expert_TK, open_TKE, share_TK = self._mix(logits_TE, context)
+        else:
+            expert_TK = self._select(preferred_TE, context)
         active_TK = self._active(scores_TE, expert_TK, context)
         kept_TK = kept_choices(
             expert_TK,
@@ -177,7 +195,7 @@ class Router(nn.Module):
             priority_TK=None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context),
         )
         load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
-        return Decision(expert_TK, kept_TK, None, slots, num_groups, load_TK)
+        return Decision(expert_TK, kept_TK, None, slots, num_groups, load_TK, open_TKE, share_TK)
 
     def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, *, num_groups: int, context: Context) -> Tensor:
         """The values [T, E] whose highest are selected. Gates are always taken from the unchanged scores."""
@@ -204,6 +222,18 @@ class Router(nn.Module):
             return own_choices(preferred_TE, k, spec.select)
         expert_TK: Tensor = self.kernels.top_k(preferred_TE, k)
         return expert_TK
+
+    def _mix(self, logits_TE: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+        k, margin = self.spec.num_choices, self.spec.mixer_margin
+        if not self.training:
+            expert_TK, _, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=None)
+            return expert_TK, open_TKE, None
+        draw = partial(self._uniform_of, context)
+        expert_TK, best_TK, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=draw)
+        return expert_TK, open_TKE, shares(best_TK, context.uniform(f"{self.name}.midpoint", k))
+
+    def _uniform_of(self, context: Context, choice: int) -> Tensor:
+        return context.uniform(f"{self.name}.mixer.{choice}", self.num_experts)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
         """The choices that ask for a slot: neither those of padding tokens nor declined second choices."""

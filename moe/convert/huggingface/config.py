@@ -21,7 +21,8 @@ LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows m
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # keys of rope_parameters that have no key here, with the values that change nothing
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-_GROUPS = {"deepseek_v2": 1, "deepseek_v3": 8}  # of experts, in a config without n_group
+# dense layers before the first with experts, and groups of experts, in a config without first_k_dense_replace and n_group
+_LEADING = {"deepseek_v2": (0, 1), "deepseek_v3": (3, 8), "glm4_moe": (1, 1)}
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -55,7 +56,11 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
             _refuse(key, config[key], " or ".join("null" if one is None else str(one).lower() for one in dict.fromkeys(allowed)))
     values: dict[str, Any] = dict(family.always) | {key.ours: _given(key, config) for key in family.keys}
     known = (
-        HARMLESS | set(family.must) | {name for key in family.keys for name in key.theirs} | set(deepseek.UNREAD if family.latent else ())
+        HARMLESS
+        | set(family.must)
+        | {"partial_rotary_factor"}
+        | {name for key in family.keys for name in key.theirs}
+        | set(deepseek.UNREAD if family.latent else ())
     )
     for key, value in config.items():
         if key not in known and value not in (None, False, 0, [], {}, ""):
@@ -66,8 +71,8 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     values["model.max_length"] = min(values["model.max_length"], LONGEST)
     values |= _windows(family, config)
     values |= {f"model.rope.{key}": value for key, value in _rope(config, family).items()}
-    if family.latent:
-        values |= deepseek.recipe_values(config, _GROUPS[str(config["model_type"])])
+    if family.leading:
+        values |= deepseek.recipe_values(config, *_LEADING[str(config["model_type"])])
     elif family.experts is not None:
         values |= _layers(config) if family.picks_layers else {"model.moe_every": 1}
     return nested(values)
@@ -99,10 +104,12 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
     if family.halves:
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
     config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope)}
+    if family.turning is not None:
+        config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
     config |= _windows_of(family, m)
     config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
-    if family.latent:
+    if family.leading:
         return config | deepseek.config_of(run, model_type)
     if family.picks_layers:
         sparse = m.layers_with_experts()
@@ -180,6 +187,9 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     found: dict[str, Any] = {"base": float(given.pop("rope_theta", None) or config.get("rope_theta") or family.base)}
+    if family.turning is not None:
+        given_first = given.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")
+        found["fraction"] = next((float(share) for share in given_first if share is not None), family.turning)
     kind = "none" if kind == "default" else kind
     if kind not in ("none", "linear", *_LOWS):
         _refuse("rope_type", kind, "default, linear, llama3 or yarn")
@@ -213,6 +223,7 @@ def _rope_parameters(rope: Rope) -> dict[str, Any]:
         found["original_max_position_embeddings"] = rope.trained_length
         found |= dict(zip(_LOWS[rope.scaling], (rope.low, rope.most_turns), strict=True))
     found |= {"truncate": False} if not rope.whole_pairs else {}
+    found |= {"partial_rotary_factor": rope.fraction} if rope.fraction != 1 else {}
     return found | deepseek.mscales_of(rope)
 
 

@@ -193,11 +193,23 @@ def _tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str
         made = Given.read(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
-        return made.describe(), []
+        return made.describe(), _other_sentinels(content, run)
     except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
         return Bytes().describe(), [line]
+
+
+def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
+    """A line where the ids that hide spans here are not those that the tokenizer has for that, as with a vocabulary that is padded."""
+    added = tokenizer.get("added_tokens") or ()
+    theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
+    last = run.vocab_size - 1
+    if not run.num_sentinels or theirs in (None, last):
+        return []
+    return [
+        f"<extra_id_0> is {theirs} to the tokenizer and {last}, the vocabulary's last id, here: spans are hidden by other ids than before"
+    ]
 
 
 def _ends(source: Path, config: dict[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and -V3 of transformers: the keys of config.json that say something together (no torch here).
+"""DeepSeek-V2, -V3 and GLM-4.5 of transformers: the keys of config.json that say something together (no torch here).
 
     first_k_dense_replace          layers before the first with experts      model.moe_layers
     topk_method, n_group,          groups of experts; one limits nothing     router.select, expert_groups, top_groups
@@ -18,13 +18,13 @@ from parallel.errors import BadInput
 UNREAD = ("head_dim", "num_key_value_heads")  # what transformers writes beside the sizes that it reads
 
 
-def recipe_values(config: dict[str, Any], groups: int) -> dict[str, Any]:
-    """What the table of keys cannot say. `groups`: of a config without n_group."""
-    first = config.get("first_k_dense_replace")
-    dense, count = int((0 if groups == 1 else 3) if first is None else first), config["num_hidden_layers"]
+def recipe_values(config: dict[str, Any], dense: int, groups: int) -> dict[str, Any]:
+    """What the table of keys cannot say. `dense`, `groups`: of a config without first_k_dense_replace or n_group."""
+    first, count = config.get("first_k_dense_replace"), config["num_hidden_layers"]
+    dense = dense if first is None else int(first)
     values: dict[str, Any] = {"model.moe_every": 1} if dense == 0 else {"model.moe_layers": list(range(dense, count))}
     groups = config.get("n_group") or groups
-    if groups == 1 or config.get("topk_method", "noaux_tc" if config["model_type"] == "deepseek_v3" else "greedy") == "greedy":
+    if groups == 1 or config.get("topk_method", "greedy" if config["model_type"] == "deepseek_v2" else "noaux_tc") == "greedy":
         return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
     return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": config.get("topk_group") or 4}
 
@@ -38,7 +38,7 @@ def config_of(run: Run, model_type: str) -> dict[str, Any]:
         "first_k_dense_replace": sparse[0] if sparse else m.num_layers,
         "n_group": spec.expert_groups,
         "topk_group": spec.top_groups,
-        "num_key_value_heads": m.num_heads,
+        "num_key_value_heads": m.num_kv_heads or m.num_heads,
     }
 
 

@@ -187,17 +187,19 @@ class Windows:
 class Family:
     """`experts`: a key of EXPERTS, None: dense. `always`: recipe values; `must`: values of config.json, the first of which is written.
     `picks_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts; else all have. `base`: rope_theta of a config
-    without it. `windows`: None: the family reads none."""
+    without it. `windows`: None: the family reads none. `turning`: partial_rotary_factor of a config without it; None: all channels turn."""
 
     architecture: str
     keys: tuple[Key, ...]
     always: Mapping[str, Any]
     experts: str | None = None
     picks_layers: bool = False
-    latent: bool = False  # DeepSeek: moe/convert/huggingface/deepseek.py
+    leading: bool = False  # dense layers come first, and experts may be in groups: moe/convert/huggingface/deepseek.py
+    latent: bool = False
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: _MUST)
     base: float = 10_000.0
     windows: Windows | None = None
+    turning: float | None = None
     halves: bool = False  # an encoder and a decoder: moe/convert/huggingface/encoder_decoder.py
     rows: tuple[Row, ...] = ROWS
     embedding: str = "model.embed_tokens.weight"
@@ -276,9 +278,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        (*_DENSE, *_BIASES, *_CHOICES, _RENORMALISED, _key("num_experts|num_local_experts", "experts.num_experts")),
+        (
+            *_DENSE,
+            *_BIASES,
+            *_CHOICES,
+            _RENORMALISED,
+            _key("num_experts|num_local_experts", "experts.num_experts"),
+            _key("clip_qkv", "model.clip_qkv", None),
+        ),
         _ALWAYS | {"model.qk_norm": "whole", "router.preset": "qwen3_moe"},
         experts="mlp",
+        must={key: values for key, values in _MUST.items() if key != "clip_qkv"},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -292,8 +302,29 @@ FAMILIES: dict[str, Family] = {
         ),
         _ALWAYS | {"router.preset": "deepseek_v3"},
         experts="deepseek",
+        leading=True,
         latent=True,
         must=_MUST_OF_DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)},
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        (
+            *_DENSE,
+            _HEAD,
+            _key("attention_bias", "model.qkv_bias", False, _SWITCH),
+            _key("use_qk_norm", "model.qk_norm", False, {False: "none", True: "heads"}),
+            _key("num_experts_per_tok", "router.num_choices"),
+            _key("moe_intermediate_size", "experts.d_ff"),
+            _key("n_routed_experts|num_local_experts|num_experts", "experts.num_experts", 128),
+            _key("n_shared_experts", "experts.shared", 1),
+            _key("routed_scaling_factor", "router.gate_scale", 1.0),
+            _key("norm_topk_prob", "router.gates", True, {True: "before_drop", False: "as_is"}),
+        ),
+        _ALWAYS | {"router.preset": "deepseek_v3"},
+        experts="deepseek",
+        leading=True,
+        must={key: values for key, values in _MUST.items() if key != "partial_rotary_factor"},
+        turning=0.5,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -305,6 +336,7 @@ FAMILIES: dict[str, Family] = {
         ),
         _ALWAYS | {"router.preset": "deepseek_v2", "model.rope.pairs": "neighbours"},
         experts="deepseek",
+        leading=True,
         latent=True,
         must=_MUST_OF_DEEPSEEK
         | {"topk_method": ("group_limited_greedy", "greedy"), "scoring_func": ("softmax", None), "norm_topk_prob": (False, None)},

@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2Moe": EXPERTS
     | {"use_sliding_window": True, "sliding_window": 20}
     | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2},
-    "Olmoe": EXPERTS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "Olmoe": EXPERTS | {"clip_qkv": 0.4} | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
 }
 FAMILIES["DeepseekV3"] = {
     "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4,
@@ -57,6 +57,11 @@ FAMILIES["DeepseekV3"] = {
     "moe_intermediate_size": 16, "routed_scaling_factor": 1.7, "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.2},
 }  # fmt: skip
 FAMILIES["DeepseekV2"] = FAMILIES["DeepseekV3"] | {"topk_method": "group_limited_greedy", "q_lora_rank": None}
+FAMILIES["Glm4Moe"] = {
+    "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
+    "topk_group": 2, "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16, "routed_scaling_factor": 1.3,
+    "rope_parameters": YARN | {"partial_rotary_factor": 1 / 3},
+}  # fmt: skip
 FAMILIES["GptOss"] = {
     "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 9, "swiglu_limit": 0.9, "intermediate_size": 20,
     "rope_parameters": YARN | {"truncate": False},

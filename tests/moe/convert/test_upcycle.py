@@ -17,7 +17,7 @@ from torch import Tensor
 from moe.checks.together import check_run
 from moe.cli import main as cli
 from moe.convert import upcycle
-from moe.convert.checks import Settings, gate_sum, settings_of
+from moe.convert.checks import Settings, check_convertible, gate_sum, settings_of
 from moe.convert.convert import convert, find, loads, main
 from moe.convert.report import compared
 from moe.convert.upcycle import Network
@@ -444,6 +444,17 @@ def test_what_cannot_be_made_smaller_is_refused(
     with pytest.raises(BadInput) as refused:
         converted(run, source(sparse=True), tmp_path / "new", **settings)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_gates_with_a_learned_scale_sum_to_one_in_a_new_router_alone() -> None:
+    def model(moe_every: int, **router: str) -> Run:
+        sizes = {"model": {"moe_every": moe_every, "d_model": 24, "num_heads": 4, "d_ff": 20}, "experts": {"num_experts": 4}}
+        return build_run(sizes | {"router": {"preset": "glam"} | router})
+
+    check_convertible(model(0), model(2, expert_scale="learned"), Settings(method="copy"))
+    check_convertible(model(2), model(0), Settings(method="merge"))
+    with pytest.raises(BadInput, match="--to: got dense layers from glam, whose gates of a token do not sum to a constant"):
+        check_convertible(model(2, expert_scale="learned"), model(0), Settings(method="merge"))
 
 
 def test_flags_that_do_not_go_together_are_refused() -> None:

@@ -61,6 +61,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "balance_scope": "sequence",
         }
     },
+    "mixer": {
+        "router": {
+            "preset": "switch",
+            "select": "sparsemixer",
+            "num_choices": 3,
+            "mixer_margin": 0.45,  # about half of the experts are near the best
+            "input_norm": "rmsnorm",
+            "expert_scale": "learned",
+            "gate_scale": 1.5,
+            "capacity_factor": 1.0,
+            "balance_counts": "unbiased",
+        },
+    },
     "best group": {
         "router": {"preset": "glam", "select": "group_limited", "expert_groups": 4, "top_groups": 2, "group_score": "best"},
     },
@@ -107,6 +120,8 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         Chosen("switch", "ddp", 2, 1, 3, **two | {"option": "load"}),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "load of a sequence"}, sp=2, attention="contiguous"),
         Chosen("switch", "ddp", 2, 2, 1, **two | {"option": "free"}, rows="padded"),
+        Chosen("switch", "fsdp", 2, 2, 3, **two | {"option": "mixer"}, recompute="full"),
+        Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "mixer"}, sp=2, attention="contiguous"),
         Chosen("switch", "ddp", 2, 1, 1, **two | {"option": "best group"}, sp=2, attention="contiguous"),
     ]
     for case, ran in run_world(cases, 2):
@@ -123,6 +138,11 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         ({"model": {"swiglu": {"limit": 0}}}, "model.swiglu.limit"),
         ({"model": {"moe_every": 2}, "experts": {"biases": True}, "optimizer": {"kind": "adafactor"}}, "got adafactor with experts.biases"),
         ({"model": {"moe_every": 2}, "experts": {"zero": 1, "rebalance_every": 9}}, "experts.rebalance_every: got 9 with experts.zero=1"),
+        (
+            {"model": {"moe_every": 2}, "router": {"select": "sparsemixer", "gates": "before_drop", "num_choices": 2}},
+            "router.gates: got before",
+        ),
+        ({"model": {"moe_every": 2}, "router": {"mixer_margin": 0.1}}, "router.mixer_margin: got 0.1 with select top_k"),
         ({"model": {"moe_every": 2}, "router": {"group_score": "best"}}, "router.group_score: got best with select top_k"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Options of attention and norms: rotary base and scaling, norms of queries and keys, norm epsilon, factors in the stream. The
-model on its own and on layouts of ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of rotation
-against transformers'.
+"""Options of attention and norms: rotary base, scaling and fraction, norms and bounds of queries and keys, norm epsilon, factors in the
+stream. The model on its own and on layouts of ranks against the plain twin of `moe verify`, which has its own formulas for them; rates of
+rotation, and which channels turn, against transformers'.
 
 What this file alone would notice: a gain of the queries' norm whose gradient is not summed over the ranks that have other heads."""
 
@@ -14,7 +14,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
-from moe.nn.rotary import rates
+from moe.nn.rotary import rates, rotate
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.train.decode import Cached, Recomputed
@@ -26,8 +26,8 @@ from parallel.errors import BadInput
 
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
-    "linear": {"scaling": "linear", "factor": 3.0},
-    "llama3": {"base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
+    "linear": {"scaling": "linear", "factor": 3.0, "fraction": 1 / 3, "pairs": "neighbours"},
+    "llama3": {"fraction": 2 / 3, "base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
     "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
 }
 
@@ -37,8 +37,8 @@ SCALES = {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}
 
 @dataclass(frozen=True)
 class Chosen(Case):
-    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long. `biased`: biases of
-    queries, keys and values, and factors in the stream."""
+    """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long. The bound
+    clips about a third of queries, keys and values. `biased`: biases of these, and factors in the stream."""
 
     rope: str = "llama3"
     qk_norm: str = "heads"
@@ -46,7 +46,7 @@ class Chosen(Case):
 
     def run(self) -> Run:
         values = super().run().model_dump(mode="json")
-        options = {"rope": ROPES[self.rope], "qk_norm": self.qk_norm, "norm_eps": 0.01, "qkv_bias": self.biased}
+        options = {"rope": ROPES[self.rope], "qk_norm": self.qk_norm, "norm_eps": 0.01, "qkv_bias": self.biased, "clip_qkv": 0.9}
         options |= {"scales": SCALES} if self.biased else {}
         return build_run(values | {"model": values["model"] | options})
 
@@ -103,9 +103,26 @@ def test_rates_are_transformers() -> None:
         assert size == pytest.approx(1.1386294 if kind == "yarn" else 1.0)  # 0.1 ln 4 + 1
 
 
+def test_the_channels_that_turn_are_transformers() -> None:
+    """Of GLM's heads neighbours, of GPT-NeoX's halves; the others stay to the bit."""
+    transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
+    x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
+    place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])
+    for kind, name, pairs in (("Glm", "glm", "neighbours"), ("GPTNeoX", "gpt_neox", "halves")):
+        module = getattr(transformers.models, name)
+        module = getattr(module, f"modeling_{name}")
+        rope = {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+        config = getattr(transformers, f"{kind}Config")(hidden_size=72, num_attention_heads=3, head_dim=24, rope_parameters=rope)
+        cos, sin = getattr(module, f"{kind}RotaryEmbedding")(config)(x_BHLC, place_L.unsqueeze(0))
+        want = module.apply_rotary_pos_emb(x_BHLC, x_BHLC, cos, sin)[0]
+        got = rotate(x_BHLC, place_L, Rope(base=300.0, fraction=0.25, pairs=pairs))  # type: ignore[arg-type]
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+        assert torch.equal(got[..., 6:], x_BHLC[..., 6:]) and not torch.equal(got[..., 5], x_BHLC[..., 5])
+
+
 def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
-    model = Transformer(Model(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=9, qk_norm="heads",
-                              rope=Rope(**ROPES["yarn"]), scales=Scales(**SCALES)), vocab_size=31).eval()  # fmt: skip
+    model = Transformer(Model(num_layers=2, d_model=24, num_heads=4, num_kv_heads=2, d_ff=20, max_length=9, qk_norm="heads", clip_qkv=0.5,
+                              rope=Rope(**ROPES["yarn"], fraction=2 / 3), scales=Scales(**SCALES)), vocab_size=31).eval()  # fmt: skip
     tokens_BL = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(1))
     cached, plain = Cached(model), Recomputed(model, 9)
     with torch.no_grad():
@@ -120,6 +137,12 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
         ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
+        ({"model": {"rope": {"fraction": 0.3}}}, "model.rope.fraction: got 0.3 of 64 channels .*set it to 0.3125, which is 20 channels"),
+        ({"model": {"rope": {"fraction": 0.01}, "head_size": 6}}, "model.rope.fraction: got 0.01 of 6 .*set it to 0.333333, which is 2"),
+        ({"model": {"rope": {"fraction": 0.5}, "latent": {"key_rank": 8}}}, "model.rope.fraction: got 0.5 with model.latent.key_rank=8"),
+        ({"model": {"rope": {"fraction": 0.5}, "positions": "t5"}}, "model.rope.fraction: got it with model.positions=t5"),
+        ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),
+        ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
         ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2 with model.kind="),
         (
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},

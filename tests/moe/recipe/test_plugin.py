@@ -166,3 +166,50 @@ def test_code_that_changed_since_the_checkpoint_is_told(home: Path, folder: Path
 def test_a_name_that_is_none_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(BadInput, match="needed adamw, .* or module:name of a part of your own"):
         load("switch_tiny", {"optimizer.kind": text})
+
+
+@pytest.fixture
+def packages(folder: Path) -> Any:
+    """Puts a package's metadata there, as pip does."""
+
+    def put(package: str, **groups: dict[str, str]) -> None:
+        info = folder / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [
+            f"[moe_parallel.{group}]\n" + "".join(f"{name} = {value}\n" for name, value in given.items()) for group, given in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+
+    sys.path.append(str(folder))
+    return put
+
+
+def test_a_name_that_a_package_registers_is_its_part(packages: Any, home: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is imported until it is used; the run's own recipe names module:name, so it goes on without the package's metadata."""
+    packages("parts-of-mine", optimizers={"mine": "parts_xq:sgd", "adamw": "parts_xq:sgd"}, scores={"other": "parts_xq:none"})
+    values = {"optimizer.kind": "mine", "data.path": str(home / "text.txt")}
+    assert (
+        load("switch_tiny", values)[0].optimizer.kind == "parts_xq:sgd" and Run(optimizer={"kind": "mine"}).optimizer.kind == "parts_xq:sgd"
+    )
+    assert load("switch_tiny", {"optimizer.kind": "adamw"})[0].optimizer.kind == "adamw", "built-in names come first"
+    assert main(["show", "switch_tiny", "--optimizer.kind", "mine"]) == 0 and 'kind: "parts_xq:sgd"' in capsys.readouterr().out
+    assert "parts_xq" not in sys.modules
+    trained.train(trained.recipe(home, optimizer={"kind": "mine"}, train={"steps": 1}), folder / "run")
+    assert "optimizer.kind parts_xq:sgd: runs code of" in capsys.readouterr().err
+    assert 'kind: "parts_xq:sgd"' in (folder / "run/recipe.yaml").read_text()
+
+
+def test_names_that_no_package_registers_for_this_key_are_refused(packages: Any) -> None:
+    packages("one", optimizers={"lion": "parts_xq:sgd", "broken": "parts_xq", "deep": "parts_xq:a.b"}, scores={"other": "parts_xq:sgd"})
+    packages("two", optimizers={"lion": "elsewhere:lion", "broken": "parts_xq"}, scores={"other": "parts_xq:sgd"})
+    for kind, said in (
+        ("lion", "optimizer.kind: got lion, registered by one and two, needed one part of that name, not elsewhere:lion and parts_xq:sgd"),
+        ("broken", "optimizer.kind: got broken, registered by .* as parts_xq, needed module:name"),
+        ("deep", "got deep, registered by one as parts_xq:a.b, needed module:name"),
+        ("other", "optimizer.kind: got 'other', needed adamw, .*lion or module:name of a part of your own"),
+        ("leon", "fix: did you mean lion?"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            load("switch_tiny", {"optimizer.kind": kind})
+    assert load("switch_tiny", {"router.score": "other"})[0].router.score == "parts_xq:sgd", "the same part, twice registered"

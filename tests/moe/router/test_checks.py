@@ -25,12 +25,14 @@ from tests.support.routed import B, D, E, L, context, layer_of, random
 # another value of each field than PLAIN has
 OTHER: dict[str, Any] = {
     "num_choices": 3,
+    "input_norm": "rmsnorm",
     "logits": "affine",
     "logit_cap": 0.7,
     "score": "sigmoid",
     "softmax_over": "chosen",
     "jitter": 0.3,
     "noise": "noisy_top_k",
+    "mixer_margin": 0.4,
     "expert_groups": 2,
     "top_groups": 3,
     "group_score": "best",
@@ -38,6 +40,7 @@ OTHER: dict[str, Any] = {
     "bias_rate": 0.1,
     "gates": "before_drop",
     "gate_scale": 2.0,
+    "expert_scale": "learned",
     "gate_on": "input",
     "group": 3,
     "capacity_factor": 0.6,
@@ -58,6 +61,7 @@ OTHER: dict[str, Any] = {
 PLAIN: dict[str, Any] = {"preset": "switch", "num_choices": 2, "capacity_factor": 0.8, "eval_capacity_factor": 0.8, "min_capacity": 0}
 DROPLESS: dict[str, Any] = {"capacity_factor": None, "eval_capacity_factor": None}
 GROUPS = {"expert_groups", "top_groups", "group_score"}
+NOT_MIXED = {"score", "softmax_over", "noise", "second", "bias_rate", "gates"}
 CAPACITY = {"min_capacity", "capacity_counts", "capacity_rounding", "capacity_multiple", "drop", "queue"}
 LOSSES = {"balance_weight", "importance_weight"}
 EVEN: dict[str, Any] = {"balance_weight": 0.0}  # no loss may pull at these
@@ -77,6 +81,12 @@ READ: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         GROUPS | {"drop", "queue", "num_choices"},
         {"softmax_over", "second", "bias_rate"} | LOSSES,
     ),
+}
+READ["sparsemixer"] = ({}, GROUPS, NOT_MIXED | {"drop"})
+READ["sparsemixer, dropless"] = (DROPLESS, GROUPS | CAPACITY, NOT_MIXED)
+READ = {
+    name: (options, idle if name.startswith("sparsemixer") else idle | {"mixer_margin"}, refused)
+    for name, (options, idle, refused) in READ.items()
 }
 READ = {name: (options, idle, refused | {"load_weight"}) for name, (options, idle, refused) in READ.items()}  # it asks for noisy_top_k
 
