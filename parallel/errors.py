@@ -13,12 +13,15 @@ _LONGEST = 800  # characters of what is shown of an input
 class BadInput(ValueError):
     """An error in the user's input; the message is one line that says what to write instead.
 
-    The command line prints it and exits with 2; a library caller catches it as a ValueError.
+    The command line prints it and exits with 2; a library caller catches it as a ValueError. `speaker`: on one of several ranks whose
+    watchdog knows of it, whether this rank is the one to print it; None: nobody has settled that.
     """
+
+    speaker: bool | None = None
 
     def __init__(self, what: str, *, got: object, needed: str, fix: str) -> None:
         self.what, self.got, self.needed, self.fix = what, got, needed, fix
-        super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got)}, needed {needed}; fix: {fix}".split())))
+        super().__init__(plain(" ".join(f"{cut(what)}: got {cut(got) or repr(got)}, needed {needed}; fix: {fix}".split())))
 
 
 def plain(text: str) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from parallel.errors import Ended
 
+_LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
 
 
@@ -28,8 +29,8 @@ class NotMet(Ended):
     """Ranks that were started did not come to where all of them meet; the message is one line."""
 
 
-def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float) -> Any:
-    """The store of this run, once every rank has come to it. Raises NotMet."""
+def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "") -> Any:
+    """The store of this run, once every rank has come to it. `problem`: why this one cannot go on, for all ranks to say. Raises NotMet."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
@@ -42,24 +43,27 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         who = "torchrun" if agent else "rank 0"
         verb = "could not listen" if rank == 0 and not agent else f"got no answer from {who}"
         said = str(error).splitlines()[0].partition(" Exception raised")[0]
-        raise NotMet(f"{here} {verb} at {host}:{port} within {timeout_s:g} s (train.timeout_s): {said}") from None
+        raise NotMet(f"{here} {verb} at {host}:{port} within {timeout_s:g} s{_LIMIT}: {said}") from None
     until, answer = time.monotonic() + timeout_s, _nothing
     try:
         if agent:
             name = uuid.uuid4().hex if rank == 0 else _ask(store, rank, until=until)
             if not name:
-                raise NotMet(f"rank 0 did not come within {timeout_s:g} s (train.timeout_s): {here} waits at {host}:{port}")
+                raise NotMet(f"rank 0 did not come within {timeout_s:g} s{_LIMIT}: {here} waits at {host}:{port}")
             answer = _answers(store, name, size) if rank == 0 else _nothing
             store = dist.PrefixStore(f"start/{name}", store)
-        store.set(f"here/{rank}", node)
-        problem = _wait(store, size, until=until, answer=answer)
+        if problem:
+            said = f"{here}: {problem}"
+        else:
+            store.set(f"here/{rank}", node)
+            said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
     except (dist.DistNetworkError, dist.DistStoreError):
         raise NotMet(f"{here} met others at {host}:{port}, and their store is gone: rank 0 has left") from None
-    if problem:
-        store.set(_PROBLEM, problem)
+    if said:
+        store.set(_PROBLEM, said)
         if rank == 0 and not agent:  # the others read it here
             time.sleep(1.0)
-        raise NotMet(f"{problem} within {timeout_s:g} s (train.timeout_s): {here} waits at {host}:{port}")
+        raise NotMet(said)
     return store
 
 
@@ -90,21 +94,21 @@ def _answers(store: Any, name: str, size: int) -> Callable[[], None]:
 def _nothing() -> None: ...
 
 
-def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None]) -> str:
+def _wait(store: Any, size: int, *, until: float, answer: Callable[[], None], limit: str, at: str) -> str:
     """Until every rank is here: nothing, or which are not when the time is up for this rank or another."""
     everyone = [f"here/{rank}" for rank in range(size)]
     while not store.check(everyone):  # a wait with a time limit would fill the output with torch's warnings
         if store.check([_PROBLEM]):
             return str(store.get(_PROBLEM).decode())
         if time.monotonic() > until:
-            return _missing(store, size)
+            return _missing(store, size, limit, at)
         answer()
         time.sleep(_LOOK_S)
     return ""
 
 
-def _missing(store: Any, size: int) -> str:
+def _missing(store: Any, size: int, limit: str, at: str) -> str:
     absent = [rank for rank in range(size) if not store.check([f"here/{rank}"])]
     nodes = sorted({store.get(f"here/{rank}").decode() for rank in range(size) if rank not in absent})
     shown = " ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
-    return f"rank{'s' if len(absent) > 1 else ''} {shown} did not come (the others are on {' '.join(nodes[:8])})"
+    return f"rank{'s' if len(absent) > 1 else ''} {shown} did not come {limit}: the others, on {' '.join(nodes[:8])}, wait at {at}"

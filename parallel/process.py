@@ -25,7 +25,7 @@ from parallel.communicator import Communicator
 from parallel.debug_collectives import DEBUG, TIMEOUT_S, Agreement
 from parallel.errors import BadInput
 from parallel.malloc import keep_freed_memory
-from parallel.meet import meet
+from parallel.meet import NotMet, meet
 from parallel.mesh import Axis, Degrees, Mesh
 from parallel.record import Record
 
@@ -59,18 +59,35 @@ class World:
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     """This process's place. A SLURM job step counts only if it has several tasks, since an interactive shell is one process."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
+    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE", "1")) != "1" and not _elsewhere(environment):
+        fix = "start with moe train --nproc N, or unset WORLD_SIZE"
+        raise BadInput("WORLD_SIZE", got=f"{alone} without a RANK, on rank 0 as far as this process knows", needed="both", fix=fix)
     if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
         return World()
     try:
         size = int(values["size"] or 1)
-        world = World(int(values["rank"] or 0), size, int(values["local"] or 0), int(values["local_size"] or size))
+        rank, local = (0 if values[what] is None else int(values[what] or "nothing") for what in ("rank", "local"))
+        world = World(rank, size, local, int(values["local_size"] or size))
         if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size:
             raise ValueError("a rank beyond its world")
         return world
     except ValueError:
         needed = "whole numbers, each rank below the size of its world"
-        what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {values['rank'] or 0}"  # there may be no rank 0 that would say it for all
+        said = 0 if values["rank"] is None else values["rank"] or "nothing"
+        what = f"RANK, WORLD_SIZE, LOCAL_RANK on rank {said}"
         raise BadInput(what, got=values, needed=needed, fix="start with moe train --nproc N") from None
+
+
+def _elsewhere(environment: Mapping[str, str]) -> bool:
+    """Whether another launcher's variables say which rank this is."""
+    return environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment
+
+
+def _check_port(world: World) -> None:
+    port = os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        what = f"MASTER_PORT on rank {world.rank}"
+        raise BadInput(what, got=port or "nothing", needed="a port from 1 to 65535, the same on all ranks", fix="set it to 29500")
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
@@ -86,12 +103,14 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _slurm_master() or "127.0.0.1"
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "9500")) % 20000))
+    _check_port(world)
     os.environ.update(RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.local_rank))
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     limit_s = timeout_s or LIMITS_S[backend]
-    store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s)
+    problem = wrong_interface(os.environ) if backend == "gloo" else ""
+    store = meet(world.rank, world.size, environment=os.environ, timeout_s=watchdog.FIRST * limit_s, problem=problem)
     if backend == "gloo" and (found := interface_to(os.environ["MASTER_ADDR"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -99,7 +118,33 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     record.enter("joining the process group", patience=watchdog.FIRST)
     holder = f"torchrun at {os.environ['MASTER_ADDR']}" if agent else "rank 0"
     watchdog.watch(watchdog.Watchdog(record, store, world_size=world.size, limit_s=limit_s, holder=holder, end=end))
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
+    try:
+        dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
+    except RuntimeError as error:
+        raise _not_connected(error, world) from None
+
+
+def _not_connected(error: RuntimeError, world: World) -> Exception:
+    """What is raised where ranks have met and then do not connect: what another rank says of it, or one line, which the others get too."""
+    last = str(error).splitlines()[0].rpartition("] ")[2]
+    over = os.environ.get("GLOO_SOCKET_IFNAME") if world.device.type == "cpu" else None
+    where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)" if over else ""
+    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {last}")
+    return watchdog.ended_by(own) or NotMet(str(own))
+
+
+def wrong_interface(environment: Mapping[str, str]) -> str:
+    """What is wrong with the interfaces that gloo is told to take, of which it says nothing that helps; nothing where they are here."""
+    asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    absent = [name for name in asked.split(",") if name and name not in here]
+    if not absent:
+        return ""
+    found = interface_to(environment["MASTER_ADDR"])
+    by_it = f", which is {found} here" if found else ""
+    return (
+        f"GLOO_SOCKET_IFNAME: got {asked}, needed interfaces of this machine ({', '.join(here)}); "
+        f"fix: unset it, then the one by which MASTER_ADDR is reached is taken{by_it}"
+    )
 
 
 def interface_to(host: str) -> str | None:

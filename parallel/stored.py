@@ -25,6 +25,7 @@ from parallel.layout import Box, Layout
 from parallel.mesh import Mesh
 
 HEADER_BYTES = 100_000_000  # the most that a safetensors file may have
+MOST_TENSORS = 2**18  # in one file: the largest models have fewer, and each takes microseconds to check
 _DTYPES = {  # as the safetensors format names them
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,8 +63,11 @@ class TensorFile:
                 raise ValueError("a header longer than the file")
             if length > HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes, more than the format allows")
+            text = file.read(length)
+            if (count := text.count(b'"data_offsets"')) > MOST_TENSORS:
+                raise ValueError(f"a header of {count} tensors, more than {MOST_TENSORS}")
             try:
-                header: dict[str, Any] = json.loads(file.read(length))
+                header: dict[str, Any] = json.loads(text)
             except RecursionError:
                 raise ValueError("a header nested too deeply") from None
         if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):

@@ -372,6 +372,11 @@ def ended_by(error: BaseException) -> Ended | None:
     return None if line is None else Ended(line, speaker=_of_process.speaker)
 
 
+def speaks() -> bool | None:
+    """Whether this rank is the one to print the line that ended the run; None where there is none, or no other rank."""
+    return None if _of_process is None or _of_process.line is None else _of_process.speaker
+
+
 def release() -> None:
     """The watchdog of this process ends its work."""
     global _of_process

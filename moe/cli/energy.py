@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.simulate_text import duration
-from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
@@ -106,7 +106,9 @@ def _read(profile: Path, recipe: str | None, times: dict[str, Any]) -> Measured:
 def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Schedule:
     chunks = size["chunks"] or kind_of(name).chunks or 2
     ranks = size["stages"] or (max(1, len(measured.stages) // chunks) if measured is not None else STAGES)
-    return make_schedule(name, ranks=ranks, microbatches=size["microbatches"] or MICROBATCHES, chunks=size["chunks"])
+    microbatches = size["microbatches"] or MICROBATCHES
+    check_size(stages=ranks, microbatches=microbatches, chunks=size["chunks"])
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=size["chunks"])
 
 
 def _profile(schedule: Schedule, measured: Measured | None, costs: Times | OfRecipe | None) -> tuple[Profile, float, float]:

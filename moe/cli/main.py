@@ -388,11 +388,18 @@ def _show_plan(flags: Show, run: Run, origins: dict[str, str]) -> int:
 
 
 def _rehearse(flags: Rehearse, overrides: dict[str, str]) -> int:
+    from moe.checks.advice import check_for_user
     from moe.recipe.load import load
 
-    run, _ = load(flags.recipe, overrides)
-    if flags.world is None:
-        raise BadInput("--world", got="nothing", needed="how many ranks the run would have", fix="--world 8")
+    run, origins = load(flags.recipe, overrides)
+    if flags.world is None or flags.world < 1:
+        raise BadInput(
+            "--world", got="nothing" if flags.world is None else flags.world, needed="how many ranks the run would have", fix="--world 8"
+        )
+    try:
+        check_for_user(run, flags.world, origins)
+    except BadInput as bad:
+        raise BadInput(bad.what, got=bad.got, needed=bad.needed, fix=bad.fix.replace("--nproc", "--world")) from None
     given: dict[str, Any] = {name: value for name in ("rank", "device") if (value := getattr(flags, name)) is not None}
     return _call("moe.rehearse.rehearse", run, recipe=flags.recipe, world=flags.world, json=_text(flags.json), **given)
 
@@ -508,7 +515,12 @@ def _run(words: list[str]) -> int:
         rest, overrides = take_overrides(rest)
     set_before_torch(os.environ)  # verify's ranks are forked from this process, generate and bench compute in it
     rest = check_words(verb, verbs.VERBS[verb], rest)
-    return FUNCTIONS[verb](verbs.parse(verb, rest, benches=bench_names()), overrides)
+    flags = verbs.parse(verb, rest, benches=bench_names())
+    if (results := getattr(flags, "json", None)) is not None:
+        from moe.records.results import check_writable
+
+        check_writable(user_path(results, what="--json"))
+    return FUNCTIONS[verb](flags, overrides)
 
 
 def _check_printable(words: list[str]) -> None:

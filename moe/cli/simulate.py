@@ -17,7 +17,7 @@ from typing import Any
 
 from moe.cli.simulate_search import NAME, refuse_elsewhere, searched
 from moe.cli.simulate_text import print_all, print_one
-from moe.cli.simulate_times import OfRecipe, Times, of_recipe, times_of
+from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.pipeline.order_file import read_order, write_order
@@ -66,7 +66,9 @@ def main(
         costs: Times | OfRecipe = times_of(times)
     else:
         costs = of_recipe(recipe, overrides or {}, times, size, from_file)
-    size["stages"], size["microbatches"] = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
+    ranks, cut = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
+    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"])
+    size["stages"], size["microbatches"] = ranks, cut
     if name is None:
         return _all(size, costs, json)
     if from_file is not None:

@@ -46,6 +46,19 @@ class Times:
         return drained_period(schedule, cost, transfer_time=self.transfer_time, overlap=overlap, batches=batches)
 
 
+MOST_ACTIONS = 2**20  # of a pipeline's step: about a minute
+
+
+def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None) -> None:
+    """Refuse an order that nobody would wait for. Raises BadInput."""
+    times = stages * (chunks or 1) * (batches or 1)
+    if times * microbatches > MOST_ACTIONS:
+        got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
+        fits = MOST_ACTIONS // times
+        fix = f"--microbatches {fits}" if fits else "fewer --stages, --chunks or --batches"
+        raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
+
+
 def times_of(given: dict[str, Any]) -> Times:
     """Times from flags. Raises BadInput for flags that need a recipe, and for impossible numbers."""
     for flag in WITH_RECIPE:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place for --json in which nothing can be written, before the work whose results it is for. Raises BadInput."""
+    folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
+    why = (
+        "Is a directory" if path.is_dir()
+        else f"{folder} is no folder" if not folder.is_dir()
+        else "Permission denied" if not os.access(path if path.exists() else folder, os.W_OK)
+        else None
+    )  # fmt: skip
+    if why:
+        raise BadInput("--json", got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")
 
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:

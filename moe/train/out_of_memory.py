@@ -22,7 +22,7 @@ from moe.records.summary import size
 from parallel.errors import BadInput
 
 WEIGHTS, STATES, PASSES, STEP = "the model's weights", "the engine's copies of them", "a forward or backward pass", "the optimizer's step"
-RESUMING = "resuming from the checkpoint"
+RESUMING, EVALUATION = "resuming from the checkpoint", "the sequences of an evaluation"
 _NOTE = "during "
 _ZERO_3 = "--sharding.kind zero --sharding.stage 3"
 _SAYINGS = ("allocate memory", "out of memory", "not enough memory")  # said by torch's allocators, the C library and the kernel
@@ -61,6 +61,8 @@ def did_not_fit(error: BaseException, run: Run, *, world: int, cpu: bool) -> str
 def next_step(run: Run, where: str, *, world: int, cpu: bool) -> str:
     """Flags to add: one step further than the recipe is."""
     s, microbatches = run.sharding, run.pipeline.microbatches
+    if where == EVALUATION and run.train.eval_sequences > run.train.global_batch:
+        return f"--train.eval_sequences {run.train.global_batch}"
     if where == PASSES and run.recompute.kind != "full":
         return "--recompute.kind full"
     held = run.train.global_batch // (run.degrees.dp if isinstance(run.degrees.dp, int) else world)

@@ -22,9 +22,11 @@ from moe.checks.together import check_run
 from moe.plan.predicted import Place, Prediction, predict
 from moe.recipe.sections import Run
 from moe.records import prediction
+from moe.records.summary import size
 from moe.train.place import own_peak_bytes
 from parallel import process
 from parallel.collectives import max_over
+from parallel.errors import BadInput
 from parallel.mesh import Mesh
 from parallel.plan.cluster import load_cluster
 from parallel.plan.this_machine import measured_cluster, memory_limit_bytes, own_limit_bytes, processor, resident_bytes
@@ -45,6 +47,7 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     """Collective. `run`: checked; `asked`: as the user has it, from which the line's fix goes on. Raises BadInput for what cannot fit."""
     found: Prediction | None = None
     limits = [float("inf")] * 2
+    host = memory_limit_bytes() / world.local_size
     try:
         place = here(world) if cluster is None else Place.of(load_cluster(cluster), world.size)
         if place.cluster is not None:
@@ -53,8 +56,10 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
         limits = [float("inf") if limit is None else limit for limit in (place.limit_bytes, place.own_bytes)]
     except Exception as error:  # a number that cannot be given must not stop a run that works
         say(f"no prediction of memory and time ({type(error).__name__}: {error})".splitlines()[0])
-    least = torch.tensor([-limit for limit in limits], dtype=torch.float64, device=world.device)
-    whole, own = (None if limit == float("inf") else limit for limit in (-max_over(least, process.everyone(world))).tolist())
+    least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
+    *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
+    whole, own = (None if limit == float("inf") else limit for limit in least_of_all)
+    _check_evaluation(run, host)
     if found is None:
         return None
     found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the smallest rank's decide on all of them alike
@@ -67,6 +72,16 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     elif warned := prediction.warning(found):
         say(warned)
     return found
+
+
+def _check_evaluation(run: Run, host_bytes: float) -> None:
+    """Refuse sequences of an evaluation, ids of 64 bits, that would take most of a rank's share of its host. Raises BadInput."""
+    assert isinstance(run.degrees.dp, int)
+    needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
+    if needed_bytes > host_bytes / 2:
+        needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
+        fix = f"set it to {run.train.global_batch}"
+        raise BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
 
 
 class Measured:

@@ -11,6 +11,7 @@ import torch
 from moe.parallelize.sequence import shard_of
 from moe.records.metrics import read
 from moe.train.job import Job
+from moe.train.out_of_memory import EVALUATION, during
 from moe.train.step import validation_loss
 from parallel import watchdog
 from parallel.collectives import max_over
@@ -21,9 +22,10 @@ def evaluate(job: Job, *, record: bool = True) -> dict[str, Any]:
     run = job.run
     watchdog.enter("evaluation after the step")
     shard = shard_of(run, job.mesh, run.train.eval_sequences)
-    held = job.read(partial(job.data.validation.held, shard))
     at_once = max(1, len(job.shard.sequences) // run.pipeline.microbatches)
-    loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
+    with during(EVALUATION):  # passes are those of a step, which fitted: what can be too much are its sequences
+        held = job.read(partial(job.data.validation.held, shard))
+        loss = validation_loss(job.executor, torch.from_numpy(held.sequences).to(job.world.device), shard=shard, at_once=at_once)
     job.evaluated_at, job.evaluated = (
         job.counters.step,
         {"validation_loss": loss, "bits_per_byte": loss / 0.6931471805599453 / held.bytes_per_token},

@@ -33,6 +33,8 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/launch.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
+    "moe/launch/hosts.py": "where this program's modules are, for the other machines",
+    "moe/launch/pdsh.py": "what goes along to the other machines",
     "moe/data/tokens.py": "the user's cache folder",
     "moe/recipe/plugin.py": "which rank says whose code runs",
     "moe/records/tracker.py": "a tracker's project, by that tracker's own variable",
@@ -42,12 +44,15 @@ READS_THE_ENVIRONMENT = {
     "moe/bench/lives.py": "likewise",
     "moe/bench/restarts.py": "what it passes on to the command that it kills",
     "moe/bench/elastic.py": "the same",
+    "moe/bench/hosts.py": "where daemons are looked for",
+    "moe/bench/machines.py": "what a user's commands have on each machine",
     "moe/bench/environment.py": "what it passes on to the commands that it measures",
 }
 IMPORTS_DEEPSPEED = {
     "parallel/data/deepspeed.py": "its start",
     "parallel/data/zero.py": "its engine",
     "moe/cli/doctor.py": "its version",
+    "moe/launch/pdsh.py": "its launcher for several machines",
     "moe/bench/step.py": "a peer to measure",
 }
 # What runs before a bad recipe is refused, and at `moe --help`; and before a process sets what torch's libraries read as they load.

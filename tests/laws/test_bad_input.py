@@ -33,6 +33,8 @@ FILES = {
     "date.yaml": "train: {seed: 2024-13-45}\n",
     "python_tag.yaml": "model: !!python/object/apply:os.system [true]\n",
     "octal.yaml": "model: {num_layers: 010}\n",
+    "octal_text.yaml": "model: {num_layers: '010'}\n",
+    "tiny_number.yaml": "model: {scales: {head: 1.0e-300}}\n",
     "base_60.yaml": "train: {steps: 1:30}\n",
     "many_keys.yaml": "model:\n" + "".join(f"  k{i}: 1\n" for i in range(8000)),
     "deep.yaml": "model: " + "[" * 1100,
@@ -86,6 +88,18 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--data.path ~nosuchuser/x --data.source text", "data.path: got '~nosuchuser/x'", "check the spelling"),
     ("train " + "a" * 5000, "recipe: got 'aaaa", "check the spelling"),
     ("show octal.yaml", "octal.yaml, line 1: got 010, which YAML reads as another number", "mend that line"),
+    ("show octal_text.yaml", "model.num_layers: got '010', needed a number without zeros before it", "set model.num_layers"),
+    (T + "--model.num_layers 010", "model.num_layers: got '010', needed a number without zeros before it", "set model.num_layers"),
+    (T + "--optimizer.lr 08", "optimizer.lr: got '08', needed a number without zeros before it", "set optimizer.lr"),
+    ("train dense_tiny --experts.num_experts 8", "experts.num_experts: got a value in a dense model", "remove experts.num_experts"),
+    (T + "--optimizer.lr 1e300", "optimizer.lr: got '1e300', needed a number that 32 bits hold", "set optimizer.lr"),
+    ("show tiny_number.yaml", "model.scales.head: got 1e-300, needed a number that 32 bits hold", "set model.scales.head"),
+    (T + "--train.timeout_s 1e-9", "train.timeout_s: got '1e-9', needed greater than or equal to 1", "set train.timeout_s"),
+    (T + "--train.sample_tokens 1000000000", "train.sample_tokens: got 1000000000", "set train.sample_tokens"),
+    ("report no_such_run --json empty_folder", "--json: got empty_folder: Is a", "another path"),
+    ("show switch_tiny --json text.txt/a/b.json", "text.txt is no folder", "choose another path"),
+    ("rehearse switch_tiny --world 3", "train.global_batch: got 16", "set train.global_batch to 15, and set train.eval_sequences to 63"),
+    ("rehearse switch_tiny --world 2 --degrees.dp 4", "= 4 ranks on 2 processes", "--world 4"),
     ("show base_60.yaml", "base_60.yaml, line 1: got 1:30, which YAML reads as another number", "mend that line"),
     ("show many_keys.yaml", "model.k0: got a key that does not exist", "remove it"),
     ("show pipe", "recipe: got pipe, which is no regular file", "moe recipes"),
@@ -607,7 +621,14 @@ def test_a_disk_without_libaio_is_refused_with_the_line_that_installs_it(tmp_pat
     assert said.endswith("; fix: apt-get install libaio-dev, or set it to cpu")
 
 
+def test_a_folder_that_cannot_be_read_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for anybody but root
+    with pytest.raises(BadInput, match=f"data.path: got {tmp_path}: Permission denied, .*; fix: chmod -R u.rX {tmp_path}"):
+        check_run(load("switch_tiny", {"data.path": str(tmp_path)})[0], 1)
+
+
 def test_numbers_are_read_as_a_user_writes_them() -> None:
-    run, origins = load("switch_tiny", {"optimizer.lr": "1e-3", "train.steps": "7", "router.capacity_factor": "null", "data.path": "2024"})
-    assert (run.optimizer.lr, run.train.steps, run.router.capacity_factor, run.data.path) == (1e-3, 7, None, "2024")
+    run, origins = load("switch_tiny", {"optimizer.lr": "1e-3", "train.steps": "7", "router.capacity_factor": "null", "data.path": "010"})
+    assert (run.optimizer.lr, run.train.steps, run.router.capacity_factor, run.data.path) == (1e-3, 7, None, "010")
     assert origins["optimizer.lr"] == "command line" and origins["model.moe_every"] == "switch_tiny.yaml"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe.train import state
@@ -32,7 +33,7 @@ from parallel.layout import Layout, dense, stacked_over
 from parallel.mesh import Axis, Degrees, Mesh, divisors
 from parallel.precision import LossScale
 from parallel.process import World, connect
-from parallel.stored import Reader, check_same_parameters
+from parallel.stored import Reader, TensorFile, check_same_parameters
 from tests.support.tiny import Tiny, start
 
 ALONE = Axis("world")
@@ -789,3 +790,13 @@ def test_only_committed_folders_count(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "step-7", tmp_path / name)
     (tmp_path / "step-11").write_text("a file")
     assert numbered(tmp_path) == [(7, tmp_path / "step-7")] and numbered(tmp_path / "nowhere") == []
+
+
+def test_a_header_of_more_tensors_than_any_model_has_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{n}": torch.zeros(0) for n in range(5)}, path)
+    assert len(TensorFile(path).places) == 5
+    monkeypatch.setattr("parallel.stored.MOST_TENSORS", 4)
+    monkeypatch.setattr("json.loads", lambda text: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="a header of 5 tensors, more than 4"):
+        TensorFile(path)

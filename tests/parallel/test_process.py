@@ -10,7 +10,7 @@ import torch
 from moe.bench.two_machines import two_machines, why_not
 from parallel.errors import BadInput
 from parallel.precision import multiplies
-from parallel.process import World, interface_to, read_environment
+from parallel.process import World, interface_to, read_environment, start
 
 LAUNCHERS = {
     "deepspeed": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"},
@@ -43,6 +43,22 @@ def test_a_rank_that_is_no_number_is_refused_in_one_line() -> None:
     with pytest.raises(BadInput) as refused:
         read_environment({"RANK": "first", "WORLD_SIZE": "2"})
     assert "whole numbers" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("environment", [{"RANK": "", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "LOCAL_RANK": ""}], ids=str)
+def test_half_of_a_place_is_refused_in_one_line(environment: dict[str, str]) -> None:
+    """Else each of them would train alone, as rank 0, in one folder."""
+    with pytest.raises(BadInput, match="on rank") as refused:
+        read_environment(environment)
+    assert "; fix: start with moe train --nproc N" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("port", ["abc", "99999999", "0", "", "-1", "²"])
+def test_a_port_that_is_none_is_refused_before_anybody_waits_there(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match="MASTER_PORT on rank 1: got .*, needed a port from 1 to 65535"):
+        start(World(1, 2, 1, 2, place="cpu"))
 
 
 @pytest.mark.parametrize(

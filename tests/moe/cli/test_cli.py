@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -323,6 +324,28 @@ def test_verbs_hand_over_only_what_was_given(called: list[Any], tmp_path: Path, 
         ("moe.verify.verify", (), asked),
         ("moe.bench.how_fast", (), {"steps": 4}),
     ]
+
+
+def test_a_place_for_results_that_cannot_be_written_is_refused_before_the_work(
+    called: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file/x.json"):
+        assert cli.main(["verify", "--json", str(place)]) == 2 and called == []
+        assert re.fullmatch(r"error: --json: got .*; fix: choose another path\n", capsys.readouterr().err)
+    assert cli.main(["verify", "--json", str(tmp_path / "new/x.json")]) == 0 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("words", [["verify"], ["verify", "--mutations"]], ids=" ".join)
+def test_rows_that_there_are_not_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--only", "no such row"]) == 2
+    assert re.fullmatch(r'error: --only: got no such row, needed .*; fix: --only ".*"\n', capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", ["simulate", "energy"])
+def test_an_order_that_nobody_would_wait_for_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([verb, "1f1b", "--stages", "100000", "--microbatches", "100000"]) == 2
+    assert re.fullmatch(r"error: --microbatches: got .*; fix: --microbatches 10\n", capsys.readouterr().err)
 
 
 def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(

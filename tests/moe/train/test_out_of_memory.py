@@ -13,7 +13,7 @@ import torch
 
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
-from moe.train.out_of_memory import PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
+from moe.train.out_of_memory import EVALUATION, PASSES, RESUMING, STATES, STEP, WEIGHTS, did_not_fit, during, next_step
 
 
 def run_with(flags: str = "") -> Run:
@@ -49,6 +49,10 @@ def test_a_failed_allocation_says_how_much_was_asked_for_and_by_whom() -> None:
 )
 def test_other_errors_are_not(error: BaseException) -> None:
     assert did_not_fit(error, run_with(), world=1, cpu=True) is None
+
+
+def test_an_evaluation_is_made_smaller_not_the_model() -> None:
+    assert next_step(run_with("--train.eval_sequences 512"), EVALUATION, world=1, cpu=True) == "--train.eval_sequences 8"
 
 
 def test_a_long_sequence_is_cut_over_ranks_until_it_is_not_what_fills_memory() -> None:
