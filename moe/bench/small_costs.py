@@ -32,6 +32,7 @@ from parallel.random import uniform
 
 TINY: dict[str, Any] = {"d_model": 128, "num_heads": 2, "d_ff": 512, "ffn": "relu", "norm": "layernorm", "tied_embeddings": False}
 GROUPS, IDLE_RANKS, IDLE_S = (15, 30, 120), 8, 2.0
+SEQUENCES, VOCABULARY = 8, 32_000  # of 256 tokens; of the losses
 Work = dict[str, Callable[[], object]]
 
 
@@ -119,17 +120,20 @@ def recomputed() -> Work:
 def _step(moe_every: int, dtype: torch.dtype, *, recompute: Recompute | None = None) -> Callable[[], object]:
     router: dict[str, Any] = {"capacity_factor": 2.0, "jitter": 0.01}
     model = save_memory(Transformer(Model(**TINY, moe_every=moe_every), Experts(), Router(**router), compute=dtype), recompute=recompute)
-    text = torch.randint(256, (8, 257), generator=torch.Generator().manual_seed(0))
+    text = torch.randint(256, (SEQUENCES, 257), generator=torch.Generator().manual_seed(0))
     return lambda: F.cross_entropy(model(text[:, :-1]).logits_BLV.flatten(0, 1), text[:, 1:].flatten()).backward()
 
 
-def losses(vocabulary: int = 32_000) -> Work:
+def losses() -> Work:
     """Cross-entropy of 2,048 tokens of width 256, forward and backward, in fp32, with the head and the loss cut."""
     draw = torch.Generator().manual_seed(0)
-    x, targets = torch.randn(8, 256, 256, generator=draw).requires_grad_(), torch.randint(vocabulary, (8, 256), generator=draw)
+    x, targets = (
+        torch.randn(SEQUENCES, 256, 256, generator=draw).requires_grad_(),
+        torch.randint(VOCABULARY, (SEQUENCES, 256), generator=draw),
+    )
 
     def loss(chunks: int, tiles: int) -> Callable[[], object]:
-        rows = Rows(slice(0, vocabulary), 256)
+        rows = Rows(slice(0, VOCABULARY), 256)
         torch.nn.init.normal_(rows.weight, std=0.02)
         matrix = rows if tiles == 1 else rows.in_tiles(tiles)
         return lambda: summed_loss(x, targets, matrix, chunks=chunks).backward()

@@ -449,6 +449,7 @@ def tensor_cases(nproc: int) -> list[Case]:
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks
+ROWS_OF_GRID = {"2d": 2, "2.5d": 4, "3d": 4}  # how many parts the grids of these rows split the tokens into
 
 
 def _grid_cases(nproc: int) -> list[Case]:

@@ -78,9 +78,6 @@ def main(
             if twin not in expected:
                 expected[twin] = next(made)
             row = judged(case, ran, expected[twin])
-            if not row["passed"] and case.precision != "fp32" and "error" not in row:
-                expected[twin] = expected[twin].in_the_order_of(case)
-                row = judged(case, ran, expected[twin])
             if twin.precision != "fp32":
                 table.tolerances[name_of(twin)] = expected[twin].tolerance
             table.add(case, row)
@@ -97,7 +94,19 @@ def main(
 
 
 def judged(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
-    """A row: how far each number is off, and in 16 bits the largest share of the bound to the exact twin that any deviation takes."""
+    """A row: how far each number is off, and in 16 bits the largest share of the bound to the exact twin that any deviation takes.
+
+    A row in 16 bits that is off is compared once more, with one process that takes all sums in the row's own order: a token at a near
+    tie may go elsewhere in that order alone. The tolerance stays as it is.
+    """
+    row = _row(case, ran, expected)
+    if row["passed"] or "error" in row or case.precision == "fp32":
+        return row
+    again = _row(case, ran, expected.in_the_order_of(case))
+    return again if again["passed"] else row
+
+
+def _row(case: Case, ran: Ran, expected: Expected) -> dict[str, Any]:
     row: dict[str, Any] = {"layout": case.layout, "kind": case.kind, "world": case.world, "precision": case.precision, "case": case.in_full}
     if isinstance(ran, str):
         return row | dict.fromkeys((*NUMBERS, "of_bound"), float("inf")) | {"passed": False, "error": ran}
@@ -149,6 +158,9 @@ def name_of(twin: Case) -> str:
     """In tables."""
     size = f" of {twin.layers} layers" if twin.layers != Case.layers else ""
     words = (
+        (f"of {twin.experts} experts", twin.experts != Case.experts),
+        (f"of {twin.length} tokens", twin.length != Case.length),
+        (f"of {twin.microbatches} micro-batches", twin.microbatches > 1),
         ("padded", twin.padded),
         ("overflow", twin.overflow),
         (f"of {twin.batch} sequences", twin.batch != Case.batch),

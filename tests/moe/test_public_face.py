@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import moe
+from parallel.errors import BadInput
 
 LOADED = """
 import sys
@@ -48,7 +51,8 @@ def test_a_package_that_is_called_does_what_its_name_says() -> None:
     import moe.verify.verify as oracle
 
     assert moe.train.trainer is trainer and moe.verify.verify is oracle, "the packages are still packages"
-    assert moe.verify(nproc=1, only="no such layout", say=lambda line: None) == 1  # no row: nothing was shown
+    with pytest.raises(BadInput, match="--only"):  # no row: nothing was shown
+        moe.verify(nproc=1, only="no such layout", say=lambda line: None)
 
 
 def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from moe.bench.small_costs import losses, main, pieces
+from moe.bench import small_costs
 
 
-def test_every_small_cost_is_a_row_with_its_unit_and_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(rounds=1, only="products", json=str(tmp_path / "costs.json")) == 0
-    rows = json.loads((tmp_path / "costs.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["bf16 product, new shape", "bf16 product, known shape"]
-    assert all(row["milliseconds"] > 0 and row["what"] in capsys.readouterr().out for row in rows[:1])
-    for work in (pieces() | losses(vocabulary=99)).values():  # 99 tokens are not a multiple of the tiles and chunks
-        work()
+def test_every_small_cost_is_a_row_with_its_unit_and_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, small in {"SEQUENCES": 1, "VOCABULARY": 99, "GROUPS": (1,), "IDLE_RANKS": 2, "IDLE_S": 0.05}.items():
+        monkeypatch.setattr(small_costs, name, small)  # 99 tokens are not a multiple of the tiles and chunks
+    assert small_costs.main(rounds=1, json=str(tmp_path / "costs.json")) == 0
+    rows, printed = json.loads((tmp_path / "costs.json").read_text())["rows"], capsys.readouterr().out
+    assert {row["set"] for row in rows} == {"idle groups", "products", "pieces", "steps", "losses", "recomputed"}
+    assert all(row["what"] in printed for row in rows) and len(rows) == len(printed.splitlines()) > 20
+    assert all(("processors" if row["set"] == "idle groups" else "milliseconds") in row for row in rows)

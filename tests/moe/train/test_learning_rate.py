@@ -21,8 +21,8 @@ def runs(draw: st.DrawFn, schedule: str | None = None) -> tuple[Optimizer, int]:
         lr=LR,
         warmup_steps=draw(st.integers(0, total - 1)),
         schedule=schedule or draw(st.sampled_from(["cosine", "wsd", "constant"])),
-        decay_share=draw(st.floats(0.01, 1.0)),
-        min_lr_share=draw(st.floats(0.0, 1.0)),
+        decay_share=draw(st.floats(0.015625, 1.0, width=32)),
+        min_lr_share=draw(st.floats(0.0, 1.0, width=32, allow_subnormal=False)),
     )
     return settings, total
 
