@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe.recipe.sections import Model, Run
 from parallel.errors import BadInput
+from parallel.grids import GRIDS
 from parallel.mesh import divisors
 
 
@@ -181,7 +182,7 @@ def _check_swiglu(run: Run) -> None:
 
 
 def _check_ahead(run: Run) -> None:
-    """Where further tokens cannot be predicted: their embeddings, blocks and head stand on one rank, after the whole sequence."""
+    """Where further tokens cannot be predicted."""
     m = run.model
     if not m.ahead:
         if m.changed("ahead_weight"):
@@ -194,9 +195,7 @@ def _check_ahead(run: Run) -> None:
         "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
         "model.scales.head": (m.scales.head != 1, m.scales.head, "1"),
         "model.sliding_window": (m.sliding_window is not None, m.sliding_window, "null: which of these blocks has a window is not said"),
-        "degrees.pp": (run.degrees.pp > 1, run.degrees.pp, "1: embedding and head are on the rank of every layer"),
-        "degrees.sp": (run.degrees.sp > 1, run.degrees.sp, "1: a token's next ones are on its rank"),
-        "degrees.tp": (run.degrees.tp > 1, run.degrees.tp, "1: these blocks are not cut"),
+        "tensor.kind": (run.degrees.tp > 1 and run.tensor.kind in GRIDS, run.tensor.kind, "1d: no grid cuts these blocks"),
         "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),
     }
     for key, (refused, value, needed) in reasons.items():

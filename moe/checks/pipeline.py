@@ -123,12 +123,13 @@ def _check_continuous(run: Run) -> None:
             needed="null: there is no gradient norm of the whole model before an update",
             fix="set it to null, or pipeline.schedule to 1f1b",
         )
-    if run.model.tied_embeddings:
+    if run.model.ends_read_embedding:
+        key, value, plain = ("tied_embeddings", "true", "false") if run.model.tied_embeddings else ("ahead", run.model.ahead, "0")
         raise BadInput(
-            "model.tied_embeddings",
-            got=f"true with {own}",
-            needed="false: the first and the last stage would hold different versions of one table",
-            fix="set it to false, or pipeline.schedule to 1f1b",
+            f"model.{key}",
+            got=f"{value} with {own}",
+            needed=f"{plain}: the first and the last stage would hold different versions of one table",
+            fix=f"set it to {plain}, or pipeline.schedule to 1f1b",
         )
     if run.model.layers_with_experts():
         spec = run.router.spec

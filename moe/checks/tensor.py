@@ -41,12 +41,12 @@ def check_tensor(run: Run) -> None:
             needed="1: the mean is over all heads, of which each rank of tp would have some",
             fix="set degrees.tp to 1, or tensor.kind to copied",
         )
-    if run.model.latent.key_rank is not None and run.tensor.kind != "copied":
+    if run.model.latent.key_rank is not None and run.tensor.kind not in ("copied", "1d"):
         raise BadInput(
-            "degrees.tp",
-            got=f"{tp} with model.latent.key_rank={run.model.latent.key_rank}",
-            needed="1: no kind of tensor parallelism cuts latent attention, whose latents belong to all heads",
-            fix="set degrees.tp to 1 and degrees.dp, ep or sp to more",
+            "tensor.kind",
+            got=f"{run.tensor.kind} with model.latent.key_rank={run.model.latent.key_rank}",
+            needed="1d: neither a grid nor DTensor cuts latent attention, whose latents belong to all heads",
+            fix="set tensor.kind to 1d",
         )
     key = next((key for key in ("qkv_bias", "out_bias") if getattr(run.model, key)), None)
     if key is not None and run.tensor.kind in GRIDS:
@@ -105,7 +105,7 @@ def _check_line(run: Run) -> None:
     """Heads, hidden units and vocabulary lie over tp; of fewer key-value heads than ranks, 1d holds equally many copies."""
     tp, m = run.degrees.tp, run.model
     heads = m.num_kv_heads or m.num_heads
-    units = m.d_ff if len(m.layers_with_experts()) < m.num_layers else 0
+    units = m.d_ff if len(m.layers_with_experts()) < m.num_layers or m.ahead else 0
     copies = run.tensor.kind == "1d"
     work = [n for n in divisors(m.num_heads) if (heads % n == 0 or (copies and n % heads == 0)) and units % n == 0 and n <= run.vocab_size]
     fix = f"set degrees.tp to one of {work}"

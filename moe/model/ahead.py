@@ -7,6 +7,9 @@
 The loss of all depths, their mean times `model.ahead_weight`, joins the backward pass where h0 is, as routers' losses do, and is a mean
 over the tokens that are read. A block here is dense. Evaluation and generation leave all of it out, and no family of
 transformers has it, so such a run is not exported.
+
+In a pipeline the last stage has these blocks, and a copy of the embedding. Where ranks hold slices of the sequences, a token's next ones
+may be another rank's, so all of them gather the ids of whole sequences first.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from moe.nn.linear import Linear, Norm
 from moe.nn.vocabulary import PADDING
 from moe.recipe import sections
 
-# B batch, L length, D model
+# B batch, L length here, S of whole sequences, D model
 
 
 class Ahead(nn.Module):
@@ -48,14 +51,20 @@ def loss_ahead(
     *,
     look_up: Callable[[Tensor], Tensor],
     summed_loss: Callable[[Tensor, Tensor], Tensor],
+    whole_sequences: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The mean over depths of their losses, each over the tokens that are read: fp32 []. `targets_BL`: the next token of each."""
-    total, next_BL = hidden_BLD.new_zeros((), dtype=torch.float32), targets_BL
+    """The mean over depths of their losses, each over the tokens that are read: fp32 [].
+
+    `targets_BL`: the next token of each; `whole_sequences` makes of them those of all places [B, S].
+    """
+    place_L = context.places(targets_BL.shape[1], device=targets_BL.device)
+    total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)
     for depth in depths:
-        later_BL = torch.cat([next_BL[:, 1:], torch.full_like(next_BL[:, :1], PADDING)], dim=1)
-        later_BL = later_BL.masked_fill(next_BL == PADDING, PADDING)
+        later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)
+        later_BS = later_BS.masked_fill(next_BS == PADDING, PADDING)
+        next_BL = next_BS[:, place_L]
         hidden_BLD, read_BLD = depth(hidden_BLD, look_up(next_BL.masked_fill(next_BL == PADDING, 0)), context)
-        total = total + summed_loss(read_BLD, later_BL)
-        next_BL = later_BL
+        total = total + summed_loss(read_BLD, later_BS[:, place_L])
+        next_BS = later_BS
     tokens = targets_BL.numel() if context.valid_T is None else context.valid_T.sum().clamp(min=1)
     return total / tokens / len(depths)

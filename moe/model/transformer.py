@@ -184,8 +184,8 @@ class Transformer(nn.Module):
             if layer not in held:
                 self.layers[layer] = None  # type: ignore[assignment]
         if not any(part.ends for part in parts.values()):
-            self.norm = self.head = None
-        if not any(part.begins or (part.ends and self.config.tied_embeddings) for part in parts.values()):
+            self.norm, self.head, self.ahead = None, None, nn.ModuleList()
+        if not any(part.begins or (part.ends and self.config.ends_read_embedding) for part in parts.values()):
             self.embedding = None
 
     def forward(
@@ -250,7 +250,8 @@ class Transformer(nn.Module):
         def summed(read_BLD: Tensor, later_BL: Tensor) -> Tensor:
             return summed_loss(read_BLD, later_BL, matrix, chunks=self.loss_chunks, recast=self.recast)
 
-        loss = loss_ahead(self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed)
+        given = {"look_up": self._look_up, "summed_loss": summed, "whole_sequences": self.whole_sequences}
+        loss = loss_ahead(self.ahead, x_BLD, targets_BL, context, **given)
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
 
 

@@ -5,6 +5,9 @@
     c -> kv_up -> of each head  [ k | v ]         the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
+Whoever cuts it cuts by heads: q or q_up, kv_up and out. The down-projections stay whole, and what all heads read of them, the latents and
+r, passes `enter` once, side by side. So between ranks travel latents, not x; of a slice of the sequences only that slice is projected down.
+
 While a text is continued nobody makes keys and values (`compressed`, section 2.1.2). kv_up is U for keys and W for values of a head:
 q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries come as U^T q, the latents are keys and values of them all, and a cache holds
 [ c | r ], key_rank + rotary_size numbers a token and layer, however many heads there are.
@@ -66,10 +69,9 @@ class LatentAttention(nn.Module):
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
         """`shared`, `source_BSD`: None; they are those of an encoder-decoder."""
         assert shared is None and source_BSD is None
-        x_BLD = self.enter(x_BLD)
-        q_BHLC, latent_BLR, turned_B1LP = self._queries(x_BLD), *self._latents(x_BLD)
+        q_BHLC, latent_BLR, turned_B1LP = self._entered(x_BLD)
         content, rotary = q_BHLC.split([self.size.content, self.size.rotary], dim=3)
-        place_L = context.places(x_BLD.shape[1], device=x_BLD.device)
+        place_L = context.places(q_BHLC.shape[2], device=x_BLD.device)
         turns = context.for_all_layers(turns_of, place_L, self.size.rotary, self.rope, dtype=x_BLD.dtype)
         rotary, turned_B1LP = turned(rotary, turns), turned(turned_B1LP, turns)
         sink_H = None if self.sinks is None else self.sinks()
@@ -78,18 +80,16 @@ class LatentAttention(nn.Module):
         y_BLD = self.leave(self.out(rearrange(mixed_BHLV, "b h l v -> b l (h v)")))
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
-    def _queries(self, x_BLD: Tensor) -> Tensor:
-        if self.q_down is None or self.q_down_norm is None or self.q_up is None:
-            assert self.q is not None
-            y = self.q(x_BLD)
-        else:
-            y = self.q_up(self.q_down_norm(self.q_down(x_BLD)))
-        queries: Tensor = rearrange(y, "b l (h c) -> b h l c", c=self.size.key)
-        return queries
-
-    def _latents(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    def _entered(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the heads here [B, H, L, C], the latent [B, L, R] and the key for all heads [B, 1, L, P], not turned yet."""
         latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
-        return self.kv_down_norm(latent_BLR), rotary_BLP.unsqueeze(1)
+        low = x_BLD if self.q_down is None or self.q_down_norm is None else self.q_down_norm(self.q_down(x_BLD))
+        read = [low, self.kv_down_norm(latent_BLR), rotary_BLP]
+        if self.enter is not as_it_is:
+            read = list(self.enter(torch.cat(read, dim=2)).split([part.shape[2] for part in read], dim=2))
+        up = self.q if self.q_up is None else self.q_up
+        assert up is not None
+        return rearrange(up(read[0]), "b l (h c) -> b h l c", c=self.size.key), read[1], read[2].unsqueeze(1)
 
     def _mixed(self, content: Tensor, rotary: Tensor, latent: Tensor, turned: Tensor, context: Context, sink_H: Tensor | None) -> Tensor:
         size, heads = self.size, content.shape[1]

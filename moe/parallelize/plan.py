@@ -78,6 +78,7 @@ class Spread:
 
 
 NORMS = ("layers.*.attention_norm.weight", "layers.*.ffn_norm.weight", "norm.weight")
+OF_HEADS = Copied(alike=())  # norms of queries and keys, of whose heads each rank has others
 
 
 def _one_dimension(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
@@ -94,30 +95,42 @@ def _by_dtensor(*, sliced: bool) -> tuple[tuple[str, Style], ...]:
 
 def _line(column: Style, keys: Style, table: Style, row: Style, *, sliced: bool, key_heads: str) -> tuple[tuple[str, Style], ...]:
     """`key_heads`: the axis over which those of keys and values lie. What is added behind the sum over tp is added by each rank to the
-    tokens that it has: to all, or to other ones in slices."""
+    tokens that it has: to all, or to other ones in slices. So are latents made and normed, and what is joined for a token ahead."""
+    of_tokens = Copied(alike=() if sliced else ("tp",))
+    of_block = (
+        ("attention.q_bias.weight", Channels("tp")),
+        ("attention.k_bias.weight", Channels(key_heads)),
+        ("attention.v_bias.weight", Channels(key_heads)),
+        ("attention.sinks.weight", Channels("tp")),
+        ("attention.out_bias.weight", of_tokens),
+        ("attention.q_down*.weight", of_tokens),
+        ("attention.kv_down*.weight", of_tokens),
+        ("attention.*_norm.weight", OF_HEADS),
+        ("attention.q.weight", column),
+        ("attention.q_up.weight", column),
+        ("attention.kv_up.weight", column),
+        ("attention.k.weight", keys),
+        ("attention.v.weight", keys),
+        ("attention.bias.weight", table),
+        ("attention.out.weight", row),
+        ("ffn.w1.weight", column),
+        ("ffn.w3.weight", column),
+        ("ffn.w2.weight", row),
+        *((("*_norm.weight", Sliced()),) if sliced else ()),
+    )
     return (
-        ("layers.*.attention.q_bias.weight", Channels("tp")),
-        ("layers.*.attention.k_bias.weight", Channels(key_heads)),
-        ("layers.*.attention.v_bias.weight", Channels(key_heads)),
-        ("layers.*.attention.sinks.weight", Channels("tp")),
-        ("layers.*.attention.out_bias.weight", Copied(alike=() if sliced else ("tp",))),
-        ("layers.*.attention.q.weight", column),
-        ("layers.*.attention.k.weight", keys),
-        ("layers.*.attention.v.weight", keys),
-        ("layers.*.attention.bias.weight", table),
-        ("layers.*.attention.out.weight", row),
-        ("layers.*.ffn.w1.weight", column),
-        ("layers.*.ffn.w3.weight", column),
-        ("layers.*.ffn.w2.weight", row),
+        *((f"{block}.{pattern}", style) for block in ("layers.*", "ahead.*.block") for pattern, style in of_block),
+        ("ahead.*.*.weight", of_tokens),
         ("embedding.weight", VocabularyRows(sliced=sliced)),
         ("head.weight", VocabularyRows(sliced=sliced)),
-        *((norm, Sliced()) for norm in NORMS if sliced),
+        *((("norm.weight", Sliced()),) if sliced else ()),
     )
 
 
 def _grid(first: Style, keys: Style, second: Style, vocabulary: Style, *, heads: str) -> tuple[tuple[str, Style], ...]:
     """`keys`: as `first`, of keys and values, whose heads may be fewer. `heads`: the axis over which a layer's inner channels lie."""
     return (
+        ("layers.*.attention.*_norm.weight", OF_HEADS),
         ("layers.*.attention.k.weight", keys),
         ("layers.*.attention.v.weight", keys),
         ("layers.*.attention.out.weight", second),
@@ -152,7 +165,7 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
     """What no row fits is copied, and its copies see the same tokens: norms, and without `tensor` all that is dense.
 
     In a MoE layer every token is on one rank alone (moe/experts/copies.py), so what it holds in copies sees other tokens on each:
-    its router, and the networks beside its experts. So do norms of queries and keys, of whose heads each rank has others.
+    its router, and the networks beside its experts.
     `chunks`: as tensor.overlap_chunks.
     """
     return Plan(
@@ -160,7 +173,6 @@ def plan_of(dispatch: sections.Dispatch, *, kernels: str, tensor: str = "copied"
             ("layers.*.moe.experts.*", Spread(dispatch, kernels, held=HELD.get(tensor, "copies"))),
             ("layers.*.moe.router.**", Copied("router", alike=())),
             ("layers.*.moe.**", Copied(alike=())),
-            *([("layers.*.attention.*_norm.weight", Copied(alike=()))] if TENSOR[tensor] else []),
             *((pattern, replace(kind, chunks=chunks) if isinstance(kind, Column | Row) else kind) for pattern, kind in TENSOR[tensor]),
         )
     )

@@ -68,7 +68,8 @@ def slice_sequences(run: Run, model: Transformer, mesh: Mesh) -> None:
     if mesh.axis("sp").size == 1:
         return
     order = order_of(mesh, run.sequence.places, run.model.max_length)
-    for block in (layer for layer in model.layers if isinstance(layer, Block)):
+    blocks = [*model.layers, *(depth.block for depth in model.ahead)]
+    for block in (layer for layer in blocks if isinstance(layer, Block)):
         label = f"layers.{block.layer}.attention"
         block.attention.core = Exchanging(_method(run, mesh, order, block), label if run.sequence.keep_attention else None)
     sp, places = mesh.axis("sp"), tuple(order.places(rank) for rank in range(mesh.axis("sp").size))

@@ -50,14 +50,13 @@ def _homes(model: Transformer, name: str, parts: tuple[Part, ...], schedule: Sch
 
 
 def stages_with(model: Transformer, name: str, parts: Iterable[Part]) -> list[int]:
-    """The stages that read a parameter: one, or two for an embedding that the head is tied to."""
-    words = name.split(".")
-    tied = model.config.tied_embeddings
+    """The stages that read a parameter: one, or two for an embedding that the last one reads too."""
+    words, shared = name.split("."), model.config.ends_read_embedding
 
     def reads(part: Part) -> bool:
         if words[0] == "layers":
             return int(words[1]) in part.layers
-        return (part.begins or (part.ends and tied)) if words[0] == "embedding" else part.ends
+        return (part.begins or (part.ends and shared)) if words[0] == "embedding" else part.ends
 
     return [stage for stage, part in enumerate(parts) if reads(part)]
 
@@ -90,7 +89,7 @@ def start_runtime(run: Run, model: nn.Module, layouts: dict[str, Layout], mesh: 
     """This rank's end of the pipeline. Collective: groups are made."""
     assert isinstance(model, Transformer)
     schedule = schedule_of(run)
-    for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _tied(run, schedule)):
+    for ranks in sorted({homes for homes in schedule.homes if len(homes) > 1} | _embedding_shared(run, schedule)):
         mesh.part("pp", ranks, label="replicas")
     down = mesh.part("pp", tuple(range(mesh.axis("pp").size)), label="down")
     assert down is not None
@@ -110,7 +109,7 @@ def crossing_shape(run: Run, tokens_BL: Sequence[int]) -> tuple[int, ...]:
     return batch, length // (run.degrees.tp if run.tensor.sequence_parallel else 1), run.model.d_model // columns
 
 
-def _tied(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
-    """The ranks that hold a tied embedding, where they are several."""
+def _embedding_shared(run: Run, schedule: Schedule) -> set[tuple[int, ...]]:
+    """The ranks that hold an embedding of both ends, where they are several."""
     ranks = tuple(sorted({*schedule.homes[0], *schedule.homes[-1]}))
-    return {ranks} if run.model.tied_embeddings and len(ranks) > 1 else set()
+    return {ranks} if run.model.ends_read_embedding and len(ranks) > 1 else set()

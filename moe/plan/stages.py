@@ -1,6 +1,6 @@
 """The cost of each stage of a recipe's model, computed without the model: pipelines are cut and simulated by it.
 
-    layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes the head's
+    layer_flops(run)          forward FLOPs per token of each layer, in order; the last includes those of the head and of tokens ahead
     stage_flops(run, layers)  the same of each stage; the head's are those of the last, which may have no layer
     stages_of(run, layers)    FLOPs and bytes of one micro-batch on each stage that has these layers
     Device.cost(stages)       the same in seconds: FLOPs over a speed, bytes over a link's bandwidth
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe.plan.activations import block_bytes, compute_bytes, fixed_bytes, head_bytes, input_bytes
-from moe.plan.flops import attention_products, block_size, core_forward, expert_size, head_forward
+from moe.plan.flops import ahead_size, attention_products, block_size, core_forward, expert_size, head_forward
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Action, Op
@@ -66,17 +66,23 @@ class Device:
 
 
 def layer_flops(run: Run) -> tuple[float, ...]:
-    """Forward FLOPs per token of each layer, with the vocabulary projection's in the last. Experts count by a token's choices."""
+    """Forward FLOPs per token of each layer, with what ends the model in the last. Experts count by a token's choices."""
     flops = [block_size(run.model, run.experts, run.router, layer=layer).forward for layer in range(run.model.num_layers)]
-    flops[-1] += head_forward(run.model, vocab_size=run.vocab_size)
+    flops[-1] += end_flops(run)
     return tuple(flops)
 
 
 def stage_flops(run: Run, layers: Sequence[range]) -> tuple[float, ...]:
-    """Forward FLOPs per token of each stage that has these layers, with the vocabulary projection's in the last."""
-    head, of_layer = head_forward(run.model, vocab_size=run.vocab_size), layer_flops(run)
-    of_stage = [sum(of_layer[layer] - (head if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
-    return (*of_stage[:-1], of_stage[-1] + head)
+    """Forward FLOPs per token of each stage that has these layers, with what ends the model in the last."""
+    end, of_layer = end_flops(run), layer_flops(run)
+    of_stage = [sum(of_layer[layer] - (end if layer == run.model.num_layers - 1 else 0.0) for layer in held) for held in layers]
+    return (*of_stage[:-1], of_stage[-1] + end)
+
+
+def end_flops(run: Run) -> float:
+    """Forward FLOPs per token of the vocabulary's projection, and of predicting further tokens, as training does."""
+    head = head_forward(run.model, vocab_size=run.vocab_size)
+    return head + ahead_size(run.model, run.experts, run.router, vocab_size=run.vocab_size)[1]
 
 
 def micro_batch(run: Run, microbatches: int) -> int:
@@ -102,24 +108,31 @@ def stages_of(run: Run, layers: Sequence[range], *, sequences: int) -> tuple[Sta
 
 def _stage(run: Run, layers: range, tokens: int, *, first: bool, last: bool) -> Stage:
     model = run.model
-    table = run.vocab_size * model.d_model
-    flops = head_forward(model, vocab_size=run.vocab_size) if last else 0.0
-    again = flops if run.recompute.loss_chunks > 1 else 0.0
+    flops = end_flops(run) if last else 0.0
+    heads = head_forward(model, vocab_size=run.vocab_size) * (1 + model.ahead) if last else 0.0
+    again = heads if run.recompute.loss_chunks > 1 else 0.0
     core = sum(core_forward(model, layer=layer) for layer in layers)
     forward = flops + sum(block_size(model, run.experts, run.router, layer=layer).forward for layer in layers)
     again += sum(_recomputed(run, layer) for layer in layers)
     came = input_bytes(run, layers.start if layers else None, first=first, last=last)
     held = sum(block_bytes(run, layer) for layer in layers) + came + (head_bytes(run) if last else 0)
-    ends = (table if first else 0) + ((model.d_model + (0 if first and model.tied_embeddings else table)) if last else 0)
     return Stage(
         layers=layers,
-        parameters=ends + sum(_parameters(run, layer) for layer in layers),
+        parameters=_ends(run, first=first, last=last) + sum(_parameters(run, layer) for layer in layers),
         forward=tokens * forward,
         backward=tokens * (2 * forward + again),
         weights=tokens * (forward - core),
         held=tokens * held + sum(fixed_bytes(run, layer, "kept" if first and last else "again") for layer in layers),
         crossing=tokens * model.d_model * compute_bytes(run),
     )
+
+
+def _ends(run: Run, *, first: bool, last: bool) -> int:
+    """Number of parameters beside the layers: tables, the last norm, and what predicts further tokens."""
+    m = run.model
+    tables = first + (last and not (first and m.tied_embeddings)) + (last and not first and m.ahead > 0 and not m.tied_embeddings)
+    ahead, _ = ahead_size(m, run.experts, run.router, vocab_size=run.vocab_size)
+    return tables * run.vocab_size * m.d_model + (m.d_model + ahead if last else 0)
 
 
 def _recomputed(run: Run, layer: int) -> float:

@@ -231,6 +231,11 @@ class Model(Section):
         return self.scales.attention or float((self.head_size or self.d_model // self.num_heads) ** -0.5)
 
     @property
+    def ends_read_embedding(self) -> bool:
+        """Whether the last stage reads the embedding, too: as its head, or to look up the tokens that further ones are predicted from."""
+        return self.tied_embeddings or self.ahead > 0
+
+    @property
     def latent_sizes(self) -> LatentSizes:
         """Of latent attention. Check the recipe first: model.latent.key_rank says whether there is one."""
         assert self.latent.key_rank is not None

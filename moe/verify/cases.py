@@ -116,6 +116,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "model": {"rope": {"fraction": 1 / 3, "pairs": "neighbours"}, "clip_qkv": 0.7},
     },
 }  # fmt: skip
+AHEAD: dict[str, dict[str, Any]] = {  # two further tokens, behind latent attention whose queries have no latent
+    "ahead": {
+        "model": {"ahead": 2, "num_kv_heads": None, "latent": {"key_rank": 10, "rotary_size": 4, "value_size": 5}, "dropout": 0.1},
+        "router": {"preset": "switch", "capacity_factor": 1.0, "min_capacity": 1},
+    },
+}
 FEW: dict[str, dict[str, Any]] = {"one_head": {"model": {"num_kv_heads": 1}, "router": {"preset": "glam", "min_capacity": 1}}}
 ROWS: dict[str, dict[str, Any]] = {
     "all_to_all": {"kind": "all_to_all"},
@@ -224,7 +230,7 @@ class Case:
             "optimizer": {"lr": 0.003, "eps": 1e-5, "clip_norm": 0.5},
             "train": {"global_batch": self.batch, "eval_sequences": self.batch, "seed": 7},
         }  # fmt: skip
-        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS
+        known = MODELS | ROUTERS | PACKED | FEW | HALVES | OPTIONS | AHEAD
         changes = known[self.model] if self.recipe is None else small(self.recipe, ep=self.ep)
         for section, changed in changes.items():
             values[section] = values.get(section, {}) | changed
@@ -496,11 +502,16 @@ def _sliced_cases(nproc: int) -> list[Case]:
             found += [plain("gshard", ep=2, recompute=how) for how in ("full", "selective")]
             found += [plain("dense", ep=1, tiles=5, head_tiles=3, chunks=7), plain("deepseek", ep=2, padded=True)]
             found += [one(model, "ddp", ep=ep, precision="bf16") for model, ep in (("dense", 1), ("gshard", 2))]
-    staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard")]
+    two = partial(Case, kind="ddp", world=2, microbatches=1, precision="fp32", tp=2)
+    if nproc >= 2:  # between ranks travel latents: with slices only those of a slice are made
+        found += [two("latent", ep=2, tensor="1d", recompute="full"), two("latent", ep=1, tensor="sliced", kind="zero3")]
+        found += [two("latent", ep=2, tensor=tensor, precision="bf16") for tensor in ("1d", "sliced")]
+        found += [two("ahead", ep=2, tensor="1d", kind="fsdp"), two("ahead", ep=1, tensor="sliced", recompute="selective", padded=True)]
+    staged = [_staged(model, "ddp", 4, 2, "1f1b", "fp32") for model in ("dense", "gshard", "ahead")]
     staged = [replace(case, microbatches=6, ep=1 if case.model == "dense" else 2, tp=2, tensor="sliced") for case in staged]
     both = [  # slices over sp, and of those over tp
         Case(model, "ddp", 4, ep, 1, "fp32", tp=2, tensor=tensor, sp=2, length=24, attention="zigzag")
-        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2))
+        for model, ep in (("dense", 1), ("gshard", 2), ("deepseek", 2), ("latent", 2), ("ahead", 2))
         for tensor in ("1d", "sliced")
     ]
     return found + (staged + both if nproc >= 4 else [])
@@ -605,6 +616,10 @@ def pipeline_cases(nproc: int) -> list[Case]:
     for model in ("dense", "gshard", "deepseek"):  # optimizers on the host
         found += [_staged(model, "zero1+cpu", 2, 2, "1f1b", "fp32")] if nproc >= 2 else []
         found += [_staged(model, "zero1+cpu", 4, 2, schedule, "bf16") for schedule in ("1f1b", "zb_v", "chimera")] if nproc >= 4 else []
+    if nproc >= 2:  # the last stage looks tokens up, too
+        found += [_staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
+    if nproc >= 4:
+        found += [_staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), _staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
     return found + _empty_stage_cases(nproc)
 
 
@@ -684,6 +699,8 @@ def sequence_cases(nproc: int) -> list[Case]:
         ]
     for attention, model in zip(("zigzag", "ulysses", "colossal", "lightseq"), OPTIONS, strict=True) if nproc >= 2 else ():
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
+    for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")) if nproc >= 2 else ():
+        found += [Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped")]
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
         found += [
             Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)

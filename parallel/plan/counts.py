@@ -103,6 +103,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     """What a rank holds beside layers, if it has the first stage, the last, or both."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
+    tables += last and not first and network.ahead > 0 and not network.tied  # of both ends: tokens ahead are looked up
     positions = network.length * network.width if network.learned_positions and first else 0
     norm = network.width * (2 if network.norm == "layernorm" else 1) if last else 0
     found = Elements(tables * table + positions + norm)

@@ -79,8 +79,8 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
         return
     if plan.tensor != "copied" and network.qk_norm == "whole":
         yield f"degrees.tp={tp} does not go with model.qk_norm=whole"
-    if plan.tensor != "copied" and network.latent is not None:
-        yield f"degrees.tp={tp} does not go with model.latent.key_rank={network.latent.key_rank}"
+    if plan.tensor in (*GRIDS, "dtensor") and network.latent is not None:
+        yield f"tensor.kind={plan.tensor} does not go with model.latent.key_rank={network.latent.key_rank}"
     if plan.tensor in GRIDS and (network.qkv_biases or network.out_bias):
         yield f"tensor.kind={plan.tensor} does not go with model.{'qkv_bias' if network.qkv_biases else 'out_bias'}"
     if plan.tensor in (*LINES, "sliced"):
@@ -90,7 +90,7 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _line(network: Network, plan: Plan) -> Iterator[str]:
-    tp, dense = plan.tp, len(network.sparse_layers) < network.layers
+    tp, dense = plan.tp, len(network.sparse_layers) < network.layers or network.ahead > 0
     for what, size in (("model.num_heads", network.heads), ("model.d_ff", network.hidden if dense else 0)):
         if size % tp:
             yield f"degrees.tp={tp} does not divide {what}={size}"
@@ -128,9 +128,8 @@ def _grid(network: Network, plan: Plan) -> Iterator[str]:
 def _ahead(network: Network, plan: Plan) -> Iterator[str]:
     if not network.ahead:
         return
-    for degree, value in (("pp", plan.pp), ("sp", plan.sp), ("tp", plan.tp)):
-        if value > 1:
-            yield f"degrees.{degree}={value} does not go with model.ahead={network.ahead}"
+    if plan.tensor in GRIDS:
+        yield f"tensor.kind={plan.tensor} does not go with model.ahead={network.ahead}"
     if plan.offload_parameters != "none":
         yield f"offload of the parameters does not go with model.ahead={network.ahead}"
 

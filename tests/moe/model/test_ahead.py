@@ -5,7 +5,8 @@ What this file alone would notice: a depth that is given the token that it shoul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,26 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         assert max(compare(ran[0], reference(twin)).values()) < 1e-5, case.layout
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Further("dense", "fsdp", 2, 1, 3, "fp32", "full", tp=2, tensor="sliced", head_tiles=3, chunks=7),
+        Further("gshard", "ddp", 2, 2, 1, "fp32", tp=2, tensor="dtensor"),  # tied, with dropout
+        Further("gshard", "zero1", 2, 1, 1, "fp32", sp=2, attention="zigzag", length=24, padded=True),
+        Further("packed", "ddp", 2, 1, 3, "fp32", sp=2, attention="striped", length=24),
+        Further("dense", "ddp", 2, 1, 3, "fp32", pp=2, schedule="zb_h1", layers=3),
+        Further("gshard", "ddp", 2, 1, 3, "fp32", "selective", pp=2, layers=3),
+    ],
+    ids=["slices of tp", "dtensor", "slices of sp", "documents", "stages", "tied over stages"],
+)
+def test_next_tokens_of_other_ranks_and_embeddings_of_other_stages(case: Further) -> None:
+    """It alone would notice a further token that is taken within a slice, or an embedding whose two stages add up one gradient."""
+    ((_, ran),) = run_world([case], 2)
+    assert not isinstance(ran, str), ran
+    twin = replace(case, kind="ddp", world=1, ep=1, tp=1, sp=1, pp=1, microbatches=1, recompute="none", head_tiles=1, chunks=1)
+    assert max(compare(ran[0], reference(twin)).values()) < 1e-5
+
+
 def test_evaluation_and_the_loss_that_is_told_leave_it_out() -> None:
     sizes: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "max_length": 9}
     with_it, without = (Transformer(Model(**sizes, ahead=ahead), Experts(), Router(), vocab_size=31) for ahead in (2, 0))
@@ -89,11 +110,19 @@ def test_what_saves_memory_reaches_its_blocks() -> None:
             {"model": {"ahead": 1, "moe_every": 1, "d_ff": 20}, "experts": {"d_ff": 24}, "tiling": {"ffn": 3}},
             "tiling.ffn: got 3, needed a divisor of model.d_ff=20",
         ),
-        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "pp": 2}}, "degrees.pp: got 2 with model.ahead=1"),
-        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "tp": 2}}, "degrees.tp: got 2 with model.ahead=1"),
-        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "sp": 2}}, "degrees.sp: got 2 with model.ahead=1"),
+        ({"model": {"ahead": 1}, "degrees": {"dp": 1, "tp": 4}, "tensor": {"kind": "2d"}}, "tensor.kind: got 2d with model.ahead=1"),
+        (
+            {
+                "model": {"ahead": 1, "tied_embeddings": False},
+                "degrees": {"dp": 1, "pp": 2},
+                "pipeline": {"schedule": "pipedream"},
+                "optimizer": {"clip_norm": None},
+                "train": {"global_batch": 1},
+            },
+            "model.ahead: got 1 with pipedream, .*, needed 0: the first and the last stage",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        check_run(build_run(values), 2 if "degrees" in values else 1)
+        check_run(build_run(values), math.prod(values.get("degrees", {}).values()))

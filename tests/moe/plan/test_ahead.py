@@ -15,14 +15,17 @@ from moe.checks.together import check_run
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.parallelize.memory import save_memory
+from moe.parallelize.stages import parts_of
 from moe.plan.flops import size
 from moe.plan.job import network_of, plan_of
+from moe.plan.pipeline import layers_of, schedule_of
+from moe.plan.stages import stages_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.plan.cluster import load_cluster
 from parallel.plan.cost import step_time
-from parallel.plan.counts import parameters
+from parallel.plan.counts import held, parameters
 from parallel.plan.kept import cast_ahead, casts_kept, ends_kept
 from parallel.plan.legal import refusal
 from parallel.plan.memory import peak
@@ -90,10 +93,25 @@ def test_seconds_grow_as_operations_do() -> None:
     assert peak(network_of(runs[1]), plan_of(runs[1])).allocated > peak(network_of(runs[0]), plan_of(runs[0])).allocated
 
 
-@pytest.mark.parametrize("degree", ["tp", "sp", "pp"])
-def test_what_the_checks_refuse_is_refused(degree: str) -> None:
-    run = build_run({"model": MODEL | {"ahead": 1, "num_layers": 2}, "train": {"global_batch": 2}, "degrees": {degree: 2}})
+def test_each_stage_has_the_elements_of_the_model_that_it_holds() -> None:
+    """The last one an embedding, too, which only the tokens ahead ask for."""
+    run = run_of(2, model={"num_layers": 3}, train={"global_batch": B}, pipeline={"schedule": "1f1b", "microbatches": B})
+    run = build_run(run.model_dump(mode="json") | {"degrees": {"dp": 1, "pp": 2}}).resolve(2)
+    schedule, counted = schedule_of(run), []
+    for rank in range(2):
+        with torch.device("meta"):
+            model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+        model.hold({stage: parts_of(run, schedule)[stage] for stage in schedule.stages_of(rank)})
+        counted.append(sum(p.numel() for p in model.parameters()))
+    stages = layers_of(run, schedule)
+    assert [held(network_of(run), plan_of(run), stages, [rank]).total for rank in range(2)] == counted
+    assert [stage.parameters for stage in stages_of(run, stages, sequences=1)] == counted
+
+
+def test_what_the_checks_refuse_is_refused() -> None:
+    given = {"model": MODEL | {"ahead": 1, "d_model": 48}, "tensor": {"kind": "2d"}, "degrees": {"tp": 4}}
+    run = build_run({**given, "train": {"global_batch": 2}})
     with pytest.raises(BadInput, match="model.ahead=1"):
-        check_run(run, 2)
-    found = refusal(network_of(run.resolve(2)), plan_of(run.resolve(2)))
+        check_run(run, 4)
+    found = refusal(network_of(run.resolve(4)), plan_of(run.resolve(4)))
     assert found is not None and "model.ahead=1" in found

@@ -115,7 +115,11 @@ def test_offload_with_stages_is_refused_by_both_but_for_the_optimizer_of_zero1_o
         ({"out_bias": True}, "2d", False),
         ({"attention_sinks": True}, "2d", True),
         ({"qk_norm": "heads"}, "1d", True),
-        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "1d", False),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "1d", True),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "dtensor", False),
+        ({"latent": {"key_rank": 8}, "num_kv_heads": None}, "2d", False),
+        ({"ahead": 1}, "1d", True),
+        ({"ahead": 1}, "2d", False),
     ],
 )
 def test_what_tp_cannot_cut_is_refused_by_both(options: dict[str, Any], kind: str, works: bool) -> None:
