@@ -270,7 +270,7 @@ def mixed(
 
 def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     """A head whose first channels alone turn, as if they were a head of their own."""
-    first = int(x.shape[-1] * rope.fraction + 0.5)
+    first = math.floor(x.shape[-1] * rope.fraction)
     return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
 
 
