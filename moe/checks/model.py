@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from moe.recipe.sections import Model, Run
+import math
+
+from moe.recipe.sections import Model, Rope, Run
 from parallel.errors import BadInput
 from parallel.grids import GRIDS
 from parallel.mesh import divisors
@@ -158,13 +160,15 @@ def _check_fraction(m: Model) -> None:
         got, fix = f"{share:g} with model.latent.key_rank={m.latent.key_rank}", "remove it, and set model.latent.rotary_size"
         raise BadInput("model.rope.fraction", got=got, needed="1: latent attention has channels of their own that turn", fix=fix)
     count = m.rope.turning(size)
-    if count % 2 or not count or abs(share * size - count) > 0.01:
-        nearest = max(2, 2 * round(share * size / 2))
+    if count % 2 or not count:
+        even = max(2, 2 * round(share * size / 2))
+        tries = ((math.ceil(even / size * 10**digits) + up) / 10**digits for digits in range(1, 9) for up in (0, 1))
+        fitting = next((value for value in tries if value <= 1 and Rope(fraction=value).turning(size) == even), None)
         raise BadInput(
             "model.rope.fraction",
-            got=f"{share:g} of {size} channels of a head",
-            needed="an even number of them: channels turn in pairs",
-            fix=f"set it to {nearest / size:.6g}, which is {nearest} channels",
+            got=f"{share:g} of {size} channels of a head, which is {count}",
+            needed="an even number of them, rounded down: channels turn in pairs",
+            fix=f"set it to {fitting:g}, which is {even} channels" if fitting else "set model.head_size to an even number",
         )
 
 

@@ -42,7 +42,10 @@ SAME: tuple[str, ...] = (
     "sliding_layers",
     "tied_embeddings",
     "positions",
+    "ahead",
 )
+# what decides which tensors a router has, of layers that have experts on both sides
+ROUTER: tuple[str, ...] = ("logits", "input_norm", "expert_scale")
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,10 @@ def _check_same(before: Run, run: Run) -> None:
         )
         pairs += [("model.ffn", before.model.ffn, run.model.ffn)] if False in kept else []
         pairs += [("experts.ffn", _activation(before), _activation(run))] if True in kept else []
+    if any(experts_of(before, layer) and experts_of(run, layer) for layer in range(min(before.model.num_layers, run.model.num_layers))):
+        old_spec, new_spec = before.router.spec, run.router.spec
+        keys = (*ROUTER, "noise") if "noisy_top_k" in (old_spec.noise, new_spec.noise) else ROUTER
+        pairs += [(f"router.{key}", getattr(old_spec, key), getattr(new_spec, key)) for key in keys]
     for key, old, new in pairs:
         if old != new:
             raise BadInput(key, got=new, needed=f"the source's {old}", fix=f"--{key} {'null' if old is None else old}")

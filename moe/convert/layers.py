@@ -108,7 +108,8 @@ class Conversion:
         groups, weights = self._groups(layer)
         factor = (gate_sum(self.before.router) or 1.0) / ((gate_sum(self.run.router) or 1.0) if sparse else 1.0)
         made = [upcycle.merged([self.expert(layer, e) for e in g], [weights[e] for e in g]).scaled(factor) for g in groups]
-        self.used |= {n for n in self.source if n.startswith((f"layers.{layer}.experts.", f"layers.{layer}.router."))}
+        left = ("experts",) if sparse else ("experts", "router")  # pruned experts, and routers of layers that need none
+        self.used |= {n for n in self.source if n.startswith(tuple(f"layers.{layer}.{part}." for part in left))}
         if sparse:
             values = _experts(layer, made)
             for name in self._router_rows(layer, sparse):

@@ -81,6 +81,7 @@ class MoELayer(nn.Module):
         d_ff: int,
         ffn: str,
         swiglu: sections.Swiglu | None = None,
+        norm_eps: float | None = None,
         layer: int,
         nth: int = 0,
         shared: nn.Module | None = None,
@@ -90,7 +91,12 @@ class MoELayer(nn.Module):
         count, d_ff, ffn = experts.of_layer(nth), experts.d_ff or d_ff, experts.ffn or ffn
         self.free, self.skip = experts.free, experts.skip
         self.router = Router(
-            router.spec, num_experts=count + self.free, d_model=d_model, kernels=experts.kernels, name=f"layers.{layer}.router"
+            router.spec,
+            num_experts=count + self.free,
+            d_model=d_model,
+            norm_eps=norm_eps,
+            kernels=experts.kernels,
+            name=f"layers.{layer}.router",
         )
         form = {"d_model": d_model, "d_ff": d_ff, "ffn": ffn, "swiglu": swiglu}
         self.experts = Experts(count, **form, kernels=experts.kernels, biases=experts.biases)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ class Block(nn.Module):
             width = (experts.shared_d_ff or d_ff) * experts.shared
             shared = FeedForward(model.d_model, width, ffn, swiglu=model.gating) if experts.shared else None
             sizes = {"d_model": model.d_model, "d_ff": model.d_ff}
-            form = {"ffn": model.ffn, "swiglu": model.gating, "layer": layer, "nth": nth, "shared": shared}
+            form = {"ffn": model.ffn, "swiglu": model.gating, "norm_eps": model.norm_eps, "layer": layer, "nth": nth, "shared": shared}
             self.moe = MoELayer(experts, router, **sizes, **form)  # type: ignore[arg-type]
         else:
             self.ffn = FeedForward(model.d_model, model.d_ff, model.ffn, swiglu=model.gating)

@@ -121,7 +121,8 @@ def _function(run: Run) -> dict[str, Any]:
     values = _values(run)
     values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
-    values["model.norm_eps"] = None if run.model.norm_eps == NORM_EPS[run.model.norm] else run.model.norm_eps
+    defaults = {NORM_EPS[kind] for kind in _norms(run)}
+    values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps
     usual = (run.model.head_size or run.model.d_model // run.model.num_heads) ** -0.5
     values["model.scales.attention"] = None if run.model.scales.attention == usual else run.model.scales.attention
     unread = [f"router.{key}" for key in _OF_CAPACITY] if run.router.spec.eval_capacity_factor is None else []
@@ -134,6 +135,12 @@ def _function(run: Run) -> dict[str, Any]:
     if not run.model.layers_with_experts():
         unread += [key for key in values if key.startswith(("router.", "experts."))]
     return {key: values[key] for key in keys_of("function") if key not in unread}
+
+
+def _norms(run: Run) -> set[str]:
+    """The kinds of norms that read model.norm_eps; those of queries, keys and a router's input are always RMSNorms."""
+    routed = run.router.spec.input_norm == "rmsnorm" and run.model.layers_with_experts()
+    return {run.model.norm} | ({"rmsnorm"} if routed or run.model.qk_norm != "none" else set())
 
 
 def _unread_rope(model: Model) -> list[str]:

@@ -105,8 +105,8 @@ class Rope(Section):
     fraction: float = Field(1.0, gt=0, le=1, description="of a head's channels, the first ones turn: C is so many of them (GLM-4.5: 0.5)")
 
     def turning(self, channels: int) -> int:
-        """Of so many channels of a head those that turn."""
-        return round(self.fraction * channels)
+        """Of so many channels of a head those that turn: rounded down, as transformers does."""
+        return int(self.fraction * channels)
 
     @property
     def length(self) -> int:

@@ -88,7 +88,16 @@ class Router(nn.Module):
     Raises BadInput for a spec that cannot work with so many experts.
     """
 
-    def __init__(self, spec: RouterSpec, *, num_experts: int, d_model: int, kernels: str = "auto", name: str = "router") -> None:
+    def __init__(
+        self,
+        spec: RouterSpec,
+        *,
+        num_experts: int,
+        d_model: int,
+        norm_eps: float | None = None,
+        kernels: str = "auto",
+        name: str = "router",
+    ) -> None:
         super().__init__()
         self.spec, self.num_experts, self.name = spec, num_experts, name
         check_spec(spec, num_experts)
@@ -96,7 +105,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.logit_bias = nn.Parameter(torch.empty(num_experts)) if spec.logits == "affine" else None
         self.noise_weight = nn.Parameter(torch.empty(num_experts, d_model)) if spec.noise == "noisy_top_k" else None
-        self.input_norm = Norm(d_model, "rmsnorm") if spec.input_norm == "rmsnorm" else None
+        self.input_norm = Norm(d_model, "rmsnorm", eps=norm_eps) if spec.input_norm == "rmsnorm" else None
         self.expert_scale = nn.Parameter(torch.empty(num_experts)) if spec.expert_scale == "learned" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))

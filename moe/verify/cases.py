@@ -416,15 +416,15 @@ def halves_cases(nproc: int) -> list[Case]:
 
 
 def options_cases(nproc: int) -> list[Case]:
-    """Options of published models with two engines, micro-batches and recompute; with rows that travel otherwise:
-    all_expert_cases; with slices of sequences: sequence_cases."""
+    """Options of published models with two engines, micro-batches and recompute, and drawn experts in bf16; with rows that travel
+    otherwise: all_expert_cases; with slices of sequences: sequence_cases; with tp and pp: tensor_cases and pipeline_cases."""
     engines = {"gpt_oss": ("ddp", "zero3"), "latent": ("ddp", "fsdp"), "free": ("fsdp", "zero1"), "mixer": ("ddp", "fsdp")}
-    return [
+    found = [
         Case(model, kind, 2, 1 + number, 3 - 2 * number, "fp32", "full" if number else "none")
         for model, kinds in engines.items()
         for number, kind in enumerate(kinds)
-        if nproc >= 2
     ]
+    return [*found, Case("mixer", "ddp", 2, 2, 1, "bf16")] if nproc >= 2 else []
 
 
 ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
@@ -449,6 +449,9 @@ def tensor_cases(nproc: int) -> list[Case]:
             found += [one(model, kind, ep=ep, precision="fp32", tiles=5, head_tiles=3, chunks=7) for kind in ("ddp", "fsdp")]
         found += [plain("gshard", ep=1, etp=2), plain("deepseek", ep=2, padded=True)]
         found += [one("gshard", kind, ep=2, precision="bf16", recompute="selective") for kind in ("fsdp", "zero2", "zero3")]
+    options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
+    mixed = [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
+    found += [*mixed, options("gpt_oss", tensor="dtensor", precision="fp32")] if nproc >= 2 else []
     return (
         found + _sliced_cases(nproc) + _overlapped_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
     )
@@ -620,6 +623,8 @@ def pipeline_cases(nproc: int) -> list[Case]:
         found += [_staged("ahead", "ddp", 2, 2, schedule, "fp32") for schedule in ("1f1b", "interleaved", "zb_v", "chimera")]
     if nproc >= 4:
         found += [_staged("ahead", "zero1", 4, 2, "zb_h1", "fp32"), _staged("ahead", "ddp", 4, 4, "1f1b", "bf16", "full")]
+    options = (("mixer", "1f1b", "fp32"), ("mixer", "1f1b", "bf16"), ("gpt_oss", "zb_h1", "fp32")) if nproc >= 2 else ()
+    found += [_staged(model, "ddp", 2, 2, schedule, precision) for model, schedule, precision in options]
     return found + _empty_stage_cases(nproc)
 
 
@@ -701,6 +706,7 @@ def sequence_cases(nproc: int) -> list[Case]:
         found += [Case(model, "ddp", 2, 2, 1, "fp32", "full", sp=2, attention=attention)]
     for attention, kind in (("zigzag", "ddp"), ("striped", "fsdp"), ("ulysses", "zero3")) if nproc >= 2 else ():
         found += [Case("ahead", kind, 2, 2, 1, "fp32", sp=2, attention=attention, padded=attention == "striped")]
+    found += [Case("mixer", "ddp", 2, 1, 3, "fp32", sp=2, attention="ulysses")] if nproc >= 2 else []
     for attention, kind in (("zigzag", "ddp"), ("ulysses", "fsdp"), ("lightseq", "zero1")) if nproc >= 4 else ():
         found += [
             Case(model, kind, 4, ep, microbatches, "fp32", "full", tp=2, tensor="1d", sp=2, attention=attention)

@@ -80,6 +80,7 @@ class Kind:
     swiglu: tuple[float, float | None, float] = (1.0, None, 0.0)  # alpha, limit, offset
     skip: int = 0  # that give a token back
     zero: int = 0  # that give nothing
+    norm_eps: float | None = None  # of the router's norm
 
 
 def wide(x: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def moe_layer(x: Tensor, weights: Weights, name: str, tokens: Tokens, kind: Kind
     if spec.jitter:
         seen = seen * (1 - spec.jitter + 2 * spec.jitter * tokens.draw(f"{name}.router.jitter", x.shape[1]))
     if spec.input_norm == "rmsnorm":
-        seen = seen / (seen.square().mean(1, keepdim=True) + 1e-6).sqrt() * wide(weights[f"{name}.router.input_norm.weight"])
+        size = (seen.square().mean(1, keepdim=True) + (kind.norm_eps or 1e-6)).sqrt()
+        seen = seen / size * wide(weights[f"{name}.router.input_norm.weight"])
     logits = seen @ wide(weights[f"{name}.router.weight"]).t()
     if spec.logits == "affine":
         logits = logits + wide(weights[f"{name}.router.logit_bias"])

@@ -163,7 +163,7 @@ def dense_or_experts(
         return out
     nth = model.layers_with_experts().index(number)
     count = experts.of_layer(nth) + experts.skip + experts.zero
-    kind = Kind(run.router.spec, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero)
+    kind = Kind(run.router.spec, count, experts.ffn or model.ffn, experts.dropout, gating, experts.skip, experts.zero, model.norm_eps)
     layers[name] = layer = moe_layer(seen, weights, name, tokens, kind, cast)
     note(f"{name}.router", layer.gates)
     out = beside(seen, layer.y, weights, name, kind, cast)
@@ -270,7 +270,7 @@ def mixed(
 
 def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     """A head whose first channels alone turn, as if they were a head of their own."""
-    first = int(x.shape[-1] * rope.fraction + 0.5)
+    first = math.floor(x.shape[-1] * rope.fraction)
     return torch.cat((_turned(x[..., :first], rope, cast), x[..., first:]), -1)
 
 

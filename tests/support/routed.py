@@ -25,8 +25,10 @@ def ids(batch: int = B, length: int = L, *, seed: int = 0) -> Tensor:
     return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def router_of(*, num_experts: int = E, d_model: int = D, name: str = "layers.1.router", **options: Any) -> Router:
-    router = Router(sections.Router(**options).spec, num_experts=num_experts, d_model=d_model, name=name)
+def router_of(
+    *, num_experts: int = E, d_model: int = D, norm_eps: float | None = None, name: str = "layers.1.router", **options: Any
+) -> Router:
+    router = Router(sections.Router(**options).spec, num_experts=num_experts, d_model=d_model, norm_eps=norm_eps, name=name)
     for i, p in enumerate(router.parameters()):
         p.data.copy_(random(*p.shape, seed=90 + i))
     return router

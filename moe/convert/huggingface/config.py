@@ -21,8 +21,9 @@ LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows m
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 # keys of rope_parameters that have no key here, with the values that change nothing
 _SILENT = {"partial_rotary_factor": (1.0,), "mscale": (0,), "mscale_all_dim": (0,), "finetuned": (True, False)}
-# dense layers before the first with experts, and groups of experts, in a config without first_k_dense_replace and n_group
-_LEADING = {"deepseek_v2": (0, 1), "deepseek_v3": (3, 8), "glm4_moe": (1, 1)}
+# dense layers before the first with experts, groups of experts and those that a token may use, in a config without
+# first_k_dense_replace, n_group and topk_group
+_LEADING = {"deepseek_v2": (0, 1, None), "deepseek_v3": (3, 8, 4), "glm4_moe": (1, 1, 1)}
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -58,7 +59,7 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     known = (
         HARMLESS
         | set(family.must)
-        | {"partial_rotary_factor"}
+        | ({"partial_rotary_factor"} if family.turning is not None else set())
         | {name for key in family.keys for name in key.theirs}
         | set(deepseek.UNREAD if family.latent else ())
     )
@@ -223,7 +224,6 @@ def _rope_parameters(rope: Rope) -> dict[str, Any]:
         found["original_max_position_embeddings"] = rope.trained_length
         found |= dict(zip(_LOWS[rope.scaling], (rope.low, rope.most_turns), strict=True))
     found |= {"truncate": False} if not rope.whole_pairs else {}
-    found |= {"partial_rotary_factor": rope.fraction} if rope.fraction != 1 else {}
     return found | deepseek.mscales_of(rope)
 
 

@@ -18,15 +18,20 @@ from parallel.errors import BadInput
 UNREAD = ("head_dim", "num_key_value_heads")  # what transformers writes beside the sizes that it reads
 
 
-def recipe_values(config: dict[str, Any], dense: int, groups: int) -> dict[str, Any]:
-    """What the table of keys cannot say. `dense`, `groups`: of a config without first_k_dense_replace or n_group."""
+def recipe_values(config: dict[str, Any], dense: int, groups: int, top: int | None) -> dict[str, Any]:
+    """What the table of keys cannot say. `dense`, `groups`, `top`: of a config without first_k_dense_replace, n_group or topk_group.
+    Raises BadInput for groups of which nothing says how many a token may use."""
     first, count = config.get("first_k_dense_replace"), config["num_hidden_layers"]
     dense = dense if first is None else int(first)
     values: dict[str, Any] = {"model.moe_every": 1} if dense == 0 else {"model.moe_layers": list(range(dense, count))}
     groups = config.get("n_group") or groups
     if groups == 1 or config.get("topk_method", "greedy" if config["model_type"] == "deepseek_v2" else "noaux_tc") == "greedy":
         return values | {"router.select": "top_k", "router.expert_groups": 1, "router.top_groups": 1}
-    return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": config.get("topk_group") or 4}
+    top = config.get("topk_group") or top
+    if top is None:
+        fix = "take the config.json that belongs to the files"
+        raise BadInput("config.json: topk_group", got="nothing", needed=f"how many of {groups} groups a token may use", fix=fix)
+    return values | {"router.select": "group_limited", "router.expert_groups": groups, "router.top_groups": top}
 
 
 def config_of(run: Run, model_type: str) -> dict[str, Any]:

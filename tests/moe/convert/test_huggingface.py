@@ -282,10 +282,15 @@ def test_broken_values_of_a_config_are_one_line() -> None:
         ("Llama", {"rope_parameters": scaled | {"attention_factor": 1.0}}, "attention_factor: got 1.0, needed null, or 1.069315,"),
         ("Llama", {"rope_parameters": scaled | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "rope_parameters.mscale: got 1.0"),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor: got 0.5, needed null or 1.0"),
+        ("DeepseekV2", {"topk_group": None}, "config.json: topk_group: got nothing, needed how many of 4 groups a token may use"),
     ]
     for family, values, said in cases:
         with pytest.raises(BadInput, match=said):
             recipe_values(config(family, **values))
+    for family, top in (("DeepseekV3", 4), ("Glm4Moe", 1)):  # of n_group 4: transformers' own defaults
+        without = {key: value for key, value in config(family).items() if key != "topk_group"}
+        assert recipe_values(without)["router"]["top_groups"] == top == getattr(transformers, f"{family}Config")().topk_group
     harmless = {"attention_factor": 0.1 * math.log(2) + 1, "mscale": 0, "partial_rotary_factor": 1.0, "truncate": True, "finetuned": True}
     plain = recipe_values(config("Llama", rope_parameters=scaled))
     assert recipe_values(config("Llama", rope_parameters=scaled | harmless)) == plain

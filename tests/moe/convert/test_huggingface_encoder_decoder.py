@@ -96,7 +96,12 @@ def test_what_nothing_computes_is_refused(tmp_path: Path) -> None:
     made(tmp_path / "theirs", "t5")
     path = tmp_path / "theirs" / "config.json"
     config = json.loads(path.read_text())
-    for key, value in (("relative_attention_max_distance", 64), ("feed_forward_proj", "gated-silu"), ("decoder_start_token_id", 2)):
+    for key, value in (
+        ("relative_attention_max_distance", 64),
+        ("feed_forward_proj", "gated-silu"),
+        ("decoder_start_token_id", 2),
+        ("partial_rotary_factor", 0.5),
+    ):
         path.write_text(json.dumps(config | {key: value}))
         with pytest.raises(BadInput, match=f"config.json: {key}: got {value}"):
             to_run(tmp_path / "theirs", tmp_path / "run", overrides={})

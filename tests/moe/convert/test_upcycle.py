@@ -293,8 +293,11 @@ def test_equal_experts_and_shared_ones_become_one_wider_dense_network(home: Path
     torch.testing.assert_close(logits(engine.module, training=False), logits(old, training=False), rtol=1e-4, atol=1e-5)
 
 
-def test_a_selection_bias_goes_along_with_its_experts(home: Path, tmp_path: Path) -> None:
-    router = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 2, "top_groups": 2, "bias_rate": 0.1}
+ALL_OF_A_ROUTER = {"logits": "affine", "input_norm": "rmsnorm", "expert_scale": "learned", "noise": "noisy_top_k"}
+
+
+def test_all_that_a_router_learned_goes_along_with_its_experts(home: Path, tmp_path: Path) -> None:
+    router = {"preset": "deepseek_v3", "num_choices": 2, "expert_groups": 2, "top_groups": 2, "bias_rate": 0.1} | ALL_OF_A_ROUTER
     run = recipe(home, model=SPARSE, router=router, experts={"num_experts": 4}, train={"steps": 3, "save_every": 0})
     trained.train(run, tmp_path / "run")
     (tmp_path / "load.json").write_text(json.dumps({"1": [5, 0, 9, 1], "3": [2, 2, 2, 0]}))
@@ -306,8 +309,15 @@ def test_a_selection_bias_goes_along_with_its_experts(home: Path, tmp_path: Path
     for before, after, kept in zip(*biases, ([0, 2], [0, 1]), strict=True):
         assert before is not None and after is not None and before.abs().sum() > 0
         assert torch.equal(after, before[kept])
+    for was, now, kept in zip(moe_layers(old), moe_layers(new), ([0, 2], [0, 1]), strict=True):
+        held = dict(now.router.named_parameters())
+        assert held.keys() == {"weight", "logit_bias", "noise_weight", "expert_scale", "input_norm.weight"}
+        for name, weight in was.router.named_parameters():
+            assert torch.equal(held[name], weight if name == "input_norm.weight" else weight[kept]), name
+            assert weight.std() > 0, name  # it has learned
     with pytest.raises(BadInput, match="router.bias_rate: got null, needed a number: the source's routers have a selection bias"):
-        converted(recipe(home, model=SPARSE, experts={"num_experts": 2}), tmp_path / "run", tmp_path / "no", **settings)
+        without = recipe(home, model=SPARSE, router=GLAM | ALL_OF_A_ROUTER, experts={"num_experts": 2})
+        converted(without, tmp_path / "run", tmp_path / "no", **settings)
 
 
 def test_the_load_is_the_mean_of_a_runs_last_lines_up_to_the_checkpoint(source: Callable[..., Path]) -> None:
@@ -455,6 +465,23 @@ def test_gates_with_a_learned_scale_sum_to_one_in_a_new_router_alone() -> None:
     check_convertible(model(2), model(0), Settings(method="merge"))
     with pytest.raises(BadInput, match="--to: got dense layers from glam, whose gates of a token do not sum to a constant"):
         check_convertible(model(2, expert_scale="learned"), model(0), Settings(method="merge"))
+
+
+def test_what_would_be_lost_of_a_router_or_of_tokens_ahead_is_refused_by_its_key() -> None:
+    def model(num_experts: int, ahead: int = 0, **router: str) -> Run:
+        sizes = {"moe_every": 2, "d_model": 24, "num_heads": 4, "d_ff": 20, "ahead": ahead}
+        return build_run({"model": sizes, "experts": {"num_experts": num_experts}, "router": {"preset": "glam"} | router})
+
+    for key, value in ALL_OF_A_ROUTER.items():
+        check_convertible(model(4, **{key: value}), model(2, **{key: value}), Settings())
+        plain = {"logits": "linear"}.get(key, "none")
+        for old, new, has, needed in ((4, 2, plain, value), (4, 2, value, plain)):
+            with pytest.raises(BadInput) as refused:
+                check_convertible(model(old, **{key: needed}), model(new, **{key: has}), Settings())
+            assert str(refused.value) == f"router.{key}: got {has}, needed the source's {needed}; fix: --router.{key} {needed}"
+    check_convertible(model(4), model(2, noise="gumbel"), Settings())  # which has no weights
+    with pytest.raises(BadInput, match="model.ahead: got 0, needed the source's 1; fix: --model.ahead 1"):
+        check_convertible(model(4, ahead=1), model(2), Settings())
 
 
 def test_flags_that_do_not_go_together_are_refused() -> None:

@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
     "mixer": {
+        "model": {"norm_eps": 0.2},  # of the router's norm too
         "router": {
             "preset": "switch",
             "select": "sparsemixer",

@@ -7,6 +7,7 @@ What this file alone would notice: a gain of the queries' norm whose gradient is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from parallel.errors import BadInput
 
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
-    "linear": {"scaling": "linear", "factor": 3.0, "fraction": 1 / 3, "pairs": "neighbours"},
+    "linear": {"scaling": "linear", "factor": 3.0, "fraction": 0.45, "pairs": "neighbours"},  # 2.7 of 6 channels, so 2
     "llama3": {"fraction": 2 / 3, "base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
     "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
 }
@@ -108,16 +109,18 @@ def test_the_channels_that_turn_are_transformers() -> None:
     transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
     x_BHLC = torch.randn(2, 3, 7, 24, generator=torch.Generator().manual_seed(2))
     place_L = torch.tensor([0, 1, 5, 6, 7, 30, 31])
-    for kind, name, pairs in (("Glm", "glm", "neighbours"), ("GPTNeoX", "gpt_neox", "halves")):
+    kinds = (("Glm", "glm", "neighbours"), ("GPTNeoX", "gpt_neox", "halves"))
+    for (kind, name, pairs), (fraction, count) in product(kinds, ((0.25, 6), (0.45, 10))):  # 10.8 channels are rounded down
+        check_run(build_run({"model": {"head_size": 24, "rope": {"fraction": fraction}}}), 1)
         module = getattr(transformers.models, name)
         module = getattr(module, f"modeling_{name}")
-        rope = {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": 0.25}
+        rope = {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": fraction}
         config = getattr(transformers, f"{kind}Config")(hidden_size=72, num_attention_heads=3, head_dim=24, rope_parameters=rope)
         cos, sin = getattr(module, f"{kind}RotaryEmbedding")(config)(x_BHLC, place_L.unsqueeze(0))
         want = module.apply_rotary_pos_emb(x_BHLC, x_BHLC, cos, sin)[0]
-        got = rotate(x_BHLC, place_L, Rope(base=300.0, fraction=0.25, pairs=pairs))  # type: ignore[arg-type]
+        got = rotate(x_BHLC, place_L, Rope(base=300.0, fraction=fraction, pairs=pairs))  # type: ignore[arg-type]
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-        assert torch.equal(got[..., 6:], x_BHLC[..., 6:]) and not torch.equal(got[..., 5], x_BHLC[..., 5])
+        assert torch.equal(got[..., count:], x_BHLC[..., count:]) and not torch.equal(got[..., count - 1], x_BHLC[..., count - 1])
 
 
 def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
@@ -137,8 +140,12 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
         ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),
-        ({"model": {"rope": {"fraction": 0.3}}}, "model.rope.fraction: got 0.3 of 64 channels .*set it to 0.3125, which is 20 channels"),
-        ({"model": {"rope": {"fraction": 0.01}, "head_size": 6}}, "model.rope.fraction: got 0.01 of 6 .*set it to 0.333333, which is 2"),
+        (
+            {"model": {"rope": {"fraction": 0.3}}},
+            "model.rope.fraction: got 0.3 of 64 channels .*, which is 19, .*set it to 0.32, which is 20",
+        ),
+        ({"model": {"rope": {"fraction": 0.01}, "head_size": 6}}, "model.rope.fraction: got 0.01 of 6 .*set it to 0.4, which is 2"),
+        ({"model": {"rope": {"fraction": 0.58}, "head_size": 100}}, "got 0.58 of 100 .*, which is 57, .*set it to 0.581, which is 58"),
         ({"model": {"rope": {"fraction": 0.5}, "latent": {"key_rank": 8}}}, "model.rope.fraction: got 0.5 with model.latent.key_rank=8"),
         ({"model": {"rope": {"fraction": 0.5}, "positions": "t5"}}, "model.rope.fraction: got it with model.positions=t5"),
         ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),

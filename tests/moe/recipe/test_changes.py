@@ -187,6 +187,10 @@ def test_the_same_function_in_other_words_is_no_change_of_it() -> None:
     ]
     for values, other in same:
         assert not function_changes(build_run(values), build_run(values | other)), other
+    layernorm = changed(BASE, "model.norm", "layernorm")
+    for key, value, differs in (("model.qk_norm", "none", 0), ("model.qk_norm", "heads", 1), ("router.input_norm", "rmsnorm", 1)):
+        values = changed(layernorm, key, value)  # norms of queries, keys and the router's input are RMSNorms, of another default
+        assert len(function_changes(build_run(values), build_run(changed(values, "model.norm_eps", 1e-5)))) == differs
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,10 @@ def test_it_is_transformers(training: bool) -> None:
 
 def test_a_normed_input_and_a_scale_for_each_expert_are_gemmas() -> None:
     gemma4 = pytest.importorskip("transformers.models.gemma4.modeling_gemma4", reason="pip install moe-parallel[hf]")
-    sizes = gemma4.Gemma4TextConfig(hidden_size=D, num_experts=E, top_k_experts=2, enable_moe_block=True)
+    sizes = gemma4.Gemma4TextConfig(hidden_size=D, num_experts=E, top_k_experts=2, enable_moe_block=True, rms_norm_eps=0.5)
     theirs = gemma4.Gemma4TextRouter(sizes)
-    ours = router_of(preset="glam", num_choices=2, capacity_factor=None, input_norm="rmsnorm", expert_scale="learned", balance_weight=0.0)
+    options = {"num_choices": 2, "capacity_factor": None, "balance_weight": 0.0, "norm_eps": 0.5}
+    ours = router_of(preset="glam", input_norm="rmsnorm", expert_scale="learned", **options)
     with torch.no_grad():
         theirs.proj.weight.copy_(ours.weight)
         theirs.per_expert_scale.copy_(ours.expert_scale)
