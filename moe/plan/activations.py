@@ -10,6 +10,8 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
                  with sinks c (w + 4 heads) more, a channel for each head and the output without it
     dense        4 D + c (D + n F) + 8                n: relu 1, gelu 2, gated 4 hidden tensors that the activation and w2 need
     experts      4 D + c (D + k n F) + 8 E + 8        n: 1, gated 2, in each of k rows (rows_of_token); 2 c k D more if exchanged (ep > 1)
+                 router: jitter 8 D more; a norm 4 D + 4 and, like noisy_top_k, 4 D for an fp32 copy in 16 bits without jitter;
+                 noisy_top_k 8 E, capped logits 4 E, sparsemixer 5 k E
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
     the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them
 
@@ -51,7 +53,7 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
     if kind == "selective":
         return held + c * m.d_model
     held += _norm(run, device) + c * m.d_model + 8 + (c * m.d_model if m.dropout else 0)
-    return held + (_experts(run, layer) if layer in m.layers_with_experts() else c * m.d_ff * _hidden(m.ffn))
+    return held + (_experts(run, layer, device) if layer in m.layers_with_experts() else c * m.d_ff * _hidden(m.ffn))
 
 
 def head_bytes(run: Run, device: Device = "cuda") -> float:
@@ -133,7 +135,7 @@ def _clipped(run: Run) -> float:
     return 0 if m.clip_qkv is None else compute_bytes(run) * heads * (m.head_size or m.d_model // m.num_heads)
 
 
-def _experts(run: Run, layer: int) -> float:
+def _experts(run: Run, layer: int, device: Device) -> float:
     m, e, c = run.model, run.experts, compute_bytes(run)
     ffn, d_ff, count = e.ffn or m.ffn, e.d_ff or m.d_ff, e.of_layer(m.layers_with_experts().index(layer))
     of_row = d_ff * ((2 if ffn in GATED else 1) + (1 if e.dropout else 0))
@@ -141,7 +143,18 @@ def _experts(run: Run, layer: int) -> float:
     rows = rows_of_token(run.router, count) * of_row
     beside = (e.shared_d_ff or d_ff) * e.shared * _hidden(ffn) + (m.d_model if e.shared_gate else 0)
     beside += d_ff * _hidden(ffn) + 2 * m.d_model if e.residual else 0
-    return c * (rows + beside) + 8 * (count + e.free)
+    return c * (rows + beside) + router_bytes(run, count, device)
+
+
+def router_bytes(run: Run, num_experts: int, device: Device = "cuda") -> float:
+    """Bytes held per token by a router and its losses, in fp32. What it reads is the layer's input, unless jitter or norm change it."""
+    spec, d, count = run.router.spec, run.model.d_model, num_experts + run.experts.free
+    normed, noisy = spec.input_norm == "rmsnorm", spec.noise == "noisy_top_k"
+    held = 8 * d if spec.jitter else 4 * d if (normed or noisy) and compute_bytes(run) < 4 else 0
+    if normed:
+        held += (8 if device == "cpu" else 4) * d + 4
+    mixed = min(spec.num_choices, num_experts) if spec.select == "sparsemixer" else 0
+    return held + count * (8 + (8 if noisy else 0) + (4 if spec.logit_cap else 0) + 5 * mixed)
 
 
 def _dense_weights(run: Run, layer: int) -> float:

@@ -93,9 +93,14 @@ def _half_forward(model: sections.Model, own: float, *, layer: int) -> float:
 def rows_of_token(router: sections.Router, num_experts: int) -> float:
     """Rows that experts compute for a token, on average: its choices, but at most one for each expert, and as many as capacities have
     places for. Experts that choose tokens fill their places. The least capacity of a small group and its rounding are left out."""
-    spec = router.spec
-    places = inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
+    spec, places = router.spec, places_of_token(router)
     return min(places if spec.select == "expert_choice" else min(spec.num_choices, places), num_experts)
+
+
+def places_of_token(router: sections.Router) -> float:
+    """Places that all experts together have for a token, filled or not."""
+    spec = router.spec
+    return inf if spec.capacity_factor is None else spec.capacity_factor * (spec.num_choices if spec.capacity_counts == "choices" else 1)
 
 
 def attention_products(model: sections.Model) -> int:

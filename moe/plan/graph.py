@@ -3,9 +3,9 @@
     graph_of(run, sequences=8)  ->  embedding, layers.0.attention_norm, layers.0.attention.q, ..., norm, head, loss
 
 Hooks see every module's call; what a module computes inside is told by one function for its kind, by its own parameters' sizes. A MoE layer
-is not run (where tokens go is not known without data): it counts as its products on `slots` rows for each expert and sequence, rounded up,
-in GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine "ebud,ble->bld". Not there: dropout, noise, the router's
-choices and losses, which all move with their neighbours.
+is not run (where tokens go is not known without data): it counts as its products on `slots` rows for each expert and sequence, as many as
+are computed of a balanced router's choices, rounded up, in GShard's notation: dispatch "bld,ble->ebud", experts "ebud,edm->ebum", combine
+"ebud,ble->bld". Not there: dropout, noise, the router's choices and losses, which all move with their neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe.plan.activations import compute_bytes
-from moe.plan.flops import attended
+from moe.plan.flops import attended, rows_of_token
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.plan.graph import Dim, Graph, Kind, Operator
@@ -171,19 +171,26 @@ class _Trace:
         return self.product(f"{name}.w2", f"bl{f},{f}d->bld", act)
 
     def experts(self, name: str, module: Any) -> None:
-        spec, length = self.run.router.spec, self.run.model.max_length
-        count, hidden = module.experts.num_experts, module.experts.d_ff
-        slots = max(1, math.ceil((spec.capacity_factor or 1.0) * spec.num_choices * length / module.router.num_experts))
+        count, hidden, length = module.experts.num_experts, module.experts.d_ff, self.run.model.max_length
+        among = module.router.num_experts  # with the choices that cost nothing
+        slots = max(1, math.ceil(rows_of_token(self.run.router, among) * length / among))
         e, u, m = self.letter("experts", count), self.letter("slots", slots), self.letter("expert_hidden", hidden)
-        r = self.letter("experts", module.router.num_experts)  # with the choices that cost nothing
-        gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", self.x)
+        r = self.letter("experts", among)
+        read = self.x
+        if module.router.input_norm is not None:
+            self.parameters[f"{name}.router.input_norm.weight"] = "d"
+            read = self.add(f"{name}.router.input_norm", "norm", "bld,d->bld", read, f"{name}.router.input_norm.weight", statistics="d")
+        gates = self.product(f"{name}.router", f"bld,{r}d->bl{r}", read)
         if module.router.logit_bias is not None:
             self.parameters[f"{name}.router.logit_bias"] = r
             gates = self.add(f"{name}.router.affine", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.logit_bias")
         if module.router.noise_weight is not None:
             self.parameters[f"{name}.router.noise_weight"] = f"{r}d"
-            noise = self.add(f"{name}.router.noise", "product", f"bld,{r}d->bl{r}", self.x, f"{name}.router.noise_weight")
+            noise = self.add(f"{name}.router.noise", "product", f"bld,{r}d->bl{r}", read, f"{name}.router.noise_weight")
             gates = self.add(f"{name}.router.noisy", "pointwise", f"bl{r},bl{r}->bl{r}", gates, noise)
+        if module.router.expert_scale is not None:
+            self.parameters[f"{name}.router.expert_scale"] = r
+            gates = self.add(f"{name}.router.scaled", "pointwise", f"bl{r},{r}->bl{r}", gates, f"{name}.router.expert_scale")
         rows = self.add(f"{name}.dispatch", "dispatch", f"bld,bl{r}->{e}b{u}d", self.x, gates)
         first = []
         for w in ("w1", "w3") if module.experts.w3 is not None else ("w1",):

@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 from moe.plan.activations import compute_bytes
-from moe.plan.flops import core_work, in_runs
+from moe.plan.flops import core_work, in_runs, places_of_token, rows_of_token
 from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
-from moe.recipe.sections import Model, Router, Run
-from moe.recipe.shapes import GATED
+from moe.recipe.sections import Model, Run
+from moe.recipe.shapes import GATED, T5_BUCKETS
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
-from parallel.plan.job import Experts, Latent, Network, Plan
+from parallel.plan.job import Experts, Latent, Network, Plan, Router
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
@@ -43,6 +43,7 @@ def network_of(run: Run) -> Network:
         qk_norm=m.qk_norm,
         qkv_biases=m.qkv_bias,
         out_bias=m.out_bias,
+        buckets=T5_BUCKETS if m.positions == "t5" else 0,
         sinks=m.attention_sinks,
         clipped=m.clip_qkv is not None,
         dropout=m.dropout > 0,
@@ -76,19 +77,22 @@ def _experts(run: Run) -> Experts | None:
         hidden=hidden,
         gated=(e.ffn or m.ffn) in GATED,
         shared_hidden=(e.shared_d_ff or hidden) * e.shared + (hidden if e.residual else 0),
+        gates=e.shared_gate + 2 * e.residual,
         biases=e.biases,
         free=e.free,
-        router_vectors=spec.vectors,
-        router_norm=spec.input_norm == "rmsnorm",
-        capacity_factor=None if spec.capacity_factor is None else _places(run.router, count) / choices,
+        router=Router(
+            vectors=spec.vectors,
+            noise=spec.noise == "noisy_top_k",
+            norm=spec.input_norm == "rmsnorm",
+            jitter=spec.jitter > 0,
+            capped=spec.logit_cap is not None,
+            mixer=spec.select == "sparsemixer",
+        ),
+        rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
+        sent=min(places_of_token(run.router), count) / choices
+        if run.dispatch.kind == "padded" and spec.capacity_factor is not None
+        else None,
     )
-
-
-def _places(router: Router, count: int) -> float:
-    """Of all experts for a token, whichever choose."""
-    spec = router.spec
-    counted = spec.num_choices if spec.capacity_counts == "choices" else 1
-    return min((spec.capacity_factor or 1.0) * counted, count)
 
 
 def plan_of(run: Run) -> Plan:

@@ -21,7 +21,7 @@ from parallel.pipeline.schedules.catalog import Placed, placed
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.counts import sizes_of
-from parallel.plan.job import Network, Plan
+from parallel.plan.job import Network, Plan, Recomputed, repeats
 from parallel.plan.layer_time import Layer, Pass, head_time, join_time, layer_time, of_layer, tokens_of
 from parallel.plan.pipeline_time import CLOSED, SPLIT, How, crossings, head_rank, homes_at, pipeline_time, tails
 from parallel.plan.program import OWN, OWN_ON_CPU, Program
@@ -67,6 +67,7 @@ class Time:
         return {name: getattr(self, name) for name in PARTS}
 
 
+Counts = tuple[int, int]  # dense layers, sparse layers
 PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
 
 
@@ -110,8 +111,9 @@ def step_time(
     """
     program = program or own_program(cluster)
     ranks, last = rank_layers(network, plan), head_rank(plan)
-    kinds = [(*n, i == 0, i == last) for i, n in enumerate(ranks)]  # few: what they have in common is computed once
-    held = {kind: _held(network, plan, *kind[:2], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
+    again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
+    kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]  # few: what they share is computed once
+    held = {kind: _held(network, plan, *kind[0], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
     adds = {kind: _accumulated(plan, cluster, program, *own) for kind, own in held.items()}
     if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
         both = _held(_untied(network), plan, *ranks[last], first=True, last=True)
@@ -154,12 +156,12 @@ def step_time(
 def _by_stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[list[float], list[float]]:
     """Seconds of a micro-batch's forward and backward pass on each stage, of which ranks have several."""
     sizes = sizes_of(network.layers, plan.pp * plan.chunks, plan.stage_layers)
-    kinds = [(*n, i == 0, i == len(sizes) - 1) for i, n in enumerate(_kinds(network, sizes))]
+    kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(_kinds(network, plan, sizes))]
     made = {}
-    for dense, sparse, first, last in dict.fromkeys(kinds):
-        held = _held(network, plan, dense, sparse, first=first, last=last)
-        adds = _accumulated(plan, cluster, program, *held)
-        made[dense, sparse, first, last] = _stage(network, plan, cluster, program, imbalance, dense, sparse, last, adds)
+    for kind in dict.fromkeys(kinds):
+        layers, again, first, last = kind
+        adds = _accumulated(plan, cluster, program, *_held(network, plan, *layers, first=first, last=last))
+        made[kind] = _stage(network, plan, cluster, program, imbalance, layers, again, last, adds)
     return [made[kind].ahead for kind in kinds], [made[kind].back for kind in kinds]
 
 
@@ -167,10 +169,10 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[in
     """One micro-batch on each of the stages that have so many layers; the last has the head."""
     program = program or own_program(cluster)
     found = []
-    for i, (dense, sparse) in enumerate(_kinds(network, counts)):
+    for i, (layers, again) in enumerate(_kinds(network, plan, counts)):
         last = i == len(counts) - 1
-        held = _held(network, plan, dense, sparse, first=i == 0, last=last)
-        found.append(_stage(network, plan, cluster, program, 1.0, dense, sparse, last, _accumulated(plan, cluster, program, *held)))
+        held = _held(network, plan, *layers, first=i == 0, last=last)
+        found.append(_stage(network, plan, cluster, program, 1.0, layers, again, last, _accumulated(plan, cluster, program, *held)))
     return found
 
 
@@ -195,31 +197,35 @@ def _untied(network: Network) -> Network:
     return replace(network, tied=False)
 
 
-def rank_layers(network: Network, plan: Plan) -> tuple[tuple[int, int], ...]:
-    """(dense layers, sparse layers) of each rank of a pipeline, whose stages count together; of each stage where two ranks hold it."""
+def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
+    """(dense layers, sparse layers) of each rank of a pipeline, whose stages count together; of each stage where two ranks hold it.
+
+    Of layers 0, `every`, 2 `every`, ... alone.
+    """
     where = placed(plan.schedule)
     if where == "both_ways":
-        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, "line", plan.pp, 1)
-    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, where, plan.pp, plan.chunks)
+        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, "line", plan.pp, 1, every)
+    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, where, plan.pp, plan.chunks, every)
 
 
 @lru_cache(maxsize=5_000)
 def _of_ranks(
-    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int
-) -> tuple[tuple[int, int], ...]:
+    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
+) -> tuple[Counts, ...]:
     homes = homes_at(where, pp, chunks)
     found, at = [[0, 0] for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)
     for size, (rank,) in zip(sizes_of(layers, len(homes), given), homes, strict=True):
         for layer in range(at, at + size):
-            found[rank][layer in with_experts] += 1
+            found[rank][layer in with_experts] += repeats(layer, every)
         at += size
     return tuple((dense, experts) for dense, experts in found)
 
 
-def _kinds(network: Network, counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(dense layers, sparse layers) of each of so many layers one after another."""
-    return list(_of_ranks(network.layers, network.sparse_layers, counts, "line", len(counts), 1))
+def _kinds(network: Network, plan: Plan, counts: tuple[int, ...]) -> list[tuple[Counts, Counts]]:
+    """(dense layers, sparse layers) of each of so many layers one after another, and the same of those that are computed again."""
+    whole, again = (_of_ranks(network.layers, network.sparse_layers, counts, "line", len(counts), 1, n) for n in (1, plan.recompute_every))
+    return list(zip(whole, again, strict=True))
 
 
 @lru_cache(maxsize=50_000)
@@ -229,14 +235,15 @@ def _cached(
     cluster: Cluster,
     program: Program,
     imbalance: float,
-    recompute: str,
-    every: int,
-    dense: int,
-    sparse: int,
+    recompute: Recomputed,
+    layers: Counts,
+    repeated: Counts,
     head: bool,
+    ahead: int,
 ) -> Stage:
+    """`repeated`: of its layers those that are computed again; `ahead`: of further tokens' layers those that are."""
     forward, backward, again, weights = Pass(), Pass(), Pass(), 0.0
-    for count, kind in ((dense, False), (sparse, True)):
+    for count, times, kind in zip(layers, repeated, (False, True), strict=True):
         if count == 0:
             continue
         layer = layer_time(network, plan, cluster, program, sparse=kind, imbalance=imbalance)
@@ -245,23 +252,19 @@ def _cached(
             backward + layer.backward.times(count),
             weights + count * layer.weights,
         )
-        share = 1 / every
-        if recompute == "full":
-            again += layer.forward.times(count * share)
-        elif recompute == "selective":
-            again += _selective(layer, program).times(count * share)
+        again += _repeated(layer, program, recompute).times(times)
     if head:
         last = head_time(network, plan, cluster, program)
         forward, backward, weights = forward + last[0], backward + last[1], weights + last[2]
     if head and network.ahead:  # of each further token the layer, what joins its inputs, and the head again
         layer, joined = layer_time(network, plan, cluster, program, sparse=False), join_time(network, plan, cluster, program)
-        for ahead in (joined, last, (layer.forward, layer.backward, layer.weights)):
-            forward, backward = forward + ahead[0].times(network.ahead), backward + ahead[1].times(network.ahead)
-            weights += network.ahead * ahead[2]
-        again += {"none": Pass(), "full": layer.forward, "selective": _selective(layer, program)}[recompute].times(network.ahead / every)
+        for part in (joined, last, (layer.forward, layer.backward, layer.weights)):
+            forward, backward = forward + part[0].times(network.ahead), backward + part[1].times(network.ahead)
+            weights += network.ahead * part[2]
+        again += _repeated(layer, program, recompute).times(ahead)
     launch = program.launch_us * 1e-6
     parts = recompute == "full" or (recompute == "selective" and program.selective == "second")
-    nested = (dense + sparse) * program.checkpoint_us * 1e-6 if parts else 0.0
+    nested = (sum(repeated) + ahead) * program.checkpoint_us * 1e-6 if parts else 0.0
     host_forward = launch * forward.kernels + nested
     host_backward = launch * (program.backward_launch * backward.kernels + again.kernels) + nested
     return Stage(
@@ -274,8 +277,10 @@ def _cached(
     )
 
 
-def _selective(layer: Layer, program: Program) -> Pass:
+def _repeated(layer: Layer, program: Program, recompute: Recomputed) -> Pass:
     """What is computed again of one layer. Fused attention does so by itself, within its backward pass."""
+    if recompute != "selective":
+        return layer.forward if recompute == "full" else Pass()
     if program.selective == "second":
         return layer.second
     if program.selective == "half":
@@ -299,10 +304,18 @@ def _accumulated(plan: Plan, cluster: Cluster, program: Program, dense: float, e
 
 
 def _stage(
-    network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float, dense: int, sparse: int, head: bool, adds: float
+    network: Network,
+    plan: Plan,
+    cluster: Cluster,
+    program: Program,
+    imbalance: float,
+    layers: Counts,
+    repeated: Counts,
+    head: bool,
+    adds: float,
 ) -> Stage:
-    again = plan.recompute, plan.recompute_every
-    made = _cached(network, of_layer(plan), cluster, program, imbalance, *again, dense, sparse, head)
+    ahead = sum(repeats(network.layers + depth, plan.recompute_every) for depth in range(network.ahead)) if head else 0
+    made = _cached(network, of_layer(plan), cluster, program, imbalance, plan.recompute, layers, repeated, head, ahead)
     if not adds:
         return made
     backward = made.backward + Pass(compute=adds)

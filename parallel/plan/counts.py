@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from parallel.plan.job import Latent, Network, Plan
+from parallel.plan.job import Network, Plan
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,22 @@ def heads_over(plan: Plan) -> int:
 def layer(network: Network, plan: Plan, index: int) -> Elements:
     """One layer's."""
     n, t = network, split_of(plan)
-    norm = n.width * (2 if n.norm == "layernorm" else 1)
-    dense = attention(n, t, over=heads_over(plan)) + 2 * norm
+    dense = attention(n, t, over=heads_over(plan)) + 2 * norm(n)
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
     beside = (
         network_elements(n, e.shared_hidden, gated=e.gated) / t
-        + n.width * (e.count * (2 if e.biases else 1) + e.free)
-        + (e.count + e.free) * e.router_vectors
-        + n.width * e.router_norm
+        + n.width * ((e.count + e.free) * (1 + e.router.noise) + e.count * e.biases + e.router.norm + e.gates)
+        + (e.count + e.free) * e.router.vectors
     )
     one = network_elements(n, e.hidden, gated=e.gated) + e.hidden * (2 if e.gated else 1) * e.biases
     return Elements(dense + beside, e.count * one / (plan.ep * plan.etp))
+
+
+def norm(network: Network) -> int:
+    """A norm's gain, and its bias where the network has biases."""
+    return network.width * (2 if network.norm == "layernorm" and network.biases else 1)
 
 
 def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
@@ -73,25 +76,27 @@ def network_elements(network: Network, hidden: int, *, gated: bool) -> float:
 def attention(network: Network, t: int, *, over: int) -> float:
     """Of one of t ranks, on which heads lie over `over`. Where those exceed the key-value heads, several hold the same head."""
     n, inner = network, network.heads * network.channels
+    keys = max(n.groups, over) / t * n.channels
+    biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
+    latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # their norms' gains
+    beside = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + n.buckets)
+    return attention_matrices(n, t, over=over) + biases + gains(n) + latents + beside
+
+
+def attention_matrices(network: Network, t: int, *, over: int) -> float:
+    """Of its products alone."""
+    n, inner = network, network.heads * network.channels
     if n.latent is None:
-        keys = max(n.groups, over) / t * n.channels
-        biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
-        biases += (n.width if n.out_bias else 0) + (n.heads / t if n.sinks else 0)
-        return n.width * (2 * inner / t + 2 * keys) + biases + gains(n)
-    return _latent(n, n.latent, t)
+        return n.width * (2 * inner / t + 2 * max(n.groups, over) / t * n.channels)
+    late, queries = n.latent, n.heads * (n.channels + n.latent.rotary_size)
+    up = (late.query_rank or n.width) * queries + late.key_rank * n.heads * (n.channels + late.value_size)
+    return n.width * (late.query_rank + late.key_rank + late.rotary_size) + (up + n.heads * late.value_size * n.width) / t
 
 
 def gains(network: Network) -> int:
     """Of the norms of queries and keys, whole on every rank of tp."""
     n = network
     return {"none": 0, "heads": 2, "whole": n.heads + n.groups}[n.qk_norm] * n.channels
-
-
-def _latent(n: Network, latent: Latent, t: int) -> float:
-    queries = n.heads * (n.channels + latent.rotary_size)
-    down = n.width * (latent.query_rank + latent.key_rank + latent.rotary_size) + latent.query_rank + latent.key_rank
-    up = (latent.query_rank or n.width) * queries + latent.key_rank * n.heads * (n.channels + latent.value_size)
-    return down + (up + n.heads * latent.value_size * n.width) / t
 
 
 def embedding(network: Network, plan: Plan) -> float:
@@ -105,15 +110,13 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
     tables += last and not first and network.ahead > 0 and not network.tied  # of both ends: tokens ahead are looked up
     positions = network.length * network.width if network.learned_positions and first else 0
-    norm = network.width * (2 if network.norm == "layernorm" else 1) if last else 0
-    found = Elements(tables * table + positions + norm)
+    found = Elements(tables * table + positions + (norm(network) if last else 0))
     return found + ahead(network, plan).times(network.ahead) if last else found
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
     """What predicts one further token, beside the vocabulary's matrices: a dense layer, the product that joins its inputs, three norms."""
-    norm = network.width * (2 if network.norm == "layernorm" else 1)
-    return Elements(2 * network.width**2 + 3 * norm) + layer(replace(network, experts=None), plan, 0)
+    return Elements(2 * network.width**2 + 3 * norm(network)) + layer(replace(network, experts=None), plan, 0)
 
 
 def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[int]) -> Elements:

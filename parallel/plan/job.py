@@ -21,11 +21,32 @@ Engine = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 STAGE_OF = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 
+def repeats(index: int, every: int) -> bool:
+    """Whether layer `index` is one of those that are computed again: every n-th by number, where further tokens' layers are counted on."""
+    return index % every == 0
+
+
+@dataclass(frozen=True)
+class Router:
+    """What a router has beside a row for each expert: `vectors` more learned numbers of an expert, another row for the size of its `noise`,
+    a `norm` and a `jitter` of what it reads, a bound on logits (`capped`), choices drawn one after another (`mixer`)."""
+
+    vectors: int = 0
+    noise: bool = False
+    norm: bool = False
+    jitter: bool = False
+    capped: bool = False
+    mixer: bool = False
+
+
 @dataclass(frozen=True)
 class Experts:
     """One MoE layer's: `hidden` units each; a token chooses `choices` of `count` and also passes `shared_hidden` units beside them.
 
-    `capacity_factor`: places that experts have for each choice. Empty ones are computed too, and below 1 choices are dropped.
+    `rows`: computed for each choice, below 1 where choices are dropped; None: one, but some experts may have more. `sent`: rows that travel
+    for each choice, where empty places do too.
+
+    `gates`: outputs of products that weigh shared networks.
     """
 
     count: int
@@ -33,10 +54,11 @@ class Experts:
     hidden: int
     gated: bool = False
     shared_hidden: int = 0
-    capacity_factor: float | None = None  # None: no choice is dropped and nothing is padded
+    rows: float | None = None
+    sent: float | None = None  # None: as many as are computed
     biases: bool = False
-    router_vectors: int = 0
-    router_norm: bool = False
+    router: Router = Router()
+    gates: int = 0
     free: int = 0  # choices beside them that cost nothing
 
 
@@ -54,11 +76,12 @@ class Latent:
 @dataclass(frozen=True)
 class Network:
     """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
-    that have experts instead of a dense network. `qk_norm`: of queries and keys, of each head or all. `sinks`: a logit
-    a head. `clipped`: queries, keys and values are, and kept as they were before. `ahead`: further tokens that are predicted in
-    training, each by a dense layer behind the last, a product of its two inputs, and the head. `core_work`: pairs of tokens that
-    attention computes, over a causal one's, in the mean over layers; `windows_in_runs`: the share of layers with sliding windows that
-    are computed by runs of tokens, which keep keys and values twice."""
+    that have experts instead of a dense network. `biases`: of all products and norms. `qk_norm`: of queries and keys, of each head or
+    all. `buckets`: distances that have a bias of their own for each head (T5). `sinks`: a logit a head. `clipped`: queries, keys and
+    values are, and kept as they were before. `ahead`: further tokens that are predicted in training, each by a dense layer behind the
+    last, a product of its two inputs, and the head. `core_work`: pairs of tokens that attention computes, over a causal one's, in the
+    mean over layers; `windows_in_runs`: the share of layers with sliding windows that are computed by runs of tokens, which keep keys
+    and values twice."""
 
     layers: int
     width: int
@@ -75,6 +98,7 @@ class Network:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     qkv_biases: bool = False
     out_bias: bool = False
+    buckets: int = 0
     sinks: bool = False
     clipped: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"

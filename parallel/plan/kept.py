@@ -7,7 +7,7 @@ Parts and coefficients are those of parallel/plan/stack.py; a Plan cuts them:
     tp sliced            everything 1 / t (34 s b h / t), but gathered inputs if the software keeps them
     tp 2d, 2.5d, 3d      everything 1 / tp (parallel/plan/tensor.py)
     recompute full       the layer's input alone; selective: the shares that the software's `selective` says
-    ep, etp              rows of experts: choices * tokens / tp on average, or padded to the capacity; hidden units 1 / etp
+    ep, etp              rows of experts: choices * tokens / tp on average, or as many as capacities let; hidden units 1 / etp
 
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.
 """
@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from parallel.grids import GRIDS
-from parallel.plan.counts import layer as layer_elements
-from parallel.plan.counts import split_of
-from parallel.plan.job import Network, Plan, Recomputed
+from parallel.plan.counts import attention_matrices, heads_over, network_elements, split_of
+from parallel.plan.job import Experts, Network, Plan, Recomputed, repeats
 from parallel.plan.stack import PARTS, Part, Stack
 
 
@@ -47,7 +46,9 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     parts["norm_outputs"] = 2 * c * n.width * at.read
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
-    if stack.core == "scores":
+    if n.buckets:  # its scores are added to, so that no fused kernel takes them; and int64 buckets with a causal mask
+        parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length) + 9 * n.length**2
+    elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if stack.masks == "always" or n.dropout:
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
@@ -107,8 +108,14 @@ def rows_of(network: Network, plan: Plan) -> float:
     e = network.experts
     if e is None:
         return 0.0
-    places = 1.0 if e.capacity_factor is None else e.capacity_factor
-    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * places * plan.etp
+    each = 1.0 if e.rows is None else e.rows
+    return plan.microbatch * network.length / plan.sp / plan.tp * e.choices * each * plan.etp
+
+
+def sent_of(network: Network, plan: Plan) -> float:
+    """Rows that travel to the experts of one rank for one micro-batch."""
+    e = network.experts
+    return rows_of(network, plan) if e is None or e.sent is None else rows_of(replace(network, experts=replace(e, rows=e.sent)), plan)
 
 
 def _experts(n: Network, plan: Plan, stack: Stack) -> float:
@@ -119,7 +126,20 @@ def _experts(n: Network, plan: Plan, stack: Stack) -> float:
     here = plan.microbatch * n.length / plan.sp
     count = stack.gated if e.gated else 1 if n.activation == "relu" else stack.plain
     shared = c * count * e.shared_hidden * here / plan.tp
-    return rows * c * (moved * n.width + hidden) + here / plan.tp * (8 * (e.count + e.free) + stack.maps * e.choices) + shared
+    of_token = stack.maps * e.choices + c * e.gates * n.width + _router(n, e, stack, c)
+    return rows * c * (moved * n.width + hidden) + here / plan.tp * of_token + shared
+
+
+def _router(n: Network, e: Experts, stack: Stack, itemsize: int) -> float:
+    """Bytes of one token, in fp32: a jitter's numbers and what they make, what a norm and a second product read, and shares of experts."""
+    r, held = e.router, 0.0
+    if r.jitter:
+        held += 8 * n.width
+    elif (r.norm or r.noise) and itemsize < 4:
+        held += 4 * n.width
+    if r.norm:
+        held += (4 + stack.rms) * n.width + stack.statistics
+    return held + (e.count + e.free) * (8 + 8 * r.noise + 4 * r.capped + 5 * e.choices * r.mixer)
 
 
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:
@@ -138,7 +158,7 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
 
 def recompute_of(plan: Plan, index: int) -> Recomputed:
     """How one layer is recomputed: each `recompute_every`-th is."""
-    return plan.recompute if index % plan.recompute_every == 0 else "none"
+    return plan.recompute if repeats(index, plan.recompute_every) else "none"
 
 
 def casts_kept(plan: Plan, stack: Stack) -> bool:
@@ -148,8 +168,16 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one layer's weights in the compute dtype, where they are kept."""
-    return 0.0 if recompute_of(plan, index) == "full" else plan.compute_bytes * layer_elements(network, plan, index).dense
+    """Bytes of one layer's weights in the compute dtype, where they are kept: of dense products that are not computed again."""
+    n, e, recompute = network, network.experts, recompute_of(plan, index)
+    if recompute == "full":
+        return 0.0
+    elements = attention_matrices(n, split_of(plan), over=heads_over(plan))
+    if recompute == "none":
+        sparse = e is not None and index in n.sparse_layers
+        second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
+        elements += second / split_of(plan)
+    return plan.compute_bytes * elements
 
 
 def cast_ahead(network: Network, plan: Plan) -> float:

@@ -340,7 +340,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
     e, device, item = network.experts, cluster.device, max(2, plan.compute_bytes)
     assert e is not None
     n, d = tokens_of(network, plan) / plan.tp, network.width
-    factor = imbalance if e.capacity_factor is None else e.capacity_factor
+    factor = imbalance if e.rows is None else e.rows
     choices = n * e.choices
     rows = choices * factor * plan.etp / max(1, plan.etp)
     per_expert = choices * plan.ep * plan.etp / e.count * factor
@@ -354,7 +354,7 @@ def _experts(network: Network, plan: Plan, cluster: Cluster, program: Program, i
         beside = _ffn(network, plan, cluster, e.shared_hidden, e.gated, program)
         forward, backward, weights = forward + beside[0], backward + beside[1], weights + beside[2]
     group = group_of(plan.ep, plan.etp, cluster.devices_per_node, plan.world)
-    size = choices * factor * d * item
+    size = choices * (factor if e.sent is None else e.sent) * d * item
     ranks, nodes = (_copies(e.choices, plan.ep), _copies(e.choices, group.nodes)) if program.dispatch == "by_node" else (1.0, 1.0)
     way = all_to_all(cluster, group, size * ranks, copies=nodes / ranks)
     if plan.etp > 1:

@@ -30,8 +30,19 @@ from typing import Any, Literal
 from parallel.plan import counts
 from parallel.plan.counts import Elements
 from parallel.plan.in_flight import Rank, in_flight
-from parallel.plan.job import Network, Plan
-from parallel.plan.kept import cast_ahead, cast_weights, casts_kept, ends_kept, layer_kept, logits, recompute_of, rows_of, tokens_of
+from parallel.plan.job import Network, Plan, repeats
+from parallel.plan.kept import (
+    cast_ahead,
+    cast_weights,
+    casts_kept,
+    ends_kept,
+    layer_kept,
+    logits,
+    recompute_of,
+    rows_of,
+    sent_of,
+    tokens_of,
+)
 from parallel.plan.stack import OURS, Stack
 from parallel.plan.states import States, model_states
 
@@ -84,7 +95,7 @@ def _fullest(
     """The ranks that may need most: one with the same kinds of layers, no fewer ends and as much in flight stands for those after it."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, i % every == 0) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
     ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
 
     def stands_for(a: int, b: int) -> bool:
@@ -206,7 +217,7 @@ class _Job:
         self.kinds: dict[tuple[bool, bool], _Layer] = {}
 
     def layer(self, index: int) -> _Layer:
-        kind = (index in self.sparse, index % self.plan.recompute_every == 0)
+        kind = (index in self.sparse, repeats(index, self.plan.recompute_every))
         if kind not in self.kinds:
             made = _layer(self.network, _of_layer(self.plan, index), self.stack, kind[0])
             casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
@@ -226,7 +237,7 @@ class _Job:
         ends = counts.ends(network, plan, first=first, last=last)
         dispatch = 0.0
         if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):
-            dispatch = 2 * rows_of(network, plan) * network.width * plan.compute_bytes
+            dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes
         return _Rank(
             number,
             rank.versions,

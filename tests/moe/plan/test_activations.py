@@ -10,9 +10,10 @@ from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.nn.vocabulary import summed_loss
 from moe.parallelize.memory import save_memory
-from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
+from moe.plan.activations import block_bytes, fixed_bytes, head_bytes, router_bytes
 from moe.recipe import load as recipe
 from moe.recipe.sections import Run
+from moe.router.router import Router
 from parallel.weight_gradient import splittable
 
 B, L = 4, 128
@@ -85,6 +86,45 @@ def test_a_block_keeps_what_the_formula_says(case: str, compute: str) -> None:
     for layer, kept in enumerate(kept_by_blocks(run)):
         said = B * L * block_bytes(run, layer, "cpu") + fixed_bytes(run, layer)
         assert said == pytest.approx(kept, rel=0.15 if layer in run.model.layers_with_experts() else 0.03)
+
+
+ROUTERS: dict[str, dict[str, str]] = {
+    "jitter": {"router.jitter": "0.1"},
+    "norm": {"router.input_norm": "rmsnorm"},
+    "jitter and norm": {"router.jitter": "0.1", "router.input_norm": "rmsnorm"},
+    "noise": {"router.noise": "noisy_top_k"},
+    "capped": {"router.logit_cap": "3.0"},
+    "sparsemixer": {"router.select": "sparsemixer", "router.num_choices": "3", "router.capacity_factor": "null"},
+}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("case", ROUTERS)
+def test_a_routers_options_keep_what_the_formula_says(case: str, compute: str) -> None:
+    """More than a plain router, but for an index and a gate of each choice."""
+    values = {f"model.{key}": str(value) for key, value in SMALL.items()} | {"precision.compute": compute, "experts.num_experts": "6"}
+    runs = [recipe.load("switch_tiny", values | {"router.jitter": "0.0"} | own)[0] for own in ({}, ROUTERS[case])]
+    more = router_bytes(runs[1], 6, "cpu") - router_bytes(runs[0], 6, "cpu")
+    assert more == pytest.approx((kept_by_router(runs[1]) - kept_by_router(runs[0])) / (B * L), abs=12 * runs[1].router.spec.num_choices)
+    assert more > 0
+
+
+def kept_by_router(run: Run) -> int:
+    """Bytes of all storages that autograd keeps for a router, its weights and its input left out."""
+    compute = torch.bfloat16 if run.precision.compute == "bf16" else torch.float32
+    router = Router(run.router.spec, num_experts=6, d_model=run.model.d_model).train()
+    x_TD = torch.randn(B * L, run.model.d_model, dtype=compute, requires_grad=True)
+    known = {t.untyped_storage().data_ptr() for t in (*router.parameters(), x_TD)}
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        routing = router(x_TD, sequence_tokens=L, context=Context.fresh(torch.zeros(B, L, dtype=torch.int64)))
+    assert routing.gate_TK.requires_grad
+    return sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in known)
 
 
 @pytest.mark.parametrize("case", ["relu", "swiglu"])

@@ -93,6 +93,21 @@ def test_seconds_grow_as_operations_do() -> None:
     assert peak(network_of(runs[1]), plan_of(runs[1])).allocated > peak(network_of(runs[0]), plan_of(runs[0])).allocated
 
 
+@pytest.mark.parametrize(("layers", "ahead"), [(5, 1), (5, 2), (6, 1)])
+def test_the_layers_that_are_computed_again_are_the_trainers(layers: int, ahead: int) -> None:
+    """By number, and those of further tokens are counted on: in seconds as in bytes."""
+    cluster = load_cluster("h100-8").holding(1)
+    model = {"num_layers": layers, "d_model": 4096, "num_heads": 32, "d_ff": 16384, "max_length": 2048}
+
+    def seconds(every: int) -> float:
+        run = run_of(ahead, model=model, precision={"compute": "bf16"}, recompute={"kind": "full", "every": every})
+        return step_time(network_of(run), plan_of(run), cluster).recompute
+
+    run = run_of(ahead, model=model, recompute={"kind": "full", "every": 2})
+    again = sum(run.recompute.of_layer(layer) == "full" for layer in range(layers + ahead))
+    assert seconds(2) / seconds(1) == pytest.approx(again / (layers + ahead))
+
+
 def test_each_stage_has_the_elements_of_the_model_that_it_holds() -> None:
     """The last one an embedding, too, which only the tokens ahead ask for."""
     run = run_of(2, model={"num_layers": 3}, train={"global_batch": B}, pipeline={"schedule": "1f1b", "microbatches": B})

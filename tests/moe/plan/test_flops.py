@@ -11,8 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe.model.transformer import Transformer, moe_layers
 from moe.plan.flops import Size, counted_training, size
+from moe.plan.job import network_of
 from moe.recipe import load as recipe
 from moe.recipe import sections
+from parallel.plan.counts import parameters
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -31,6 +33,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": {"moe_every": 2, "ffn": "swiglu", "swiglu": {"limit": 2.0}},
         "experts": {"biases": True, "d_ff": 20},
         "router": {"preset": "mixtral", "logits": "affine"},
+    },
+    "norm and noise of the router": {
+        "router": {"preset": "glam", "input_norm": "rmsnorm", "noise": "noisy_top_k"},
+        "model": {"moe_every": 1},
     },
     "experts that compute nothing": {"model": {"moe_every": 2}, "experts": {"d_ff": 20, "skip": 1, "zero": 2}},
     "more choices than experts": {
@@ -65,6 +71,21 @@ def sections_of(values: dict[str, Any]) -> tuple[sections.Model, sections.Expert
 def test_total_is_what_the_model_holds(values: dict[str, Any]) -> None:
     model = Transformer(*sections_of(values), vocab_size=V)
     assert size(*sections_of(values), vocab_size=V).total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@EVERY
+def test_the_planners_count_is_what_the_model_holds(values: dict[str, Any], biases: bool) -> None:
+    """But of a pyramid, whose layers count by their mean."""
+    if "latent" not in values["model"]:
+        values = values | {"model": values["model"] | {"qkv_bias": biases, "out_bias": biases, "norm": "layernorm"}}
+    model, experts, router = sections_of(values)
+    if not isinstance(experts.num_experts, int):
+        experts = experts.model_copy(update={"num_experts": 6})
+    with torch.device("meta"):
+        held = Transformer(model, experts, router, vocab_size=V)
+    run = sections.Run(model=model.model_copy(update={"vocab_size": V}), experts=experts, router=router)
+    assert parameters(network_of(run)) == sum(p.numel() for p in held.parameters())
 
 
 @EVERY

@@ -30,6 +30,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "experts": {"biases": True, "skip": 1},
         "router": {"preset": "mixtral", "logits": "affine"},
     },
+    "norm, noise and scale of the router": {
+        "model": {"moe_every": 2},
+        "router": {"preset": "glam", "input_norm": "rmsnorm", "noise": "noisy_top_k", "expert_scale": "learned"},
+    },
     "pyramid, residual": {"model": {"moe_every": 2}, "experts": {"num_experts": (3, 6), "residual": True, "d_ff": 20}},
 }
 EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in MODELS.items()])
@@ -91,11 +95,12 @@ def test_layers_that_differ_have_letters_of_their_own() -> None:
     assert made.named["layers.1.moe.dispatch"].rule != made.named["layers.3.moe.dispatch"].rule
 
 
-def test_slots_are_shared_with_choices_that_cost_nothing() -> None:
+@pytest.mark.parametrize(("factor", "filled"), [(1.5, 1.0), (0.75, 0.75)])
+def test_slots_are_those_that_are_filled_and_shared_with_choices_that_cost_nothing(factor: float, filled: float) -> None:
     """As the router has them (moe/router/capacity.py)."""
-    router = {"preset": "mixtral", "capacity_factor": 1.5}
+    router = {"preset": "mixtral", "capacity_factor": factor}
     made = graph({"model": {"moe_every": 2}, "experts": {"num_experts": 3, "skip": 2, "zero": 1}, "router": router})
-    assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(1.5 * 2 * L / 6)}
+    assert {dim.size for dim in made.dims.values() if dim.name == "slots"} == {math.ceil(filled * 2 * L / 6)}
 
 
 def test_a_part_reads_what_came_before_as_an_input() -> None:

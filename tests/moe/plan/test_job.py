@@ -11,8 +11,11 @@ from moe.parallelize.shown import plan_rows
 from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
 from parallel.plan.counts import held
-from parallel.plan.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of
+from parallel.plan.kept import cast_weights, casts_kept, ends_kept, layer_kept, recompute_of, rows_of
+from parallel.plan.memory import peak
 from parallel.plan.stack import OURS, OURS_ON_CPU
 
 MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_ff": 80, "max_length": 20, "tied_embeddings": False}
@@ -34,7 +37,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "latents": {"model": {"num_kv_heads": None, "latent": {"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}}},
     "few places": {"model": {"moe_every": 1}, **SPARSE, "router": {"preset": "switch", "capacity_factor": 0.5}},
-    "shared expert": {"model": {"moe_every": 1, "ffn": "swiglu"}, **SPARSE, "experts": {"num_experts": 4, "d_ff": 56, "shared": 1}},
+    "shared expert": {
+        "model": {"moe_every": 1, "ffn": "swiglu"},
+        **SPARSE,
+        "experts": {"num_experts": 4, "d_ff": 56, "shared": 1, "shared_gate": True},
+    },
+    "residual": {"model": {"moe_every": 1}, **SPARSE, "experts": {"num_experts": 4, "residual": True}},
+    "more places than choices": {"model": {"moe_every": 1}, **SPARSE, "router": {"preset": "glam", "capacity_factor": 1.5}},
+    "normed router": {
+        "model": {"moe_every": 1},
+        **SPARSE,
+        "router": {"preset": "mixtral", "input_norm": "rmsnorm", "noise": "noisy_top_k"},
+    },
+    "sparsemixer": {
+        "model": {"moe_every": 1},
+        **SPARSE,
+        "router": {"preset": "mixtral", "softmax_over": "all", "select": "sparsemixer", "jitter": 0.1, "logit_cap": 3.0},
+    },
+    "t5": {"model": {"positions": "t5"}},
 }
 
 
@@ -49,13 +69,30 @@ def test_kept_bytes_are_those_counted_against_autograd(case: str, recompute: str
     tokens = 3 * 20
     for layer in range(3):
         said = layer_kept(network, plan, OURS, layer, recompute_of(plan, layer))
-        assert said == pytest.approx(tokens * block_bytes(run, layer))
+        buckets = fixed_bytes(run, layer, "again")
+        assert said == pytest.approx(tokens * block_bytes(run, layer) + buckets)
         on_cpu = layer_kept(network, plan, OURS_ON_CPU, layer, recompute_of(plan, layer))
-        assert on_cpu == pytest.approx(tokens * block_bytes(run, layer, "cpu"))
-        if recompute == "none" and layer not in network.sparse_layers:  # norms and biases are not cast
-            cast = cast_weights(network, plan, layer) if casts_kept(plan, OURS) else 0.0
-            assert cast == pytest.approx(fixed_bytes(run, layer), rel=0.02)
+        assert on_cpu == pytest.approx(tokens * block_bytes(run, layer, "cpu") + buckets)
+        cast = cast_weights(network, plan, layer) if casts_kept(plan, OURS) else 0.0
+        assert cast == pytest.approx(fixed_bytes(run, layer) - buckets)
     assert ends_kept(network, plan, OURS, first=False, last=True) == pytest.approx(tokens * head_bytes(run))
+
+
+def test_empty_places_travel_only_where_they_are_sent() -> None:
+    """No dispatcher computes them, and `padded` alone sends them (moe/experts/dispatch/padded.py)."""
+
+    def made(factor: float | None, kind: str) -> tuple[float, float, float]:
+        router = {"preset": "glam", "capacity_factor": factor}
+        values = {"model": MODEL | {"moe_every": 1}, "experts": {"num_experts": 4}, "router": router, "dispatch": {"kind": kind}}
+        run = build_run(values | {"degrees": {"ep": 2}, "train": {"global_batch": 4}}).resolve(2)
+        network, plan = network_of(run), plan_of(run)
+        time = step_time(network, plan, load_cluster("h100-8").holding(2))
+        return rows_of(network, plan), peak(network, plan).parts["dispatch buffers"], time.experts
+
+    rows, buffers, seconds = made(None, "all_to_all")
+    assert made(1.5, "all_to_all") == (rows, buffers, seconds)
+    assert made(1.5, "padded")[:2] == (rows, 1.5 * buffers) and made(1.5, "padded")[2] > seconds
+    assert made(0.5, "all_to_all")[:2] == (0.5 * rows, 0.5 * buffers)
 
 
 @pytest.mark.parametrize("kv_heads", [6, 1])

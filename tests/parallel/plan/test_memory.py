@@ -118,7 +118,7 @@ def test_experts_keep_rows_by_choices_and_capacity() -> None:
     sparse = replace(GPT, experts=Experts(8, 2, 48, gated=True), sparse_layers=(0,))
     tokens, rows = 2 * 32, 2 * 2 * 32
     assert layer_parts(sparse, Plan(microbatch=2), MEGATRON, 0)["experts"] == rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
-    padded = replace(sparse, experts=Experts(8, 2, 48, gated=True, capacity_factor=1.5))
+    padded = replace(sparse, experts=Experts(8, 2, 48, gated=True, rows=1.5))
     assert layer_parts(padded, Plan(microbatch=2), MEGATRON, 0)["experts"] == 1.5 * rows * 2 * (96 + 3 * 48) + tokens * (8 * 8 + 8 * 2)
 
 
