@@ -35,7 +35,10 @@ def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() ->
 
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(bool(REASON_SLURM), reason=REASON_SLURM)
-def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses() -> None:
+def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", f"{os.defpath}:/usr/sbin:/sbin")  # nothing is activated: `python` of the script is still the user's
     problem, _ = machines.once(machines.slurm)
     assert problem == ""
 
