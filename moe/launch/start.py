@@ -20,13 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
-from moe.launch.environment import child_environment, devices, devices_without, for_hosts, port_from
+from moe.launch.environment import child_environment, devices, devices_without, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.hosts import Hosts
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
@@ -44,6 +44,25 @@ _FIND_S = 0.5
 _LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
 _WORDS_S = 5.0  # until what ranks on other machines have written is seen here
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One life of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
+
+    `caught`: the signals that have come meanwhile, each with its time; `module`: what a rank runs.
+    """
+
+    words: list[str]
+    environment: Mapping[str, str]
+    world: int
+    nproc: int | None
+    launcher: Launcher
+    out: Path
+    hostfile: Path | None
+    module: str
+    grace_s: float
+    caught: list[tuple[int, float]]
 
 
 def start(
@@ -96,8 +115,8 @@ def start(
     again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
     with alone_in(out), _tidied(out, made), _caught_signals() as caught:
         while True:
-            words = replace(given, fresh=again.fresh()).words()
-            end = _run(words, environment | again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
+            words, told = replace(given, fresh=again.fresh()).words(), environment | again.variables()
+            end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught))
             code = end.code if caught else again.after(end)
             if code is not None:
                 break
@@ -112,37 +131,28 @@ def start(
     return code
 
 
-def _run(
-    words: list[str],
-    environment: Mapping[str, str],
-    world: int,
-    nproc: int | None,
-    launcher: Launcher,
-    out: Path,
-    hostfile: Path | None,
-    module: str,
-    grace_s: float,
-    caught: list[tuple[int, float]],
-) -> End:
+def _run(launch: Launch) -> End:
     """Start the launcher, wait, end what is left, and say how it went."""
-    folder = status.empty(out)
+    world, nproc, caught, folder = launch.world, launch.nproc, launch.caught, status.empty(launch.out)
     token = secrets.token_hex(8)
-    env = child_environment(environment, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
-    hosts = None if hostfile is None else Hosts(tuple(read_hostfile(hostfile)), token)
+    here = launch.hostfile is None
+    env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
+    hosts = None if launch.hostfile is None else Hosts(tuple(read_hostfile(launch.hostfile)), token)
     if hosts is not None:
         hosts.check(folder)
-        env = for_hosts(env, environment) | {STDIN: "1"}
-    visible = devices(environment, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
+        env[STDIN] = "1"
+    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
-    port = port_from(environment, local=hostfile is None)
-    command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
-    print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
+    port = port_from(launch.environment, local=here)
+    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+    print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
     # nothing is written to what is read on other machines: it ends with this process
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL if hosts is None else subprocess.PIPE, start_new_session=True)
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE
+    process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
     ranks: list[Rank] = []
     try:
-        killed = _watch(process, ranks, world, caught, folder, grace_s=grace_s, hosts=hosts)
+        killed = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
             status.wait_for(folder, world, _WORDS_S)
     finally:
@@ -201,20 +211,12 @@ def _command(
     return [*command, "--module", module]
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    ranks: list[Rank],
-    world: int,
-    caught: list[tuple[int, float]],
-    folder: Path,
-    *,
-    grace_s: float,
-    hosts: Hosts | None = None,
-) -> bool:
+def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None) -> bool:
     """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether to kill those that are left.
 
     `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
     """
+    world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
     while process.poll() is None:
@@ -231,7 +233,7 @@ def _watch(
             if not _pass_on(ranks, world, asked[0][0], hosts):
                 return True
         again = any(at - asked[0][1] > _SAME_SIGNAL_S for _, at in asked)
-        if asked and (again or now - passed_at > grace_s):
+        if asked and (again or now - passed_at > launch.grace_s):
             return True
         if not asked and _failed_before(ranks, folder, now):
             return True

@@ -433,7 +433,8 @@ def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counte
 
         monkeypatch.setattr(start, "find_ranks", find)
         found: list[Rank] = []
-        assert not start._watch(launcher, found, 1, caught, tmp_path, grace_s=30.0) and found == [rank]
+        launch = start.Launch([], {}, 1, 1, "deepspeed", tmp_path, None, "m", 30.0, caught)
+        assert not start._watch(launch, launcher, found, tmp_path) and found == [rank]
         assert caught and launcher.returncode == 0
 
 
@@ -511,6 +512,8 @@ def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() ->
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == "p"
     assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & env.keys()
     assert environment.child_environment({"OMP_NUM_THREADS": "7"}, nproc=2)["OMP_NUM_THREADS"] == "7"
+    elsewhere = environment.child_environment(outer, nproc=None)
+    assert elsewhere.keys() <= {"PATH", "MOE_LAUNCH_PARENT", "PYTHONSAFEPATH", "PYTHONPATH", "DS_ACCELERATOR"}  # nothing of this machine
 
 
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
