@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from moe.launch.processes import PARENT
+from moe.launch.processes import PARENT, STDIN
 from parallel.errors import BadInput
 from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
@@ -27,6 +27,7 @@ _OF_A_LAUNCHER = (
     "MASTER_PORT",
     "CROSS_RANK",
     "CROSS_SIZE",
+    STDIN,
 )
 
 # What torch's libraries read when they are loaded. Those of speed were chosen by measuring: `moe bench environment`.

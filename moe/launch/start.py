@@ -19,10 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
@@ -32,7 +32,7 @@ from moe.launch.hosts import Hosts
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
-from moe.launch.verdict import first_to_fail, verdict
+from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
 from parallel.files import read_text
@@ -42,7 +42,8 @@ Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
 _LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
-_WORDS_S = 5.0  # until what ranks on other machines have written is seen here
+_WORDS_S = 5.0  # until what ranks on other machines have written is seen here, and where all of them have: NFS looks once a minute
+_ALL_WORDS_S = 65.0
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
 
 
@@ -133,13 +134,16 @@ def start(
 
 def _run(launch: Launch) -> End:
     """Start the launcher, wait, end what is left, and say how it went."""
-    world, nproc, caught, folder = launch.world, launch.nproc, launch.caught, status.empty(launch.out)
-    token = secrets.token_hex(8)
-    here = launch.hostfile is None
+    world, nproc, caught = launch.world, launch.nproc, launch.caught
+    token, here = secrets.token_hex(8), launch.hostfile is None
+    folder = status.empty(launch.out, token)
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
-    hosts = None if launch.hostfile is None else Hosts(tuple(read_hostfile(launch.hostfile)), token)
-    if hosts is not None:
-        hosts.check(folder)
+    hosts = None
+    if launch.hostfile is not None:
+        slots = read_hostfile(launch.hostfile)
+        hosts = Hosts(tuple(slots), token, tuple(nproc or each for each in slots.values()))
+        if not hosts.check(folder, no_more=lambda: bool(caught)):
+            return _end(launch, [], DONE, how="early")
         env[STDIN] = "1"
     visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
     if visible:
@@ -151,27 +155,57 @@ def _run(launch: Launch) -> End:
     stdin = subprocess.DEVNULL if here else subprocess.PIPE
     process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
     ranks: list[Rank] = []
+    left: set[int] = set()  # ranks that are ended here
+    also: list[str] = []
     try:
-        killed = _watch(launch, process, ranks, folder, hosts=hosts)
+        how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
-            status.wait_for(folder, world, _WORDS_S)
+            before = len(caught)
+            status.wait_for(folder, world, _words_s(how, process.returncode), no_more=lambda: len(caught) > before)
+            words, broken = status.read(folder), status.machines(folder)
+            gone = {rank for number in broken for rank in hosts.ranks_on(number)}
+            left = set(range(world)) - words.keys() - gone if how == "killed" and not caught else set()
+            silent = {number: code for number, code in broken.items() if not words.keys() >= set(hosts.ranks_on(number))}
+            also = [f"the launcher on {hosts.names[number]} ended with {in_words(code)}" for number, code in silent.items()]
     finally:
         for rank in ranks:
             rank.look()
-        left = {rank.rank for rank in ranks if rank.ended_at is None}
+        left |= {rank.rank for rank in ranks if rank.pid and rank.ended_at is None}
         uncertain = [] if hosts is None else hosts.end()
         stuck = kill_all(process.pid, token)
         process.wait()
+    uncertain += [f"process {pid} could not be ended" for pid in stuck]
+    return _end(launch, ranks, process.returncode, how=how, ended_here=left, also=also, uncertain=uncertain)
+
+
+def _end(
+    launch: Launch,
+    ranks: list[Rank],
+    launcher_code: int,
+    *,
+    how: Watched,
+    ended_here: Collection[int] = (),
+    also: Sequence[str] = (),
+    uncertain: Sequence[str] = (),
+) -> End:
+    """How it went, said. `also`: lines for the case that it failed; `uncertain`: for processes that may be left."""
     for rank in ranks:
         rank.look()
-    asked = caught[0][0] if caught else None
-    words_left = status.read(folder)
-    code, lines = verdict(words_left, ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
-    lines += uncertain + [f"process {pid} could not be ended" for pid in stuck]
+    number = launch.caught[0][0] if launch.caught else None
+    words_left = status.read(launch.out / status.NAME)
+    code, lines = verdict(words_left, ranks, launch.world, launcher_code, asked=number and _sent(number), how=how, ended_here=ended_here)
+    lines += [*(also if code == FAILED else ()), *uncertain]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    first = first_to_fail(words_left, ranks, ended_here=left)
-    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck or uncertain), first=first)
+    first = first_to_fail(words_left, ranks, ended_here=ended_here)
+    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(uncertain), first=first)
+
+
+def _words_s(how: Watched, launcher_code: int | None) -> float:
+    """For how long what ranks on other machines have written is waited for."""
+    if how == "early":
+        return 0.0
+    return _ALL_WORDS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _WORDS_S
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
@@ -200,8 +234,8 @@ def _command(
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
     # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
-    runner = "deepspeed.launcher.runner" if hostfile is None else "moe.launch.pdsh"
-    command = [sys.executable, "-m", runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
+    runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(words_of_ranks)]
+    command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
     if hostfile is not None:  # one host, too, is another machine; and pdsh would put its name before each line (-N: not)
         command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
         command += ["--num_accelerators", str(nproc)] if nproc else []
@@ -211,14 +245,15 @@ def _command(
     return [*command, "--module", module]
 
 
-def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None) -> bool:
-    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether to kill those that are left.
+def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None) -> Watched:
+    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether it ended, or is to be killed.
 
     `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
     """
     world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
+    seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
         asked = tuple(caught)  # a signal can come at any line of this round: it is for the next one
@@ -230,15 +265,18 @@ def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], 
                 print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
-            if not _pass_on(ranks, world, asked[0][0], hosts):
-                return True
-        again = any(at - asked[0][1] > _SAME_SIGNAL_S for _, at in asked)
-        if asked and (again or now - passed_at > launch.grace_s):
-            return True
-        if not asked and _failed_before(ranks, folder, now):
-            return True
+            if not _pass_on(launch, ranks, folder, hosts):
+                return "early"
+        if asked and (_asked_again(asked) or now - passed_at > launch.grace_s):
+            return "killed"
+        if not asked and hosts is None and _failed_before(ranks, folder, now):
+            return "killed"
+        if not asked and hosts is not None and now - looked > _FIND_S:
+            looked = now
+            if _failed_elsewhere(folder, seen, now):
+                return "killed"
         wait(ranks, _POLL_S)
-    return False
+    return "ended"
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
@@ -249,9 +287,28 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
         assert rank.ended_at is not None
         word = left.get(rank.rank, {})
         failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
-        if failed and now - rank.ended_at > (_LEAVE_S / 10 if word.get("of_all") else _LEAVE_S):
+        if failed and now - rank.ended_at > _leave_s(word):
             return True
     return False
+
+
+def _failed_elsewhere(folder: Path, seen: dict[object, float], now: float) -> bool:
+    """The same of ranks on other machines, from what they and the launchers there have left; `seen`: since when that is here."""
+    codes: dict[object, tuple[int, float]] = {
+        rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
+    }
+    codes |= {f"machine {number}": (code, _LEAVE_S) for number, code in status.machines(folder).items()}
+    waited = {who: (now - seen.setdefault(who, now), leave_s) for who, (code, leave_s) in codes.items() if code not in (DONE, STOPPED)}
+    return any(since > leave_s for since, leave_s in waited.values())
+
+
+def _leave_s(word: Mapping[str, Any]) -> float:
+    return _LEAVE_S / 10 if word.get("of_all") else _LEAVE_S
+
+
+def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
+    """Whether a second signal has come, which ends all ranks at once."""
+    return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
 def _processes(world: int) -> str:
@@ -263,19 +320,24 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
     ranks.extend(rank for rank in found if rank.pid not in known)
 
 
-def _pass_on(ranks: list[Rank], world: int, number: int, hosts: Hosts | None) -> bool:
-    """Send the signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
-    name, sent = signal.Signals(number).name, signal.SIGTERM if number == signal.SIGHUP else number
-    silent: list[str] = []
+def _sent(number: int) -> int:
+    """What ranks get for a signal: a closed terminal is a request to stop."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
+    """Send the first signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
+    number = launch.caught[0][0]
+    name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
-        found, silent = hosts.send(sent)
-        ranks.extend(Rank(rank, 0) for rank in sorted(found))
+        found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # those that have ended had started
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
-    if len(ranks) < world and not silent:
+    if len(ranks) < launch.world and not silent:
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
-    count = send(ranks, sent) if hosts is None else len(ranks)
+    count = send(ranks, _sent(number)) if hosts is None else len(found)
     print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
     return True
 
@@ -291,7 +353,8 @@ def _tidied(out: Path, made: list[Path]) -> Iterator[None]:
 
 
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-_HOST = re.compile(r"[\w@\[][\w.:@%\[\]-]*", re.ASCII)  # launchers give it to ssh and to a shell: nothing that these would carry out
+# ssh and a shell get it, and pdsh: nothing that they would carry out, or take for several hosts or another way to them
+_HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -313,7 +376,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
         if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
             got = f"{words[0]} twice" if words[0] in hosts else line.strip()
-            raise BadInput(f"{path}, line {number}", got=got, needed="HOST slots=N, each host once", fix="for example: worker-0 slots=8")
+            needed = "NAME slots=N (or its IPv4 address), each host once"
+            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)
     if not hosts:
         raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")
