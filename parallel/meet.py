@@ -10,6 +10,7 @@ rank 0 gives each start a name of its own, and tells it to each rank that asks w
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 import uuid
@@ -19,10 +20,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel.errors import Ended
+from parallel.errors import BadInput, Ended
 
 _LIMIT = " (train.timeout_s, five times at the start)"
 _PROBLEM, _LOOK_S = "missing", 0.1
+_NAME_S = 60.0  # until a name has an address: that of a machine that starts at the same time may come late
+_HEARD_S = 60.0  # for how long rank 0, in whose process the store is, stays for those that have still to read why nobody goes on
+_GONE = (dist.DistNetworkError, dist.DistStoreError)
 
 
 class NotMet(Ended):
@@ -30,16 +34,18 @@ class NotMet(Ended):
 
 
 def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: float, problem: str = "") -> Any:
-    """The store of this run, once every rank has come to it. `problem`: why this one cannot go on, for all ranks to say. Raises NotMet."""
+    """The store of this run, once every rank has come to it. `problem`: why this one cannot go on, for all ranks to say. Raises NotMet,
+    and BadInput where MASTER_ADDR is no address that this machine knows."""
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait, node = timedelta(seconds=timeout_s), socket.gethostname()
+    _check_name(host, node, wait_s=min(timeout_s, _NAME_S))
     here = f"rank {rank} on {node}"
     try:
         store: Any = dist.TCPStore(
             host, port, size, is_master=rank == 0 and not agent, timeout=wait, wait_for_workers=False, multi_tenant=not agent
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except _GONE as error:
         who = "torchrun" if agent else "rank 0"
         verb = "could not listen" if rank == 0 and not agent else f"got no answer from {who}"
         said = str(error).splitlines()[0].partition(" Exception raised")[0]
@@ -57,14 +63,38 @@ def meet(rank: int, size: int, *, environment: Mapping[str, str], timeout_s: flo
         else:
             store.set(f"here/{rank}", node)
             said = _wait(store, size, until=until, answer=answer, limit=f"within {timeout_s:g} s{_LIMIT}", at=f"{host}:{port}")
-    except (dist.DistNetworkError, dist.DistStoreError):
+    except _GONE:
         raise NotMet(f"{here} met others at {host}:{port}, and their store is gone: rank 0 has left") from None
     if said:
-        store.set(_PROBLEM, said)
-        if rank == 0 and not agent:  # the others read it here
-            time.sleep(1.0)
+        with contextlib.suppress(*_GONE):
+            store.set(_PROBLEM, said)
+            store.set(f"heard/{rank}", "")
+            if rank == 0 and not agent:  # the others read it here
+                _stay(store, size, until=until)
         raise NotMet(said)
     return store
+
+
+def _check_name(host: str, node: str, *, wait_s: float) -> None:
+    """Refuse a name without an address, of which torch would print a page of C++'s frames again and again until the time is up."""
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > until or isinstance(error, UnicodeError):
+                needed = f"a name or address of rank 0's machine that {node} knows ({getattr(error, 'strerror', None) or error})"
+                raise BadInput("MASTER_ADDR", got=host, needed=needed, fix="set it to an address that `hostname -I` prints there") from None
+        time.sleep(_LOOK_S)
+
+
+def _stay(store: Any, size: int, *, until: float) -> None:
+    """Until every rank has read what keeps all of them from going on; not for ever, since some may never come."""
+    now = time.monotonic()
+    last = max(now + 1.0, min(until, now + _HEARD_S))
+    while not store.check([f"heard/{rank}" for rank in range(size)]) and time.monotonic() < last:
+        time.sleep(_LOOK_S)
 
 
 def _ask(store: Any, rank: int, *, until: float) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from parallel import watchdog
 from parallel.communicator import Communicator
 from parallel.debug_collectives import DEBUG, TIMEOUT_S, Agreement
-from parallel.errors import BadInput
+from parallel.errors import BadInput, cut
 from parallel.malloc import keep_freed_memory
 from parallel.meet import NotMet, meet
 from parallel.mesh import Axis, Degrees, Mesh
@@ -59,7 +59,7 @@ class World:
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
     """This process's place. A SLURM job step counts only if it has several tasks, since an interactive shell is one process."""
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
-    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE", "1")) != "1" and not _elsewhere(environment):
+    if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
         fix = "start with moe train --nproc N, or unset WORLD_SIZE"
         raise BadInput("WORLD_SIZE", got=f"{alone} without a RANK, on rank 0 as far as this process knows", needed="both", fix=fix)
     if "RANK" not in environment and environment.get("SLURM_NTASKS", "1") == "1" and "OMPI_COMM_WORLD_RANK" not in environment:
@@ -121,15 +121,18 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
     try:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=_last_resort_s()))
     except RuntimeError as error:
-        raise _not_connected(error, world) from None
+        raise _not_connected(error, world) from error
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
     """What is raised where ranks have met and then do not connect: what another rank says of it, or one line, which the others get too."""
-    last = str(error).splitlines()[0].rpartition("] ")[2]
-    over = os.environ.get("GLOO_SOCKET_IFNAME") if world.device.type == "cpu" else None
-    where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)" if over else ""
-    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {last}")
+    lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
+    if world.device.type == "cpu":
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # behind a place in gloo's code; then come frames
+        if over := os.environ.get("GLOO_SOCKET_IFNAME"):
+            where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)"
+    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's reason stands in its last lines
+    own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 

@@ -24,7 +24,6 @@ from parallel.parent import die_with
 
 NAMES = ("worker-0", "worker-1")
 PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "unshare": "util-linux", "nsenter": "util-linux"}
-PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where daemons are
 _APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts")
 _START_S = 20.0
 
@@ -58,9 +57,14 @@ class Hosts:
         return found
 
 
+def path(env: Mapping[str, str]) -> str:
+    """Where an environment finds its programs, and the daemons behind them."""
+    return f"{env.get('PATH', '')}:/usr/sbin:/sbin"
+
+
 def missing(programs: Mapping[str, str] = PROGRAMS) -> str:
     """What this machine lacks for it beside a network (`why_not` of two_machines.py); nothing where it has all."""
-    absent = sorted({package for program, package in programs.items() if shutil.which(program, path=PATH) is None})
+    absent = sorted({package for program, package in programs.items() if shutil.which(program, path=path(os.environ)) is None})
     if absent:
         return f"it needs {' '.join(absent)} (apt-get install {' '.join(absent)})"
     tried = subprocess.run([*_APART, "true"], capture_output=True, text=True)
@@ -97,9 +101,10 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
 @contextlib.contextmanager
 def _host(home: Path, machines: Machines, number: int) -> Iterator[int]:
     """The process of a host under which all others there are, once its sshd listens."""
+    sshd = shutil.which("sshd", path=path(os.environ))
     script = (
         f"hostname {NAMES[number]} && mount --bind {home}/hosts /etc/hosts && mount --bind {home}/ssh_config /etc/ssh/ssh_config "
-        f"&& mount -t tmpfs none /run && mkdir /run/sshd && exec {shutil.which('sshd', path=PATH)} -D -e -f {home}/sshd_config"
+        f"&& mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {home}/sshd_config"
     )
     parent = os.getpid()
 

@@ -104,7 +104,9 @@ class Preemptions:
         for rank, code in zip(life.ranks, codes, strict=True):
             rank.code = code
         worst = max((code or 0 for code in codes), key=abs)
-        code, lines = verdict(status.read(out / status.NAME), life.ranks, life.world, worst, asked=asked, killed=bool(stuck))
+        code, lines = verdict(
+            status.read(out / status.NAME), life.ranks, life.world, worst, asked=asked, how="killed" if stuck else "ended"
+        )
         if stuck:
             return f"ranks {stuck} had not ended after {LIMIT_S:g} s: {life.said()!r}", took
         allowed = {STOPPED, *((INTERRUPTED,) if moment in EARLY else ()), *((DONE,) if moment not in EARLY else ())}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe.bench.hosts import NAMES, PATH, PROGRAMS, Hosts
+from moe.bench.hosts import NAMES, PROGRAMS, Hosts, path
 
 SLURM = PROGRAMS | {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
 _START_S = 30.0
@@ -74,6 +74,7 @@ class Cluster:
 @contextlib.contextmanager
 def cluster(hosts: Hosts, home: Path, folder: Path, env: dict[str, str]) -> Iterator[Cluster]:
     """The daemons, until both nodes wait for jobs. They end with their hosts at the latest."""
+    env = env | {"PATH": path(env)}  # its own comes first: `python` of a batch script is the user's
     (home / "state").mkdir()
     (home / "slurm").mkdir()
     (home / "slurm" / "slurm.conf").write_text(_CONFIG.format(first=NAMES[0], home=home, names=",".join(NAMES)))
@@ -88,8 +89,8 @@ def cluster(hosts: Hosts, home: Path, folder: Path, env: dict[str, str]) -> Iter
                 f"mount --bind {home}/slurm /etc/slurm && mkdir -p /run/munge && chmod 755 /run/munge && {munged} && "
                 f"{{ {'slurmctld -D & ' if host == 0 else ''} exec slurmd -D; }} >{home}/slurm-{host}.log 2>&1"
             )
-            started.append(hosts.start(host, ["sh", "-c", script], env=env | {"PATH": PATH}, cwd=home))
-        found = Cluster(hosts, folder, env | {"PATH": PATH})
+            started.append(hosts.start(host, ["sh", "-c", script], env=env, cwd=home))
+        found = Cluster(hosts, folder, env)
         until = time.monotonic() + _START_S
         while not _idle(found):
             if time.monotonic() > until:

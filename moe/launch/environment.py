@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from moe.launch.processes import PARENT
+from moe.launch.processes import PARENT, STDIN
 from parallel.errors import BadInput
 from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
@@ -27,6 +27,7 @@ _OF_A_LAUNCHER = (
     "MASTER_PORT",
     "CROSS_RANK",
     "CROSS_SIZE",
+    STDIN,
 )
 
 # What torch's libraries read when they are loaded. Those of speed were chosen by measuring: `moe bench environment`.
@@ -42,34 +43,30 @@ BEFORE_TORCH = {
 }
 
 
-def child_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
-    """The launcher's environment: cores divided among the ranks, DeepSpeed's device, and the folder of compiled extensions."""
+def child_environment(environment: Mapping[str, str], nproc: int | None) -> dict[str, str]:
+    """The launcher's environment: cores divided among `nproc` ranks, DeepSpeed's device, and the folder of compiled extensions.
+
+    Without `nproc`, where ranks start on other machines, nothing that is found out about this one; but their torch is as this one.
+    """
     env = {
         name: value
         for name, value in environment.items()
         if name not in _OF_A_LAUNCHER and not name.startswith(("TORCHELASTIC_", "GROUP_"))
     }
+    env[PARENT] = str(os.getpid())
+    env |= import_path(environment)
+    if nproc is None:
+        if version_of("torch").endswith("+cpu"):
+            env.setdefault("DS_ACCELERATOR", "cpu")
+        return env
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // nproc)))
     set_before_torch(env)
     env.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir(environment)))
     if not has_gpu(environment):
         env.setdefault("DS_ACCELERATOR", "cpu")
         env.pop("CUDA_VISIBLE_DEVICES", None)  # else DeepSpeed's launcher would print that it ignores it
-    env[PARENT] = str(os.getpid())
-    env |= import_path(environment)
     remove_stale_locks(Path(env["TORCH_EXTENSIONS_DIR"]))
     return env
-
-
-def for_hosts(env: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment for other machines: without what was found out about this one, unless the user has `given` it."""
-    here = (
-        "OMP_NUM_THREADS",
-        *BEFORE_TORCH,
-        "TORCH_EXTENSIONS_DIR",
-        *(() if version_of("torch").endswith("+cpu") else ("DS_ACCELERATOR",)),
-    )
-    return {name: value for name, value in env.items() if name in given or name not in here}
 
 
 def set_before_torch(environment: MutableMapping[str, str]) -> None:

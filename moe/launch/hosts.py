@@ -14,42 +14,61 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe.launch.environment import import_path
 from moe.launch.exit_codes import BAD_INPUT, DONE
 from moe.launch.processes import kill_all, ranks_of, send
+from moe.launch.status import STARTED
 from parallel.errors import BadInput
 
 _LIMIT_S = 60  # of a command there, with the start of Python
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines by their names, and the token of the launch on them."""
+    """The machines by their names, the token of the launch on them, and how many ranks each has."""
 
     names: tuple[str, ...]
     token: str
+    slots: tuple[int, ...]
 
-    def check(self, folder: Path) -> None:
-        """Refuse machines that ssh does not reach, that lack this program, or that do not see this run's `folder`. Raises BadInput."""
+    def ranks_on(self, number: int) -> range:
+        """Those of one machine: ranks are counted through the machines in their order."""
+        before = sum(self.slots[:number])
+        return range(before, before + self.slots[number])
+
+    def check(self, folder: Path, *, no_more: Callable[[], bool]) -> bool:
+        """Refuse machines that ssh does not reach, that lack this program, or that do not see this run's `folder`. Raises BadInput.
+
+        False where it was broken off: `no_more` is asked for that.
+        """
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
                 fix = f"install it (Debian, Ubuntu: apt install {'openssh-client' if program == 'ssh' else program})"
                 raise BadInput("--hostfile", got=f"no {program} here", needed="it, to start ranks on other machines", fix=fix)
-        word = (folder / "started").read_text().strip()
-        answers, errors = self._all("check", str(folder.resolve()), word)
+        answers, errors = self._all("check", str(folder.resolve()), self.token, no_more=no_more)
+        if no_more():
+            return False
         for name in self.names:
-            if answers.get(name) != "here":
-                got = f"{name}: {answers.get(name) or errors[name]}"
-                needed = "machines that ssh reaches without a password, with this program and the run's folder where they are here"
-                raise BadInput("--hostfile", got=got, needed=needed, fix=f"try: ssh {name} ls {folder.resolve()}")
+            if name not in answers:
+                needed = "machines that ssh reaches without a password, with this program where it is here"
+                paths = [f"{key}={shlex.quote(value)}" for key, value in import_path(os.environ).items()]
+                fix = f"make this work: ssh {name} env {' '.join(paths)} {shlex.quote(sys.executable)} -m moe --help"
+                raise BadInput("--hostfile", got=f"{name}: {errors[name]}", needed=needed, fix=fix)
+            if answers[name] != "here":
+                fix = "--out DIR on a disk that all of them share"
+                raise BadInput("--hostfile", got=f"{name}: {answers[name]}", needed="a run's folder that every machine sees", fix=fix)
+        return True
 
-    def send(self, number: int) -> tuple[set[int], list[str]]:
+    def send(self, number: int, *, no_more: Callable[[], bool]) -> tuple[set[int], list[str]]:
         """Send a signal to all ranks of the launch, at once. Returns those that got it, and the machines that did not answer."""
-        answers, _ = self._all("send", self.token, str(number))
+        answers, _ = self._all("send", self.token, str(number), no_more=no_more)
         got = {int(rank) for answer in answers.values() for rank in answer.split() if rank.isdecimal()}
         return got, [name for name in self.names if name not in answers]
 
@@ -59,24 +78,30 @@ class Hosts:
         wrong = {name: answers.get(name) or errors[name] for name in self.names if answers.get(name) != "none"}
         return [f"whether all processes on {name} have ended is not known: {why}" for name, why in wrong.items()]
 
-    def _all(self, *words: str) -> tuple[dict[str, str], dict[str, str]]:
-        """What each machine answered to `python -m moe.launch.hosts WORDS`, and what went wrong on those that did not."""
+    def _all(self, *words: str, no_more: Callable[[], bool] = lambda: False) -> tuple[dict[str, str], dict[str, str]]:
+        """What each machine answered to `python -m moe.launch.hosts WORDS`, and what went wrong on those that did not.
+
+        `no_more`: asked again and again whether to break it off.
+        """
         paths = [f"{name}={quoted(value)}" for name, value in import_path(os.environ).items()]
         command = ["pdsh", "-R", "ssh", "-f", "1024", "-u", str(_LIMIT_S), "-w", ",".join(self.names), "env", *paths]
         command += [quoted(sys.executable), "-m", "moe.launch.hosts", "%n", *map(quoted, words)]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=2 * _LIMIT_S,
-                start_new_session=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return {}, dict.fromkeys(self.names, str(error))
-        return answered(self.names, done.stdout), {name: _error(name, done.stderr) for name in self.names}
+        said: list[str] = []
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:  # an ssh that lives on would hold a pipe open
+            try:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=problems, start_new_session=True)
+            except OSError as error:
+                return {}, dict.fromkeys(self.names, str(error))
+            until = time.monotonic() + 2 * _LIMIT_S
+            while process.poll() is None and time.monotonic() < until and not no_more():
+                time.sleep(_POLL_S)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for file in (output, problems):
+                file.seek(0)
+                said.append(file.read().decode(errors="replace"))
+        return answered(self.names, said[0]), {name: _error(name, said[1]) for name in self.names}
 
 
 def quoted(word: str) -> str:
@@ -107,7 +132,7 @@ def main(words: Sequence[str]) -> int:
     match words[1:]:
         case ["check", folder, word]:
             try:
-                same = (Path(folder) / "started").read_text().strip() == word
+                same = (Path(folder) / STARTED).read_text().strip() == word
                 answer = "here" if same else f"{folder} is another folder there"
             except OSError as error:
                 answer = f"{folder}: {error.strerror}"

@@ -19,20 +19,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
-from moe.launch.environment import child_environment, devices, devices_without, for_hosts, port_from
+from moe.launch.environment import child_environment, devices, devices_without, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.hosts import Hosts
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
 from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
-from moe.launch.verdict import first_to_fail, verdict
+from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
 from parallel.errors import BadInput
 from parallel.files import read_text
@@ -42,8 +42,28 @@ Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
 _LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
-_WORDS_S = 5.0  # until what ranks on other machines have written is seen here
+_WORDS_S = 5.0  # until what ranks on other machines have written is seen here, and where all of them have: NFS looks once a minute
+_ALL_WORDS_S = 65.0
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One life of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
+
+    `caught`: the signals that have come meanwhile, each with its time; `module`: what a rank runs.
+    """
+
+    words: list[str]
+    environment: Mapping[str, str]
+    world: int
+    nproc: int | None
+    launcher: Launcher
+    out: Path
+    hostfile: Path | None
+    module: str
+    grace_s: float
+    caught: list[tuple[int, float]]
 
 
 def start(
@@ -96,8 +116,8 @@ def start(
     again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
     with alone_in(out), _tidied(out, made), _caught_signals() as caught:
         while True:
-            words = replace(given, fresh=again.fresh()).words()
-            end = _run(words, environment | again.variables(), world, nproc, launcher, out, hostfile, module, grace_s, caught)
+            words, told = replace(given, fresh=again.fresh()).words(), environment | again.variables()
+            end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught))
             code = end.code if caught else again.after(end)
             if code is not None:
                 break
@@ -112,56 +132,80 @@ def start(
     return code
 
 
-def _run(
-    words: list[str],
-    environment: Mapping[str, str],
-    world: int,
-    nproc: int | None,
-    launcher: Launcher,
-    out: Path,
-    hostfile: Path | None,
-    module: str,
-    grace_s: float,
-    caught: list[tuple[int, float]],
-) -> End:
+def _run(launch: Launch) -> End:
     """Start the launcher, wait, end what is left, and say how it went."""
-    folder = status.empty(out)
-    token = secrets.token_hex(8)
-    env = child_environment(environment, nproc or 1) | {TOKEN: token, HELD: str(out.resolve())}
-    hosts = None if hostfile is None else Hosts(tuple(read_hostfile(hostfile)), token)
-    if hosts is not None:
-        hosts.check(folder)
-        env = for_hosts(env, environment) | {STDIN: "1"}
-    visible = devices(environment, nproc or 1) if launcher == "deepspeed" and hostfile is None else None
+    world, nproc, caught = launch.world, launch.nproc, launch.caught
+    token, here = secrets.token_hex(8), launch.hostfile is None
+    folder = status.empty(launch.out, token)
+    env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
+    hosts = None
+    if launch.hostfile is not None:
+        slots = read_hostfile(launch.hostfile)
+        hosts = Hosts(tuple(slots), token, tuple(nproc or each for each in slots.values()))
+        if not hosts.check(folder, no_more=lambda: bool(caught)):
+            return _end(launch, [], DONE, how="early")
+        env[STDIN] = "1"
+    visible = devices(launch.environment, nproc or 1) if launch.launcher == "deepspeed" and here else None
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
-    port = port_from(environment, local=hostfile is None)
-    command = _command(launcher, nproc, hostfile, visible, port=port, module=module, words_of_ranks=folder) + words
-    print(f"waiting for {launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
+    port = port_from(launch.environment, local=here)
+    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+    print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
     # nothing is written to what is read on other machines: it ends with this process
-    process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL if hosts is None else subprocess.PIPE, start_new_session=True)
+    stdin = subprocess.DEVNULL if here else subprocess.PIPE
+    process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
     ranks: list[Rank] = []
+    left: set[int] = set()  # ranks that are ended here
+    also: list[str] = []
     try:
-        killed = _watch(process, ranks, world, caught, folder, grace_s=grace_s, hosts=hosts)
+        how = _watch(launch, process, ranks, folder, hosts=hosts)
         if hosts is not None:
-            status.wait_for(folder, world, _WORDS_S)
+            before = len(caught)
+            status.wait_for(folder, world, _words_s(how, process.returncode), no_more=lambda: len(caught) > before)
+            words, broken = status.read(folder), status.machines(folder)
+            gone = {rank for number in broken for rank in hosts.ranks_on(number)}
+            left = set(range(world)) - words.keys() - gone if how == "killed" and not caught else set()
+            silent = {number: code for number, code in broken.items() if not words.keys() >= set(hosts.ranks_on(number))}
+            also = [f"the launcher on {hosts.names[number]} ended with {in_words(code)}" for number, code in silent.items()]
     finally:
         for rank in ranks:
             rank.look()
-        left = {rank.rank for rank in ranks if rank.ended_at is None}
+        left |= {rank.rank for rank in ranks if rank.pid and rank.ended_at is None}
         uncertain = [] if hosts is None else hosts.end()
         stuck = kill_all(process.pid, token)
         process.wait()
+    uncertain += [f"process {pid} could not be ended" for pid in stuck]
+    return _end(launch, ranks, process.returncode, how=how, ended_here=left, also=also, uncertain=uncertain)
+
+
+def _end(
+    launch: Launch,
+    ranks: list[Rank],
+    launcher_code: int,
+    *,
+    how: Watched,
+    ended_here: Collection[int] = (),
+    also: Sequence[str] = (),
+    uncertain: Sequence[str] = (),
+) -> End:
+    """How it went, said. `also`: lines for the case that it failed; `uncertain`: for processes that may be left."""
     for rank in ranks:
         rank.look()
-    asked = caught[0][0] if caught else None
-    words_left = status.read(folder)
-    code, lines = verdict(words_left, ranks, world, process.returncode, asked=asked, killed=killed, ended_here=left)
-    lines += uncertain + [f"process {pid} could not be ended" for pid in stuck]
+    number = launch.caught[0][0] if launch.caught else None
+    words_left = status.read(launch.out / status.NAME)
+    code, lines = verdict(words_left, ranks, launch.world, launcher_code, asked=number and _sent(number), how=how, ended_here=ended_here)
+    lines += [*(also if code == FAILED else ()), *uncertain]
     for line in lines:
         print(line, file=sys.stderr, flush=True)
-    first = first_to_fail(words_left, ranks, ended_here=left)
-    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(stuck or uncertain), first=first)
+    first = first_to_fail(words_left, ranks, ended_here=ended_here)
+    return End(code, lines, words_left, began=bool(ranks or words_left), stuck=bool(uncertain), first=first)
+
+
+def _words_s(how: Watched, launcher_code: int | None) -> float:
+    """For how long what ranks on other machines have written is waited for."""
+    if how == "early":
+        return 0.0
+    return _ALL_WORDS_S if how == "ended" and launcher_code in (DONE, STOPPED) else _WORDS_S
 
 
 def world_size(nproc: int | None, *, launcher: Launcher = "deepspeed", hostfile: Path | None = None) -> int:
@@ -190,8 +234,8 @@ def _command(
         where = ["--nproc_per_node", str(nproc or 1), "--master_addr", "127.0.0.1", "--master_port", str(port)]
         return [sys.executable, "-m", "moe.launch.torchrun", codes, *where, "-m", module]
     # "-q" still shows the launcher's own errors, which repeat what the ranks and this process say
-    runner = "deepspeed.launcher.runner" if hostfile is None else "moe.launch.pdsh"
-    command = [sys.executable, "-m", runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
+    runner = ["deepspeed.launcher.runner"] if hostfile is None else ["moe.launch.pdsh", str(words_of_ranks)]
+    command = [sys.executable, "-m", *runner, "--log_level", "critical", "--master_port", str(port), "--no_local_rank"]
     if hostfile is not None:  # one host, too, is another machine; and pdsh would put its name before each line (-N: not)
         command += ["--hostfile", str(hostfile), "--force_multi", "--launcher_args=-N"]
         command += ["--num_accelerators", str(nproc)] if nproc else []
@@ -201,22 +245,15 @@ def _command(
     return [*command, "--module", module]
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    ranks: list[Rank],
-    world: int,
-    caught: list[tuple[int, float]],
-    folder: Path,
-    *,
-    grace_s: float,
-    hosts: Hosts | None = None,
-) -> bool:
-    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether to kill those that are left.
+def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None) -> Watched:
+    """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether it ended, or is to be killed.
 
     `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
     """
+    world, caught = launch.world, launch.caught
     looked = passed_at = -1.0
     began = time.monotonic()
+    seen: dict[object, float] = {}
     while process.poll() is None:
         now = time.monotonic()
         asked = tuple(caught)  # a signal can come at any line of this round: it is for the next one
@@ -228,15 +265,18 @@ def _watch(
                 print(f"{_processes(world)} started after {now - began:.0f} s: waiting for the first to speak", flush=True)
         if asked_first:
             passed_at = now
-            if not _pass_on(ranks, world, asked[0][0], hosts):
-                return True
-        again = any(at - asked[0][1] > _SAME_SIGNAL_S for _, at in asked)
-        if asked and (again or now - passed_at > grace_s):
-            return True
-        if not asked and _failed_before(ranks, folder, now):
-            return True
+            if not _pass_on(launch, ranks, folder, hosts):
+                return "early"
+        if asked and (_asked_again(asked) or now - passed_at > launch.grace_s):
+            return "killed"
+        if not asked and hosts is None and _failed_before(ranks, folder, now):
+            return "killed"
+        if not asked and hosts is not None and now - looked > _FIND_S:
+            looked = now
+            if _failed_elsewhere(folder, seen, now):
+                return "killed"
         wait(ranks, _POLL_S)
-    return False
+    return "ended"
 
 
 def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
@@ -247,9 +287,28 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
         assert rank.ended_at is not None
         word = left.get(rank.rank, {})
         failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
-        if failed and now - rank.ended_at > (_LEAVE_S / 10 if word.get("of_all") else _LEAVE_S):
+        if failed and now - rank.ended_at > _leave_s(word):
             return True
     return False
+
+
+def _failed_elsewhere(folder: Path, seen: dict[object, float], now: float) -> bool:
+    """The same of ranks on other machines, from what they and the launchers there have left; `seen`: since when that is here."""
+    codes: dict[object, tuple[int, float]] = {
+        rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
+    }
+    codes |= {f"machine {number}": (code, _LEAVE_S) for number, code in status.machines(folder).items()}
+    waited = {who: (now - seen.setdefault(who, now), leave_s) for who, (code, leave_s) in codes.items() if code not in (DONE, STOPPED)}
+    return any(since > leave_s for since, leave_s in waited.values())
+
+
+def _leave_s(word: Mapping[str, Any]) -> float:
+    return _LEAVE_S / 10 if word.get("of_all") else _LEAVE_S
+
+
+def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:
+    """Whether a second signal has come, which ends all ranks at once."""
+    return any(at - caught[0][1] > _SAME_SIGNAL_S for _, at in caught)
 
 
 def _processes(world: int) -> str:
@@ -261,19 +320,24 @@ def _add(ranks: list[Rank], found: list[Rank]) -> None:
     ranks.extend(rank for rank in found if rank.pid not in known)
 
 
-def _pass_on(ranks: list[Rank], world: int, number: int, hosts: Hosts | None) -> bool:
-    """Send the signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
-    name, sent = signal.Signals(number).name, signal.SIGTERM if number == signal.SIGHUP else number
-    silent: list[str] = []
+def _sent(number: int) -> int:
+    """What ranks get for a signal: a closed terminal is a request to stop."""
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | None) -> bool:
+    """Send the first signal to all ranks at once. False if not all of them have started, so that there is nothing to wait for."""
+    number = launch.caught[0][0]
+    name, silent = signal.Signals(number).name, list[str]()
     if hosts is not None:
-        found, silent = hosts.send(sent)
-        ranks.extend(Rank(rank, 0) for rank in sorted(found))
+        found, silent = hosts.send(_sent(number), no_more=lambda: _asked_again(launch.caught))
+        ranks.extend(Rank(rank, 0) for rank in sorted(found | status.read(folder).keys()))  # those that have ended had started
         for host in silent:
             print(f"stopping: {name} did not reach {host}, which does not answer", file=sys.stderr, flush=True)
-    if len(ranks) < world and not silent:
+    if len(ranks) < launch.world and not silent:
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
-    count = send(ranks, sent) if hosts is None else len(ranks)
+    count = send(ranks, _sent(number)) if hosts is None else len(found)
     print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
     return True
 
@@ -289,7 +353,8 @@ def _tidied(out: Path, made: list[Path]) -> Iterator[None]:
 
 
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")
-_HOST = re.compile(r"[\w@\[][\w.:@%\[\]-]*", re.ASCII)  # launchers give it to ssh and to a shell: nothing that these would carry out
+# ssh and a shell get it, and pdsh: nothing that they would carry out, or take for several hosts or another way to them
+_HOST = re.compile(r"\w[\w.@-]*", re.ASCII)
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -311,7 +376,8 @@ def read_hostfile(path: Path) -> dict[str, int]:
         slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
         if not _SLOTS.fullmatch(slots) or not _HOST.fullmatch(words[0]) or words[0] in hosts:
             got = f"{words[0]} twice" if words[0] in hosts else line.strip()
-            raise BadInput(f"{path}, line {number}", got=got, needed="HOST slots=N, each host once", fix="for example: worker-0 slots=8")
+            needed = "NAME slots=N (or its IPv4 address), each host once"
+            raise BadInput(f"{path}, line {number}", got=got, needed=needed, fix="for example: worker-0 slots=8")
         hosts[words[0]] = int(slots)
     if not hosts:
         raise BadInput("--hostfile", got=f"{path} without a host", needed="HOST slots=N lines", fix="for example: worker-0 slots=8")

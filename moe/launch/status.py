@@ -1,6 +1,8 @@
 """The folder in which ranks leave word of how they ended, for the parent that started them: launchers lose exit codes.
 
-    <run folder>/.status/<rank>.json   {"exit", "pid", "error", "of_all", "repeats"}
+    <run folder>/.status/<rank>.json        {"exit", "pid", "error", "of_all", "repeats"}
+    <run folder>/.status/machine-<n>.json   the exit code of the launcher on the n-th machine of a hostfile, where it is not 0
+    <run folder>/.status/started            the token of the launch: machines of a hostfile that see it see this folder
 
 A start that came to nothing leaves no trace: neither this folder, nor a run's folder that was made for it.
 """
@@ -12,13 +14,14 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from parallel import lock
 from parallel.errors import BadInput
 
-NAME = ".status"
+NAME, MACHINE, STARTED = ".status", "machine", "started"
 NOTHING_LOST = "nothing is lost: start it again"
 TOO_EARLY = "a signal before training"  # the error of a rank that had nothing to save
 _POLL_S = 0.1
@@ -34,14 +37,14 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
         (folder / f"{rank}.json").write_text(json.dumps(word))
 
 
-def empty(out: Path) -> Path:
-    """An empty folder for the ranks' files; those of an earlier run are removed. Raises BadInput."""
+def empty(out: Path, token: str = "") -> Path:
+    """An empty folder for the ranks' files; those of an earlier run are removed. `token`: that of the launch. Raises BadInput."""
     folder = out / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("*.json"):
             path.unlink()
-        (folder / "started").write_text(f"{os.getpid()}\n")
+        (folder / STARTED).write_text(f"{token}\n")
     except OSError as error:
         raise BadInput(
             "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
@@ -61,10 +64,19 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     return status
 
 
-def wait_for(folder: Path, world: int, wait_s: float) -> None:
-    """Wait until every rank has left word: ranks on other hosts may still be saving when the launcher here has ended."""
+def machines(folder: Path) -> dict[int, int]:
+    """The exit codes of the launchers on other machines that have ended otherwise than with 0."""
+    codes: dict[int, int] = {}
+    for path in folder.glob(f"{MACHINE}-*.json"):
+        with contextlib.suppress(OSError, ValueError):  # or it is being written
+            codes[int(path.stem.rpartition("-")[2])] = int(path.read_text())
+    return codes
+
+
+def wait_for(folder: Path, world: int, wait_s: float, *, no_more: Callable[[], bool]) -> None:
+    """Wait until every rank has left word: what other machines write may be seen here late. `no_more`: to be asked whether to go on."""
     until = time.monotonic() + wait_s
-    while time.monotonic() < until and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
+    while time.monotonic() < until and not no_more() and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
         time.sleep(_POLL_S)
 
 

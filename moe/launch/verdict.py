@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from moe.launch import status
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import Rank
+
+Watched = Literal["ended", "killed", "early"]
 
 
 def verdict(
@@ -22,14 +24,15 @@ def verdict(
     launcher_code: int,
     *,
     asked: int | None = None,
-    killed: bool = False,
+    how: Watched = "ended",
     ended_here: Collection[int] = (),
 ) -> tuple[int, list[str]]:
     """(exit code, one line for each rank that failed, the first to die first). A rank without a status has not finished.
 
-    `asked`: the signal that was passed on. `killed`: whether the processes left after it were killed. `ended_here`: ranks that this
-    process killed because others had ended.
+    `asked`: the signal that was passed on. `how`: whether the launcher ended by itself, or what was left was killed: early, where the
+    signal came before all ranks had started. `ended_here`: ranks that this process killed because others had ended.
     """
+    killed = how != "ended"
     exits = [left.get(rank, {}).get("exit") for rank in range(world)]
     if all(code == STOPPED for code in exits):
         early = all(left[rank].get("error") == status.TOO_EARLY for rank in range(world))
@@ -38,37 +41,38 @@ def verdict(
     if all(code == DONE for code in exits) and launcher_code == DONE:
         return DONE, []
     if all(code in (DONE, STOPPED) for code in exits):
-        return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {_said(launcher_code)}"]
-    if _too_early(left, ranks, world, asked, killed):
+        return FAILED, [f"every rank finished, with exit codes {exits}, but the launcher ended with {in_words(launcher_code)}"]
+    if _too_early(left, ranks, world, launcher_code, asked, how):
         code = INTERRUPTED if asked == signal.SIGINT else STOPPED
         name = "a signal" if asked is None else signal.Signals(asked).name
         return code, [f"exit code {code}: {name} came before training began, and {status.NOTHING_LOST}"]
-    if not left and not ranks:
+    if not left and not ranks and (asked is not None or not killed):  # else one on another machine has, and ended without a word
         return FAILED, [
             "no rank had started"
             if killed
-            else f"no rank started: the launcher ended with {_said(launcher_code)}; its own message is above"
+            else f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         ]
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
     bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
     if bad:  # rank 0 prints its own
         return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
-    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else 0.0 for rank in failed}  # never seen: it died too fast
+    late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}  # never seen: it died too fast
+    ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
     for rank in sorted(failed, key=ended_at.__getitem__):
         codes = (exits[rank], seen[rank].code if rank in seen else None, launcher_code if len(failed) == 1 else None)
         last = next((c for c in codes if c not in (None, DONE)), None)
-        how = f"ended with {_said(last)}"
+        end = f"ended with {in_words(last)}"
         wordless = "pid" not in left.get(rank, {})
         if wordless and asked is not None and (killed or last == -asked):
-            how = "was killed: it had not stopped" if killed else f"ended with {_said(last)}: it had not come as far as to save"
+            end = "was killed: it had not stopped" if killed else f"ended with {in_words(last)}: it had not come as far as to save"
         elif wordless and rank in ended_here:
-            how = "was ended here, after the others"
+            end = "was ended here, after the others"
         elif wordless and groups and last in (-signal.SIGTERM, -signal.SIGKILL):
-            how = "was ended by the launcher after that"
+            end = "was ended by the launcher after that"
         error = left.get(rank, {}).get("error")
-        text, of_all = f"{how}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
+        text, of_all = f"{end}{f': {error}' if error else ''}", left.get(rank, {}).get("of_all")
         same = next((who for said, who in groups if of_all and said == text), None)
         if same is None:
             groups.append((text, [rank]))
@@ -87,14 +91,18 @@ def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, e
     return None if found is None else found.rank
 
 
-def _too_early(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, asked: int | None, killed: bool) -> bool:
+def _too_early(
+    left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], world: int, launcher_code: int, asked: int | None, how: Watched
+) -> bool:
     """Whether a signal ended the run before its first step: some ranks left for it before they could have trained, and nobody has failed
     but those that waited for them, in the first step at the most."""
-    early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, asked, killed)}
+    early = {rank for rank in range(world) if _came_too_early(left.get(rank), rank, ranks, launcher_code, asked, how)}
     return bool(early) and all(left.get(rank, {}).get("of_all") for rank in range(world) if rank not in early)
 
 
-def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], asked: int | None, killed: bool) -> bool:
+def _came_too_early(
+    left: Mapping[str, Any] | None, rank: int, ranks: list[Rank], launcher_code: int, asked: int | None, how: Watched
+) -> bool:
     """Whether a rank ended for the signal before it could have trained: it said so, had not started, or did not catch signals yet."""
     if left is not None and left.get("error") == status.TOO_EARLY:
         return True
@@ -102,12 +110,18 @@ def _came_too_early(left: Mapping[str, Any] | None, rank: int, ranks: list[Rank]
         return False
     if left is not None:
         return left.get("exit") == -asked
+    if how == "early":
+        return True
     seen = next((r for r in ranks if r.rank == rank), None)
-    return killed if seen is None else seen.code in (-asked, STOPPED)
+    if seen is None:
+        return False
+    if not seen.pid:  # on another machine, where the launcher ends as its first rank has, and pdsh with the largest of their codes
+        return how == "ended" and launcher_code == 256 - asked
+    return seen.code in (-asked, STOPPED)
 
 
-def _said(code: int | None) -> str:
-    """An exit code in words. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
+def in_words(code: int | None) -> str:
+    """How a process ended, from its exit code. Launchers give a signal as -9, 137 or (DeepSpeed) 247."""
     if code is None:
         return "no word: its exit code is not known"
     number = -code if code < 0 else 256 - code if code > 192 else code - 128 if code > 128 else 0

@@ -40,6 +40,7 @@ from moe.train.state import Counters
 from parallel import process
 from parallel.data.engine import Rule
 from parallel.mesh import Mesh
+from parallel.outcome import of_all
 from parallel.precision import LossScale
 from parallel.process import World
 from parallel.saver import Saver
@@ -76,7 +77,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say)
     source = None
     if asked.init_from is not None and found is None:
-        source = whole_model(state.source(asked.init_from, mesh, log=asked.say))
+        begins = state.source(asked.init_from, mesh, log=asked.say)
+        source = of_all(lambda: whole_model(begins), mesh.axis("world"), what="--init_from")
     check_base(run.lora.rank, source=source, found=found)
     base = source if found is None else base_of(found, _moved(asked)) if run.lora.rank else None
     resumed = Resumed.of(found, run, asked.allow_changes) if source is None else Resumed.begun(source, run, asked.allow_changes)

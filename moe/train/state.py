@@ -25,6 +25,7 @@ from parallel.kfac.grafted import Curved
 from parallel.kfac.kfac import Kfac
 from parallel.layout import Box, Layout, dense
 from parallel.mesh import Mesh
+from parallel.outcome import of_all
 from parallel.precision import LossScale
 from parallel.stored import Reader, check_same_parameters
 
@@ -117,8 +118,9 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
 
 def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader | None:
     """The newest checkpoint of a run that verifies, whatever layout wrote it; None if there is none. Collective."""
-    path = checkpoint.newest(folder, world=mesh.axis("world"), log=log)
-    return None if path is None else opened(path)
+    world = mesh.axis("world")
+    path = checkpoint.newest(folder, world=world, log=log)
+    return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
 
 
 def resume(
@@ -176,7 +178,8 @@ def resume(
 def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
     """The checkpoint in this folder, or the newest one of this run, verified. Collective. Raises BadInput."""
     world = mesh.axis("world")
-    given = path if (path / "manifest.json").is_file() else checkpoint.newest(path / "checkpoints", world=world, log=log)
+    named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # on one rank the folder may be another
+    given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
     if given is None:
         fix = "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
         raise BadInput(
@@ -228,8 +231,13 @@ _SECTIONS = {"counters": dict, "loss_scale": dict, "recipe": dict, "tokenizer": 
 
 def opened(path: Path) -> Reader:
     """A verified checkpoint of a run. Raises BadInput where its state is none that a run has: what wrote it was no save of this project."""
-    reader = Reader(path)
     what, fix = f"checkpoint {path.name}", "take another checkpoint, or write these as moe convert does"
+    if not (path / "manifest.json").is_file():  # another rank has verified it
+        needed = "the folder that rank 0 reads, on every machine"
+        raise BadInput(
+            what, got=f"no manifest in {path.absolute()}", needed=needed, fix="name it in full, on a disk that all machines share"
+        )
+    reader = Reader(path)
     held = reader.state if isinstance(reader.state, dict) else {}
     for name, kind in _SECTIONS.items():
         if not isinstance(held.get(name), kind):

@@ -19,6 +19,7 @@ from tests.laws.test_architecture import PACKAGES, ROOT, check, python_files, tr
 
 CHANGED = {
     "moe/launch/pdsh.py: runner.PDSHRunner": "this process is that launcher, and does nothing else",
+    "moe/launch/pdsh.py: runner.DEEPSPEED_ENVIRONMENT_PATHS": "likewise",
     "moe/launch/streams.py: sys": "a process has one standard output: what nobody reads any more is dropped, whoever prints it",
     "parallel/watchdog.py: _of_process": "a process has one default process group, and one that watches it",
     "moe/bench/hostile.py: os.environ": "of a forked command: its home and its cache",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 import torch
 
 from moe.bench.two_machines import two_machines, why_not
+from moe.launch.environment import free_port
 from parallel.errors import BadInput
+from parallel.meet import NotMet, meet
 from parallel.precision import multiplies
-from parallel.process import World, interface_to, read_environment, start
+from parallel.process import World, _not_connected, interface_to, read_environment, start
 
 LAUNCHERS = {
     "deepspeed": {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"},
@@ -34,7 +38,7 @@ def test_the_launcher_counts_before_the_job_it_runs_in() -> None:
     assert read_environment(LAUNCHERS["srun"] | {"RANK": "0", "WORLD_SIZE": "2"}) == World(0, 2, 1, 2)
 
 
-@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "7"}])
+@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "7"}, {"WORLD_SIZE": ""}])
 def test_a_process_that_nobody_started_is_alone(environment: dict[str, str]) -> None:
     assert read_environment(environment) == World()
 
@@ -59,6 +63,41 @@ def test_a_port_that_is_none_is_refused_before_anybody_waits_there(port: str, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match="MASTER_PORT on rank 1: got .*, needed a port from 1 to 65535"):
         start(World(1, 2, 1, 2, place="cpu"))
+
+
+def test_a_master_without_an_address_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    here = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"}
+    with pytest.raises(BadInput, match="MASTER_ADDR: got no.such.host.invalid, needed a name or address of rank 0's machine"):
+        meet(1, 2, environment=here, timeout_s=0.2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_rank_0_stays_until_the_others_have_read_its_problem() -> None:
+    """It holds the store: one that comes seconds later would wait for minutes at an address where nobody listens any more."""
+    said: list[str] = []
+    port = free_port()
+
+    def come(rank: int, problem: str) -> None:
+        with pytest.raises(NotMet) as refused:
+            meet(rank, 2, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}, timeout_s=20, problem=problem)
+        said.append(str(refused.value))
+
+    first = threading.Thread(target=come, args=(0, "got eth7"))
+    first.start()
+    time.sleep(2)
+    come(1, "")
+    first.join()
+    assert len(set(said)) == 1 and said[0].endswith(": got eth7")
+
+
+def test_what_nccl_says_is_kept_and_no_message_is_one_too() -> None:
+    gpu, cpu = World(1, 2, 1, 2, place="cuda"), World(1, 2, 1, 2, place="cpu")
+    said = "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled system error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<4> failed"
+    assert str(_not_connected(RuntimeError(said), gpu)).endswith("error; Last error:; socketStartConnect: Connect to 10.0.0.1<4> failed")
+    assert str(_not_connected(RuntimeError("[enforce fail at pair.cc] timed out connecting\nframe #0"), cpu)).endswith(
+        ": timed out connecting"
+    )
+    assert str(_not_connected(RuntimeError(""), cpu)).endswith(": RuntimeError")
 
 
 @pytest.mark.parametrize(

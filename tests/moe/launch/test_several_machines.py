@@ -7,8 +7,11 @@ space of processes, no variable that ssh does not carry, shells that read the wo
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,13 @@ from moe.bench import hangs, machines, slurm
 from moe.bench.hosts import missing, two_hosts
 from moe.bench.two_machines import two_machines, why_not
 from moe.launch import hosts as remote
-from moe.launch import pdsh
-from moe.launch.start import start
+from moe.launch import pdsh, start, status
+from moe.launch.exit_codes import STOPPED
+from moe.launch.processes import Rank
+from moe.launch.verdict import verdict
 from parallel.errors import BadInput
 
+ROOT = machines.ROOT
 REASON_NET = why_not()
 REASON = REASON_NET or missing()
 REASON_SLURM = REASON or missing(slurm.SLURM)
@@ -35,7 +41,10 @@ def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() ->
 
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(bool(REASON_SLURM), reason=REASON_SLURM)
-def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses() -> None:
+def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", f"{os.defpath}:/usr/sbin:/sbin")  # nothing is activated: `python` of the script is still the user's
     problem, _ = machines.once(machines.slurm)
     assert problem == ""
 
@@ -58,7 +67,8 @@ def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) 
             process = hosts.start(0, [sys.executable, *words], env=machines.environment(tmp_path), cwd=tmp_path)
             got, _ = process.communicate(timeout=90)
             assert process.returncode == 2 and got.startswith("error: --hostfile: got ") and len(got.splitlines()) == 1, got
-            assert said in got and not (tmp_path / "run").exists() and not (tmp_path / "apart" / "run").exists(), got
+            fix = "fix: --out DIR" if out != "run" else f"fix: make this work: ssh {said.partition(':')[0]} env PYTHONSAFEPATH=1 "
+            assert said in got and fix in got and not (tmp_path / "run").exists() and not (tmp_path / "apart" / "run").exists(), got
 
 
 @pytest.mark.timeout(60)
@@ -102,9 +112,124 @@ def test_other_machines_get_what_ranks_need_and_nothing_of_this_machine() -> Non
     assert pdsh.passed(given) == {"MOE_LAUNCH": "t", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": "/x"}
 
 
+PDSH = """#!/bin/sh
+[ -z "$SLOW" ] || exec sleep 60
+while [ "$1" != env ]; do if [ "$1" = -w ]; then hosts=$2; fi; shift; done
+number=0
+for host in $(echo "$hosts" | tr , ' '); do
+  sh -c "$(echo "$*" | sed "s/%n/$number/g; s/%%/%/g")" | sed "s/^/$host: /"
+  number=$((number + 1))
+done
+"""
+
+
+@pytest.fixture
+def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hostfile of two machines which are both this one: a pdsh that carries out here what they are to do."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("pdsh", PDSH), ("ssh", '#!/bin/sh\nexec "$@"\n')):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    (tmp_path / "hosts").write_text("worker-0 slots=1\nworker-1 slots=1\n")
+    return tmp_path / "hosts"
+
+
+def launched(program: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """`moe train` with a launcher that is a few lines."""
+    monkeypatch.setattr(start, "_command", lambda *_, words_of_ranks, **__: [sys.executable, "-S", "-c", program, str(words_of_ranks)])
+    monkeypatch.setattr(start, "_LEAVE_S", 0.3)
+    monkeypatch.setattr(start, "_WORDS_S", 0.1)
+    return start.start("recipe", {}, nproc=None, hostfile=hostfile, out=hostfile.parent / "run")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("file", "word", "said"),
+    [
+        ("1.json", '{"exit": 1, "pid": 5, "error": "ValueError: x"}', "rank 1 ended with exit code 1: ValueError: x"),
+        ("1.json", '{"exit": 2, "pid": 5, "error": "data.path: got y"}', "error: data.path: got y"),
+        ("machine-1.json", "247", "rank 1 ended with no word: its exit code is not known"),
+    ],
+)
+def test_a_rank_that_fails_on_another_machine_ends_those_that_wait_for_it(
+    file: str, word: str, said: str, pretended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = f"import sys, time; open(sys.argv[1] + '/{file}', 'w').write('{word}'); time.sleep(40)"
+    assert launched(program, pretended, monkeypatch) == (2 if "data.path" in said else 1)
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first == said
+    after = ["rank 0 was ended here, after the others"]
+    after += ["the launcher on worker-1 ended with signal SIGKILL (by kill -9, or by the kernel where memory runs out: see dmesg)"]
+    assert more == ([] if "data.path" in said else after[: 2 if "machine" in file else 1])
+
+
+@pytest.mark.timeout(60)
+def test_words_that_come_late_are_waited_for_where_all_ranks_have_ended_well(pretended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = "[open(f'{sys.argv[1]}/{rank}.json', 'w').write('{\"exit\": 0, \"pid\": 5}') for rank in range(2)]"
+    assert launched(f"import os, sys, time; os.fork() and os._exit(0); time.sleep(1); {late}", pretended, monkeypatch) == 0
+
+
+@pytest.mark.timeout(40)
+def test_a_signal_while_machines_are_asked_ends_it_at_once(pretended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW", "1")
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    began = time.monotonic()
+    assert launched("", pretended, monkeypatch) == STOPPED and time.monotonic() - began < 10
+
+
+def test_a_machine_shares_the_folder_if_it_sees_the_token_of_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = status.empty(tmp_path, "a1")
+    for token in ("a1", str(os.getpid())):
+        assert remote.main(["1", "check", str(folder), token]) == 0
+    assert capsys.readouterr().out.splitlines() == ["1 here", f"1 {folder} is another folder there"]
+
+
+@pytest.mark.parametrize("host", ["worker-[0-2]", "exec:worker-0", "^hosts", "a,b", "::1"])
+def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{host} slots=1\n")
+    with pytest.raises(BadInput, match="line 1: got .*, needed NAME slots=N"):
+        start.read_hostfile(tmp_path / "hosts")
+
+
+def test_a_signal_that_ends_a_rank_on_another_machine_before_it_trains_asks_for_another_go() -> None:
+    """Of a rank there nothing is seen but the launcher's exit code: 241 for SIGTERM."""
+    ranks, early = [Rank(0, 0), Rank(1, 0)], {0: {"exit": 75, "error": status.TOO_EARLY, "pid": 4}}
+    assert verdict(early, ranks, 2, 241, asked=signal.SIGTERM)[0] == STOPPED
+    assert verdict({}, ranks[:1], 2, 1, asked=signal.SIGTERM, how="early")[0] == STOPPED  # killed at once: rank 1 had not started
+    assert verdict(early, ranks, 2, 247, asked=signal.SIGTERM)[0] == 1  # killed by something else: what it had trained may be lost
+    assert verdict(early, ranks, 2, 1, asked=signal.SIGTERM, how="killed")[0] == 1
+
+
+@pytest.mark.timeout(60)
+def test_what_a_shell_on_another_machine_gets(pretended: Path, tmp_path: Path) -> None:
+    """Of DeepSpeed's runner, where the project is installed: not the working folder. Variables as they are, and those of its file."""
+    (tmp_path / "pdsh").write_text('#!/bin/sh\nwhile [ "$1" != -N ]; do shift; done\nshift\necho "$*"\n')
+    (tmp_path / "pdsh").chmod(0o755)
+    (tmp_path / ".deepspeed_env").write_text('A=\'a $b\'\nB=x y "%"\n\n# C=1\nexport D=$HOME/d\nE="$HOME"\n')
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "MOE_X": "$HOME", "UCX_Y": f"{tmp_path}:z"}
+    words = ["--hostfile", str(pretended), "--force_multi", "--launcher_args=-N", "--no_ssh_check", "--master_addr=h"]
+    words += ["--log_level", "critical", "--module", "m", "$x"]
+    program = (
+        f"import sys; sys.path.append({str(ROOT)!r}); sys.argv[1:] = {[str(tmp_path), *words]}; from moe.launch import pdsh; pdsh.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
+    line = done.stdout.replace(sys.executable, "shown").replace("%n", "1").replace("%%", "%")
+    assert "PYTHONPATH" not in line
+    names = "A B D E MOE_X UCX_Y"
+    shown = (
+        f'shown() {{ for name in {names}; do eval "echo \\"\\$$name\\""; done; for word; do last=$word; done; echo "$last"; return 9; }}; '
+    )
+    there = subprocess.run(["sh", "-c", shown + line], env={"HOME": "/there"}, capture_output=True, text=True)
+    assert there.stdout.splitlines() == ["a $b", 'x y "%"', "/there/d", "/there", "$HOME", f"{tmp_path}:z", "$x"], done.stdout
+    assert there.returncode == 9 and status.machines(tmp_path) == {1: 9}
+
+
 def test_a_machine_without_pdsh_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hosts.txt").write_text("worker-0 slots=1\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="--hostfile: got no pdsh here.*apt install pdsh"):
-        start("switch_tiny", {}, nproc=None, hostfile=tmp_path / "hosts.txt", out=tmp_path / "run")
+        start.start("switch_tiny", {}, nproc=None, hostfile=tmp_path / "hosts.txt", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,7 @@ from moe.cli import main as cli
 from moe.launch import environment, start, status
 from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
-from moe.launch.processes import TOKEN, Rank
+from moe.launch.processes import STDIN, TOKEN, Rank
 from moe.launch.verdict import verdict
 from moe.train.place import asked_to_stop
 from parallel import extensions
@@ -333,7 +333,7 @@ def test_a_signal_before_training_asks_for_another_go_and_claims_no_save() -> No
     assert verdict({1: first[1]}, gone, 2, 1, asked=signal.SIGINT)[0] == 130
     assert verdict({1: first[1]}, gone, 2, 1)[0] == 1  # nobody asked for that
     # a rank that hung, or failed, is no early one: what it had trained may be lost
-    assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, killed=True)[0] == 1
+    assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), *early], 2, 1, asked=signal.SIGTERM, how="killed")[0] == 1
     failed = {0: {"exit": 1, "error": "ValueError", "pid": 4}}
     assert verdict(failed, early, 2, 1, asked=signal.SIGTERM)[0] == 1
 
@@ -433,7 +433,8 @@ def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counte
 
         monkeypatch.setattr(start, "find_ranks", find)
         found: list[Rank] = []
-        assert not start._watch(launcher, found, 1, caught, tmp_path, grace_s=30.0) and found == [rank]
+        launch = start.Launch([], {}, 1, 1, "deepspeed", tmp_path, None, "m", 30.0, caught)
+        assert start._watch(launch, launcher, found, tmp_path) == "ended" and found == [rank]
         assert caught and launcher.returncode == 0
 
 
@@ -506,11 +507,13 @@ def test_children_do_not_look_for_modules_where_the_user_works() -> None:
 
 
 def test_children_get_their_share_of_cores_and_no_rank_of_an_outer_launcher() -> None:
-    outer = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "PATH": "p"}
+    outer = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "PATH": "p", STDIN: "1"}
     env = environment.child_environment(outer, nproc=10**6)
     assert env["OMP_NUM_THREADS"] == "1" and env["PATH"] == "p"
-    assert not {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & env.keys()
+    assert not outer.keys() - {"PATH"} & env.keys()
     assert environment.child_environment({"OMP_NUM_THREADS": "7"}, nproc=2)["OMP_NUM_THREADS"] == "7"
+    elsewhere = environment.child_environment(outer, nproc=None)
+    assert elsewhere.keys() <= {"PATH", "MOE_LAUNCH_PARENT", "PYTHONSAFEPATH", "PYTHONPATH", "DS_ACCELERATOR"}  # nothing of this machine
 
 
 def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:

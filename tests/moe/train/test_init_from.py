@@ -5,6 +5,7 @@ What it alone would notice: moments, counters or the text of the other run that 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,20 @@ def test_a_damaged_checkpoint_is_refused(home: Path, before: Path, tmp_path: Pat
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     (said,) = trained.train(other(home), tmp_path / "b", init_from=tmp_path / "step-3")
     assert "which is damaged" in said
+
+
+@pytest.mark.parametrize("source", ["a", "a/checkpoints/step-6"])
+def test_a_folder_that_one_rank_alone_does_not_see_is_one_line_of_all(
+    source: str, home: Path, before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(before.parent)
+
+    def elsewhere(rank: int) -> None:
+        if rank:
+            os.chdir(tmp_path)
+
+    first, second = trained.train(other(home), tmp_path / "b", ranks=2, init_from=Path(source), before=elsewhere)
+    assert first == second and first.startswith(f"checkpoint step-6: got no manifest in {tmp_path}/a/checkpoints/step-6, needed"), (
+        first,
+        second,
+    )
