@@ -34,5 +34,8 @@ def race_row(race: Race, seconds: dict[str, list[float]], *, ranks: int) -> dict
     row |= {"ratio": middle, "quartiles": [low, high]}
     if race.most is not None:
         row["passed"] = low <= race.most
-    print(f"{race.name:<42}{ranks} ranks {row['seconds']:8.3f} s   ratio {middle:5.2f} ({low:.2f} to {high:.2f})", flush=True)
+    print(
+        f"{race.name:<46} {ranks} rank{'s' * (ranks > 1)} {row['seconds']:8.3f} s   ratio {middle:5.2f} ({low:.2f} to {high:.2f})",
+        flush=True,
+    )
     return row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from moe.plan.pipeline import layers_of
@@ -50,13 +51,18 @@ MOST_ACTIONS = 2**20  # of a pipeline's step: about a minute
 
 
 def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None) -> None:
-    """Refuse an order that nobody would wait for. Raises BadInput."""
+    """Refuse an order that nobody would wait for. Raises BadInput, with sizes that every schedule takes."""
+    most = MOST_ACTIONS // ((chunks or 1) * (batches or 1))
+    if stages * microbatches <= most:
+        return
     times = stages * (chunks or 1) * (batches or 1)
-    if times * microbatches > MOST_ACTIONS:
-        got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
-        fits = MOST_ACTIONS // times
-        fix = f"--microbatches {fits}" if fits else "fewer --stages, --chunks or --batches"
-        raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
+    got = f"{microbatches} on {times} stages" + (f" of {batches} batches" if batches and batches > 1 else "")
+    fits, fewer = most // stages // (2 * stages) * 2 * stages, 2 ** (isqrt(most // 2).bit_length() - 1)  # DualPipe needs two a rank
+    if fits:
+        fix = f"--microbatches {fits}"
+    else:
+        fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
+    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:

@@ -59,7 +59,10 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     least = torch.tensor([-limit for limit in (*limits, host)], dtype=torch.float64, device=world.device)
     *least_of_all, host = (-max_over(least, process.everyone(world))).tolist()
     whole, own = (None if limit == float("inf") else limit for limit in least_of_all)
-    _check_evaluation(run, host)
+    if large := _too_large_evaluation(run, host):
+        if not force:
+            raise large
+        say(f"going on all the same (--force): {large.what}: got {large.got}")
     if found is None:
         return None
     found = replace(found, place=replace(found.place, limit_bytes=whole, own_bytes=own))  # the smallest rank's decide on all of them alike
@@ -74,14 +77,15 @@ def foretell(run: Run, asked: Run, world: World, *, cluster: str | None, force: 
     return found
 
 
-def _check_evaluation(run: Run, host_bytes: float) -> None:
-    """Refuse sequences of an evaluation, ids of 64 bits, that would take most of a rank's share of its host. Raises BadInput."""
+def _too_large_evaluation(run: Run, host_bytes: float) -> BadInput | None:
+    """For sequences of an evaluation, ids of 64 bits, that would take most of a rank's share of its host."""
     assert isinstance(run.degrees.dp, int)
     needed_bytes = 8.0 * (run.model.max_length + 1) * run.train.eval_sequences / run.degrees.dp
-    if needed_bytes > host_bytes / 2:
-        needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
-        fix = f"set it to {run.train.global_batch}"
-        raise BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
+    if needed_bytes <= host_bytes / 2:
+        return None
+    needed = f"fewer: the tokens alone would take {size(needed_bytes)} of a rank's {size(host_bytes)}"
+    fix = f"set it to {run.train.global_batch}; --force tries all the same"
+    return BadInput("train.eval_sequences", got=run.train.eval_sequences, needed=needed, fix=fix)
 
 
 class Measured:

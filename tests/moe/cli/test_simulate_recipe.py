@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from moe.cli import main as cli
+from moe.cli import simulate_times
 from moe.plan.activations import block_bytes, head_bytes
 from moe.plan.flops import size
 from moe.plan.pipeline import layers_of, schedule_of
 from moe.recipe.load import load
 from parallel.errors import BadInput
-from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator import draw
 
 
@@ -142,3 +143,19 @@ def test_a_searched_order_is_written_and_read_and_has_flags_of_its_own(tmp_path:
     ):
         assert cli.main(["simulate", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate_times, "MOST_ACTIONS", 128)
+    for stages, microbatches, batches, fix in (
+        (16, 32, None, "--stages 8 --microbatches 16"),
+        (16, 32, 4, "--stages 4 --microbatches 8"),
+        (4, 1000, None, "--microbatches 32"),
+        (6, 1000, None, "--microbatches 12"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            simulate_times.check_size(stages=stages, microbatches=microbatches, batches=batches)
+        assert refused.value.fix == fix
+        words = dict(zip(fix.split()[::2], map(int, fix.split()[1::2]), strict=True))
+        for name in SCHEDULES:
+            make_schedule(name, ranks=words.get("--stages", stages), microbatches=words["--microbatches"], batches=batches)

@@ -214,7 +214,11 @@ def test_a_signal_to_a_rank_that_fails_is_no_early_one(tmp_path: Path, monkeypat
     monkeypatch.setattr(trainer, "train", fails)
     monkeypatch.setattr(watchdog, "ended_by", asks)
     if not (pid := os.fork()):
-        os._exit(rank_main(["switch_tiny", "--out", str(tmp_path)]))
+        code = 99
+        try:
+            code = rank_main(["switch_tiny", "--out", str(tmp_path)])
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 

@@ -36,6 +36,22 @@ from parallel.errors import BadInput
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "MOE_TEST_MARK"
 
+
+def forked(work: Callable[[], int]) -> int:
+    """The number of a process that does this and nothing else: where it fails, pytest must not go on in it."""
+    if pid := os.fork():
+        return pid
+    code = 99
+    try:
+        code = work()
+    finally:
+        os._exit(code)
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 RANK_PROGRAM = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -359,15 +375,16 @@ def test_a_rank_beyond_its_world_says_so_itself(
 def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: str, tmp_path: Path) -> None:
     variables = {"torchrun": {"TORCHELASTIC_RUN_ID": "none"}, "deepspeed": {"CROSS_RANK": "0"}, "a parent": {TOKEN: "x"}}.get(launcher, {})
 
+    def rank(number: int, line: str) -> int:
+        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
+        os.environ |= variables | {"RANK": str(number), "WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
+        tempfile.tempdir = None
+        return rank_main([line])  # a recipe that is not there
+
     def said(lines: dict[int, str]) -> list[str]:
-        for rank, line in lines.items():
-            if not (pid := os.fork()):
-                os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-                sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
-                os.environ |= variables | {"RANK": str(rank), "WORLD_SIZE": "3", "TMPDIR": str(tmp_path)}
-                tempfile.tempdir = None
-                os._exit(rank_main([line]))  # a recipe that is not there
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+        for number, line in lines.items():
+            assert exit_code(forked(lambda number=number, line=line: rank(number, line))) == 2  # type: ignore[misc]
         found = [line.split()[3].rstrip(",") for line in (tmp_path / "said").read_text().splitlines()]
         (tmp_path / "said").unlink()
         return found
@@ -380,45 +397,54 @@ def test_what_the_user_can_mend_is_said_once_by_whichever_rank_has_it(launcher: 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, -signal.SIGINT)])
 def test_a_signal_before_training_ends_a_rank_that_waits_in_c(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """As in torch's store, which waits for the others minutes long: a mutex that is locked twice never returns."""
-    if not (pid := os.fork()):
+
+    def waits() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with _early_signals([tmp_path], 0):
             mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
             (tmp_path / "waits").touch()
             while True:
                 libc.pthread_mutex_lock(mutex)
+
+    pid = forked(waits)
     while not (tmp_path / "waits").exists():
         time.sleep(0.01)
     os.kill(pid, number)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert exit_code(pid) == code
 
 
 def test_a_child_has_its_signals_for_itself(tmp_path: Path) -> None:
     """Forked before training, as data loaders are: it ends as it would by itself, says nothing in the rank's name, and the rank goes on."""
-    if not (pid := os.fork()):
+
+    def child(told: int) -> int:
+        os.write(told, b".")  # Python drops a signal that comes while it forks
+        time.sleep(60)
+        return 0
+
+    def rank() -> int:
         with _early_signals([tmp_path], 0):
             codes = []
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 up, told = os.pipe()
-                if not (child := os.fork()):
-                    os.write(told, b".")  # Python drops a signal that comes while it forks
-                    time.sleep(60)
+                pid = forked(lambda told=told: child(told))  # type: ignore[misc]
                 os.read(up, 1)
-                os.kill(child, number)
-                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                os.kill(pid, number)
+                codes.append(exit_code(pid))
             time.sleep(0.2)  # for the thread that listens
-            os._exit(0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and not (tmp_path / status.NAME).exists()
+            return 0 if codes == [-signal.SIGTERM, -signal.SIGUSR1] else 1
+
+    assert exit_code(forked(rank)) == 0 and not (tmp_path / status.NAME).exists()
 
 
 def test_a_signal_after_training_is_not_taken_for_an_early_one(tmp_path: Path) -> None:
-    if not (pid := os.fork()):
+    def rank() -> int:
         with _early_signals([tmp_path], 0):
             with asked_to_stop():
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            return 0
+
+    assert exit_code(forked(rank)) == 0
 
 
 def test_a_signal_while_ranks_are_looked_for_is_passed_on_before_grace_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,12 +53,19 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(home: Path, tmp_p
     assert rows["memory against its prediction"].endswith("times") and rows["step against its prediction"].endswith("times")
 
 
-def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(home: Path, tmp_path: Path) -> None:
+def test_an_evaluation_that_no_memory_holds_is_refused_before_the_first_step(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = trained.recipe(home)
     many = run.model_copy(update={"train": run.train.model_copy(update={"eval_sequences": 2**40})})
     with pytest.raises(BadInput, match=f"train.eval_sequences: got {2**40}, needed fewer: .*; fix: set it to {run.train.global_batch}"):
         go(many, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(prediction, "memory_limit_bytes", lambda: 1000.0)
+    with pytest.raises(BadInput, match="needed fewer: .*; --force tries all the same"):
+        go(run, tmp_path / "out")
+    assert go(run, tmp_path / "out", force=True)["steps"] == 6
+    assert f"going on all the same (--force): train.eval_sequences: got {run.train.eval_sequences}" in capsys.readouterr().out
 
 
 def test_the_smallest_rank_decides_for_all(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
