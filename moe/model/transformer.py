@@ -250,8 +250,9 @@ class Transformer(nn.Module):
         def summed(read_BLD: Tensor, later_BL: Tensor) -> Tensor:
             return summed_loss(read_BLD, later_BL, matrix, chunks=self.loss_chunks, recast=self.recast)
 
-        given = {"look_up": self._look_up, "summed_loss": summed, "whole_sequences": self.whole_sequences}
-        loss = loss_ahead(self.ahead, x_BLD, targets_BL, context, **given)
+        loss = loss_ahead(
+            self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
+        )
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
 
 
