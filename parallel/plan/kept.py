@@ -44,8 +44,9 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     norms = 2 * _norm(n, stack, c) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
-    parts["norm_outputs"] = 2 * c * n.width * at.read
+    parts["norm_outputs"] = c * n.width * (at.read + (at.read if n.latent is None else at.between))
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
+    parts["attention"] += _latents(n, plan, stack, at)
     if n.buckets:  # its scores are added to, so that no fused kernel takes them; and int64 buckets with a causal mask
         parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length) + 9 * n.length**2
     elif stack.core == "scores":
@@ -68,11 +69,7 @@ def _norm(n: Network, stack: Stack, itemsize: int) -> int:
 
 
 def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
-    """What norms of queries, keys and latents keep of a token: their inputs, and a statistic for each head or one for all."""
-    if n.latent is not None and stack.keys == "repeated":  # the norms of latents, whose input in fp32 is the whole product that made it
-        turned = itemsize * n.latent.rotary_size if itemsize == 4 else 0
-        low = n.latent.query_rank + n.latent.key_rank
-        return _norm(replace(n, norm="rmsnorm"), stack, itemsize) * low + 2 * stack.statistics + turned
+    """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
     if n.qk_norm == "none":
         return 0.0
     heads = n.heads + n.groups
@@ -99,8 +96,23 @@ def _attention(n: Network, stack: Stack) -> float:
     late, key = n.latent, n.heads * (n.channels + n.latent.rotary_size)  # keys have the rotary channels repeated
     value = n.heads * late.value_size
     if stack.keys == "repeated":  # values are filled up to the size of keys for the core, and its output is cut back
-        return 4 * key + 3 * n.windows_in_runs * key + value + late.query_rank + late.key_rank
-    return 2 * key + 2 * value + 2 * (late.query_rank + late.key_rank) + late.rotary_size  # before and behind their norms
+        return 4 * key + 3 * n.windows_in_runs * key + value
+    return 2 * key + 2 * value
+
+
+def _latents(n: Network, plan: Plan, stack: Stack, at: Tokens) -> float:
+    """Before their norms, of the tokens between layers here, and behind them, of all tokens. Where tp cuts the heads, what these read is
+    one tensor: the turned key is in it, and x where queries have no latent."""
+    late, c = n.latent, plan.compute_bytes
+    if late is None:
+        return 0.0
+    low = late.query_rank + late.key_rank
+    if stack.keys == "repeated":  # in fp32 a norm's input is the whole product that made it
+        before = _norm(replace(n, norm="rmsnorm"), stack, c) * low + 2 * stack.statistics + (c * late.rotary_size if c == 4 else 0)
+    else:
+        before = c * (low + late.rotary_size)
+    beside = late.rotary_size + (0 if late.query_rank else n.width) if plan.tp > 1 and plan.tensor != "copied" else 0
+    return at.between * before + plan.microbatch * n.length / plan.sp * c * (low + beside)
 
 
 def rows_of(network: Network, plan: Plan) -> float:

@@ -168,10 +168,11 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
     else:
         late, h = network.latent, network.heads
         head = network.channels + late.rotary_size
-        query = [(n, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
+        made = n / plan.tp if plan.tensor == "sliced" else n  # latents of a rank's slice
+        query = [(made, late.query_rank, d), (n, h * head / parts, late.query_rank)] if late.query_rank else [(n, h * head / parts, d)]
         products = [
             *query,
-            (n, late.key_rank + late.rotary_size, d),
+            (made, late.key_rank + late.rotary_size, d),
             (n, h * (network.channels + late.value_size) / parts, late.key_rank),
             (n, d, h * late.value_size / parts),
         ]
@@ -297,17 +298,24 @@ def _tensor(network: Network, plan: Plan, cluster: Cluster, program: Program, *,
     left = 1 - program.tensor_beside
     if plan.tensor in (*LINES, "sliced"):
         size = n * network.width * plan.compute_bytes
-        sums = 1.0 if sparse else 2.0  # tokens of a layer with experts are cut already
+        entering = n * _entering(network) * plan.compute_bytes
+        others = 0.0 if sparse else 1.0  # tokens of a layer with experts are cut already
         if plan.tensor == "sliced":
-            one = 2 * gather(cluster, group, size)
-            pair, kernels = sums * one, sums
+            forward = backward = gather(cluster, group, entering) + (1 + 2 * others) * gather(cluster, group, size)
+            kernels = 1 + others
         else:
-            one = all_reduce(cluster, group, size)
-            pair, kernels = sums * one, sums / 2
-            if sparse:
-                pair += gather(cluster, group, size)
-        return Pass(tensor=left * pair, kernels=kernels), Pass(tensor=left * pair, kernels=kernels)
+            again = gather(cluster, group, size) if sparse else 0.0
+            forward = (1 + others) * all_reduce(cluster, group, size) + again
+            backward = all_reduce(cluster, group, entering) + others * all_reduce(cluster, group, size) + again
+            kernels = (1 + others) / 2
+        return Pass(tensor=left * forward, kernels=kernels), Pass(tensor=left * backward, kernels=kernels)
     return _on_grid(network, plan, cluster, group, left)
+
+
+def _entering(network: Network) -> float:
+    """Numbers of a token that all heads of an attention layer read."""
+    late = network.latent
+    return network.width if late is None else (late.query_rank or network.width) + late.key_rank + late.rotary_size
 
 
 def _on_grid(network: Network, plan: Plan, cluster: Cluster, group: Group, left: float) -> tuple[Pass, Pass]:

@@ -6,11 +6,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from moe.nn.context import Context
+from moe.parallelize.build import build
 from moe.parallelize.shown import plan_rows
 from moe.plan.activations import block_bytes, fixed_bytes, head_bytes
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
+from parallel import process
+from parallel.fork import run_on_ranks
 from parallel.plan.cluster import load_cluster
 from parallel.plan.cost import step_time
 from parallel.plan.counts import held
@@ -105,3 +110,38 @@ def test_counted_matrices_are_those_that_a_rank_holds(tensor: str, tp: int, kv_h
     rows = [row for row in plan_rows(run, rank=tp - 1) if "norm" not in row["parameter"]]
     counted = held(network, plan, (range(network.layers),), (0,)).total - network.width * (2 * network.layers + 1)
     assert counted == sum(math.prod(row["here"]) for row in rows)
+
+
+LATENTS = [{"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}, {"key_rank": 20, "rotary_size": 6, "value_size": 10}]
+
+
+@pytest.mark.parametrize("latent", LATENTS, ids=["queries' too", "keys' alone"])
+@pytest.mark.parametrize("sliced", [False, True], ids=["1d", "sliced"])
+def test_latents_under_tp_are_those_that_a_rank_holds_and_keeps(sliced: bool, latent: dict[str, int]) -> None:
+    """Down-projections whole, and vectors of a slice alone before their norms; counted in storages that autograd keeps of a layer more."""
+    values = {"model": MODEL | {"num_kv_heads": None, "latent": latent, "vocab_size": 96}, "train": {"global_batch": 3}}
+    values |= {"degrees": {"dp": 1, "tp": 2}, "tensor": {"kind": "1d", "sequence_parallel": sliced}, "precision": {"compute": "bf16"}}
+    run = build_run(values).resolve(2)
+    network, plan = network_of(run), plan_of(run)
+    rows = plan_rows(run, rank=1)
+    assert held(network, plan, (range(network.layers),), (0,)).total == sum(math.prod(row["here"]) for row in rows)
+    more, fewer = (run_on_ranks(_kept, 2, values | {"model": values["model"] | {"num_layers": layers}})[1] for layers in (2, 1))
+    said = layer_kept(network, plan, OURS_ON_CPU, 0, "none") + cast_weights(network, plan, 0)
+    assert said == pytest.approx(more - fewer, rel=0.01)
+
+
+def _kept(rank: int, values: dict[str, Any]) -> int:
+    """Bytes of all storages that autograd keeps of a micro-batch on this rank, parameters left out."""
+    run = build_run(values).resolve(2)
+    model, _ = build(run, process.connect(run.mesh_degrees(), process.World(rank, 2)), device=torch.device("cpu"))
+    weights, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            found[t.untyped_storage().data_ptr()] = t
+        return t
+
+    tokens_BL = torch.randint(96, (3, 20))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(tokens_BL, Context.fresh(tokens_BL), tokens_BL)
+    return sum(t.untyped_storage().nbytes() for t in found.values())
