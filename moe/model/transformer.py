@@ -208,16 +208,33 @@ class Transformer(nn.Module):
         none = torch.empty(0, device=x_BLD.device)
         if not part.ends:
             return Output(none, none, tuple(reports), x_BLD)
-        return self._end(x_BLD, targets_BL, none, context)._replace(layers=tuple(reports))
+        last = context if self.encoder_norm is None else context.halves()[1]
+        return self._end(x_BLD, targets_BL, none, last)._replace(layers=tuple(reports))
+
+    def encoded(self, tokens_BS: Tensor) -> Tensor:
+        """What an encoder-decoder's encoder gives for whole texts [B, S, D], which `written` goes by."""
+        blocks = list(self.layers[: self.config.decoder_begins])
+        return self._encoded(blocks, self._look_up(tokens_BS), Context.of(tokens_BS), [])
+
+    def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
+        """Logits of the decoder's tokens alone, of a text for which the encoder gave `source_BSD`; the context is theirs."""
+        reports: list[LayerReport] = []
+        blocks = list(self.layers[self.config.decoder_begins :])
+        y_BND = _through(blocks, self._look_up(tokens_BN), context, reports, _bias(blocks), source_BSD)
+        return self._end(y_BND, None, torch.empty(0, device=y_BND.device), context)._replace(layers=tuple(reports))
 
     def _encoded_and_decoded(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
         """Of the embedding of all tokens, what the decoder makes of its own."""
-        assert self.encoder_norm is not None
         read, written = context.halves()
         x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
-        first, second = blocks[: self.config.decoder_begins], blocks[self.config.decoder_begins :]
-        x_BSD = self._drop(self.encoder_norm(_through(first, x_BSD, read, reports, _bias(first))), "encoder", read)
+        x_BSD = self._encoded(blocks[: self.config.decoder_begins], x_BSD, read, reports)
+        second = blocks[self.config.decoder_begins :]
         return _through(second, y_BLD, written, reports, _bias(second), x_BSD)
+
+    def _encoded(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+        assert self.encoder_norm is not None
+        x_BSD = self.encoder_norm(_through(blocks, x_BSD, context, reports, _bias(blocks)))
+        return self._drop(x_BSD, "encoder", context)
 
     def _drop(self, x_BLD: Tensor, place: str, context: Context) -> Tensor:
         if not (self.training and self.config.dropout):
@@ -237,7 +254,7 @@ class Transformer(nn.Module):
             x_BLD = self._joined_ahead(x_BLD, targets_BL, matrix, context)
         x_BLD = self.norm(x_BLD)
         if self.encoder_norm is not None:
-            x_BLD = self._drop(x_BLD, "decoder", context.halves()[1])
+            x_BLD = self._drop(x_BLD, "decoder", context)
             x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:

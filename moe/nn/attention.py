@@ -111,9 +111,10 @@ class Attention(nn.Module):
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
         self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5  # cores divide by the root
+        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # of logits, as cores have it
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
-            self.core = partial(softmax_core if of == "decoder" else open_core, scale=1.0)
+            self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one

@@ -3,14 +3,18 @@
     read(4 tokens)   core: q k v of places 0..3    keeps k v [0:4]    a plain pass
     read(1 token)    core: q k v of place 4        keeps k v [4:5]    q against k v [0:5]
 
-Of latent attention the latents are keys and values of all heads, and are kept once (moe/nn/latent.py).
+Of latent attention the latents are keys and values of all heads, and are kept once (moe/nn/latent.py). In cross attention the keys and
+values of what the encoder gave are made for the first token, and are there for all others.
 
-It stands in attention's slot `core`, where tokens meet, and in the slot by which documents are found. So the model reads a part of a
+It stands in attention's slot `core`, where tokens meet, in cross attention's slot `products`, and in the slot by which documents are
+found. So the model reads a part of a
 sequence as it reads a whole one, for everything else in a layer sees each token by itself. A MoE layer does so only where tokens choose
 their experts and none is dropped.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from moe.nn.attention import Attention
 from moe.nn.context import Context
 from moe.nn.core import Bias, attend, masked, repeated, softmax_core
 from moe.nn.latent import LatentAttention
+from moe.nn.linear import Linear
+from parallel.data.tiling import one_by_one
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
 
@@ -29,6 +35,7 @@ class KeyValueCache:
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.seen = batch, length, 0
         self._kept: dict[Attention | LatentAttention, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
+        self._of_source: dict[Attention, Sequence[Tensor]] = {}  # products of each cross layer for keys and values
         self._begins_BS: Tensor | None = None  # where documents begin
 
     def context(self, new_BN: Tensor) -> Context:
@@ -56,12 +63,21 @@ class KeyValueCache:
         for kept, x in zip(self._kept[layer], (k_BKNC, v_BKNC), strict=True):
             kept[:, :, self.seen : self.seen + new] = x
         if self.seen == 0:
-            return softmax_core(q_BHNC, k_BKNC, v_BKNC, context=context, bias=bias, sink_H=sink_H, window=layer.window)
+            given = {"context": context, "bias": bias, "sink_H": sink_H, "scale": layer.core_scale, "window": layer.window}
+            return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
         sees_all = new == 1 and bias is None and context.document_BS is None  # then a mask would hide nothing: `places` is the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
-        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=None, sink_H=sink_H)
+        return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
+
+    def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
+        """A cross layer's slot of that name."""
+        if modules[0] is layer.q:
+            return one_by_one(x, modules)
+        if layer not in self._of_source:
+            self._of_source[layer] = one_by_one(x, modules)
+        return self._of_source[layer]
 
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
         """What is added to the logits of the new tokens with those at `places`, or which count."""

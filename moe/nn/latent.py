@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         self.out = Linear(heads * size.value, width)
         self.out_bias = Added(width) if model.out_bias else None
         self.sinks = Sinks(heads) if model.attention_sinks else None
-        self.window, self.compressed = window, False
+        self.window, self.compressed, self.core_scale = window, False, None
         self.core: Core = partial(softmax_core, window=window)
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is

@@ -18,12 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe.model.transformer import Output, Transformer, moe_layers
-from moe.nn.attention import Attention
+from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.train.sampling import Sampling
+from parallel.data.tiling import one_by_one
 
 # B texts, S tokens of a context, V vocabulary
 
@@ -55,20 +55,31 @@ class Recomputed:
 
 
 class Cached:
-    """A whole model on one device, which keeps the keys and values of what it has read of a context."""
+    """A whole model on one device, which keeps the keys and values of what it has read of a context, of at most `max_length` tokens.
 
-    def __init__(self, model: Transformer, *, at_once: int = 512) -> None:
-        self.model, self.max_length = model, model.config.max_length
+    `source`: so many tokens, the first ones, are an encoder's, which reads them once; `max_length` is that of the others.
+    """
+
+    def __init__(self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512) -> None:
+        self.model, self.source, self.max_length = model, source, max_length or model.config.max_length
         self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
         self.cache, self.start = KeyValueCache(0, 0), -1
-        self.layers = [module for module in model.modules() if isinstance(module, Attention | LatentAttention)]
+        self.source_BSD: Tensor | None = None
+        reads = [block for block in model.layers if isinstance(block, Block)][model.config.decoder_begins :]
+        self.layers = [block.attention for block in reads]
+        self.crosses = [block.cross for block in reads if block.cross is not None]
 
     def __call__(self, context_BS: Tensor, start: int) -> Tensor:
+        read_BS, context_BS = context_BS.tensor_split([self.source], dim=1)
         if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
+            assert start == 0 or not self.source, "an encoder's text is read whole"
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
+            self.source_BSD = self.model.encoded(read_BS) if self.source else None
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
-                logits_BV: Tensor = self.model(new_BN, self.cache.context(new_BN)).logits_BLV[:, -1]
+                given = new_BN, self.cache.context(new_BN)
+                found = self.model(*given) if self.source_BSD is None else self.model.written(*given, self.source_BSD)
+                logits_BV: Tensor = found.logits_BLV[:, -1]
                 self.cache.seen += new_BN.shape[1]
         return logits_BV
 
@@ -80,6 +91,8 @@ class Cached:
             layer.core = partial(self.cache.attend, layer)
             if isinstance(layer, LatentAttention):
                 layer.compressed = True
+        for cross in self.crosses:
+            cross.products = partial(self.cache.products, cross)  # type: ignore[assignment]
         self.model.whole_sequences = self.cache.all_places
         try:
             yield
@@ -88,11 +101,14 @@ class Cached:
                 layer.core = core
                 if isinstance(layer, LatentAttention):
                     layer.compressed = False
+            for cross in self.crosses:
+                cross.products = one_by_one
             self.model.whole_sequences = whole
 
 
 class Written:
-    """An encoder-decoder: the first `source` tokens of a context are the encoder's. Both halves are read again for every token."""
+    """An encoder-decoder: the first `source` tokens of a context are the encoder's. Both halves are read again for every token, which is
+    what `Cached` is held against, and the way of routers whose experts choose their tokens."""
 
     def __init__(self, model: Transformer, source: int) -> None:
         self.model, self.source = model, source

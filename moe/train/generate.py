@@ -91,7 +91,7 @@ def generate(
     for group in _groups(asked, max_batch, m.max_length + halves):
         length = len(asked[group[0]][0])
         steps = continued(
-            _reads(model, length),
+            _reads(model, length, num_tokens),
             [asked[i][0] for i in group],
             num_tokens=num_tokens,
             max_length=length + num_tokens if halves else m.max_length,
@@ -111,10 +111,10 @@ def _read(model: Transformer, ids: list[int]) -> tuple[int, ...]:
     return (*ids[-m.max_length :], START) if m.kind == "encoder_decoder" else tuple(ids)
 
 
-def _reads(model: Transformer, length: int) -> Reads:
-    """How the model reads texts that begin with so many tokens."""
+def _reads(model: Transformer, length: int, num_tokens: int) -> Reads:
+    """How the model reads texts that begin with so many tokens and get so many more."""
     if model.config.kind == "encoder_decoder":
-        return Written(model, length - 1)
+        return Cached(model, source=length - 1, max_length=1 + num_tokens) if can_cache(model) else Written(model, length - 1)
     return Cached(model) if can_cache(model) else Recomputed(model, model.config.max_length)
 
 

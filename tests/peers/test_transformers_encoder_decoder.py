@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.recipe import sections
-from moe.train.decode import Written, continued, for_continuing
+from moe.train.decode import Cached, continued, for_continuing
 from moe.train.sampling import Sampling
 
 transformers = pytest.importorskip("transformers", reason="pip install moe-parallel[hf]")
@@ -113,7 +113,13 @@ def test_greedy_texts_are_theirs(kind: str) -> None:
     want = theirs.generate(read, max_new_tokens=12, min_new_tokens=12, do_sample=False, num_beams=1, eos_token_id=V - 1, pad_token_id=0)
     prompts = [[*row, 0] for row in read.tolist()]
     steps = continued(
-        Written(ours, 25), prompts, num_tokens=12, max_length=99, vocab_size=V - 1, sampling=Sampling(temperature=0.0), seeds=[0, 1]
+        Cached(ours, source=25, max_length=13),
+        prompts,
+        num_tokens=12,
+        max_length=99,
+        vocab_size=V - 1,
+        sampling=Sampling(temperature=0.0),
+        seeds=[0, 1],
     )
     assert torch.tensor(list(steps)).t().tolist() == want[:, 1:].tolist()
 

@@ -15,8 +15,9 @@ import torch
 from moe.model.transformer import Transformer
 from moe.nn.core import softmax_core
 from moe.recipe import sections
-from moe.train.decode import Cached, Recomputed, can_cache, continued, for_continuing, start_of
+from moe.train.decode import Cached, Recomputed, Written, can_cache, continued, for_continuing, start_of
 from moe.train.sampling import Sampling
+from parallel.data.tiling import one_by_one
 from parallel.errors import BadInput
 
 LENGTH, VOCABULARY = 14, 37
@@ -33,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "dense, bf16": ({"moe_every": 0}, {}, {}),
 }
+HALVES: dict[str, Any] = {"kind": "encoder_decoder", "positions": "t5", "num_layers": 5, "encoder_layers": 2}
 
 
 def made(name: str) -> Transformer:
@@ -78,6 +80,33 @@ def test_texts_longer_than_a_context_are_those_of_the_rule_written_out(name: str
                 text.append(int(model(torch.tensor([context])).logits_BLV[0, -1].argmax()))
             context.append(text[-1])
         assert [chosen[row] for chosen in got] == text[3:]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": "heads", "tied_embeddings": False}], ids=str)
+@torch.no_grad()
+def test_an_encoder_reads_once_and_a_decoder_writes_what_it_writes_when_all_is_read_again(options: dict[str, Any]) -> None:
+    """It alone would notice keys of a source that came before, or logits that are divided by the root of the channels."""
+    parts = sections.Model(**MODEL | HALVES | options), sections.Experts(num_experts=4), sections.Router(num_choices=2, group="rank")
+    model = Transformer(*parts, vocab_size=VOCABULARY, seed=5).eval()
+    for_continuing(model)
+    generator, calls = torch.Generator().manual_seed(1), 0
+    cached, plain = Cached(model, source=9, max_length=12, at_once=3), Written(model, 9)
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    handle = model.layers[0].register_forward_hook(count)
+    for batch in (3, 2, 2):  # other texts in the place of those before
+        calls, text_BS = 0, torch.randint(VOCABULARY, (batch, 9 + 12), generator=generator)
+        for written in (1, 2, 7, 8, 12):
+            got = cached(text_BS[:, : 9 + written], 0)
+            assert calls == 1
+            handle.remove()
+            want = plain(text_BS[:, : 9 + written], 0)
+            handle = model.layers[0].register_forward_hook(count)
+            assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    assert all(block.cross.products is one_by_one for block in model.layers[2:])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 8])
