@@ -4,13 +4,15 @@
     recomputed    every token reads its whole context
     peer          transformers' Mixtral of the same sizes, with random weights, by its own `generate` and its own cache
 
+and the same of an encoder-decoder, whose peer is transformers' T5
+
 A ratio is of seconds, taken within each round: the median over rounds, with its quartiles. `moe bench generate --rounds 9 --json FILE`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,10 +22,16 @@ from moe.launch import exit_codes
 from moe.model.transformer import Transformer
 from moe.recipe import sections
 from moe.records.results import write_json
-from moe.train.decode import Cached, Reads, Recomputed, continued, for_continuing
+from moe.train.decode import Cached, Reads, Recomputed, Written, continued, for_continuing
 from moe.train.sampling import Sampling
 
-SIZES = ((128, 1), (128, 8), (512, 1))  # width, texts at once
+Kind = Literal["decoder", "encoder_decoder"]
+SIZES: tuple[tuple[Kind, int, int], ...] = (
+    ("decoder", 128, 1),
+    ("decoder", 128, 8),
+    ("decoder", 512, 1),
+    ("encoder_decoder", 512, 1),
+)  # kind, width, texts at once
 LAYERS, HEADS, EXPERTS, CHOICES, VOCABULARY, LENGTH = 4, 4, 8, 2, 256, 256
 PROMPT, TOKENS = 32, 32  # tokens
 CPU = torch.device("cpu")
@@ -32,24 +40,31 @@ CPU = torch.device("cpu")
 def main(*, rounds: int = 9, peers: str = "all", json: str | None = None) -> int:
     """`moe bench generate`: returns 1 if ours is slower than a peer, beyond the quartiles."""
     torch.set_num_threads(1)
-    rows = [row for width, texts in SIZES for row in _rows(width, texts, rounds, with_peer=peers != "none")]
+    rows = [row for size in SIZES for row in _rows(*size, rounds, with_peer=peers != "none")]
     if json:
         sizes = {"layers": LAYERS, "experts": EXPERTS, "choices": CHOICES, "max_length": LENGTH}
         write_json(json, verb="bench generate", rows=rows, rounds=rounds, prompt=PROMPT, tokens=TOKENS, **sizes)
     return exit_codes.of(all(row.get("passed") is not False for row in rows))
 
 
-def _rows(width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
+def _rows(kind: Kind, width: int, texts: int, rounds: int, *, with_peer: bool) -> list[dict[str, Any]]:
     prompts = torch.randint(1, VOCABULARY, (texts, PROMPT), generator=torch.Generator().manual_seed(0))
-    model = _model(width)
-    work = {"cached": _ours(Cached(model), prompts), "recomputed": _ours(Recomputed(model, LENGTH), prompts)}
-    races = [Race(f"cached over recomputed, {width} wide, {texts} texts", "cached", "recomputed", 1.0)]
-    if with_peer and (peer := _peer(width, prompts)) is not None:
+    if kind == "decoder":
+        model, name, peer_of = _model(width), "", _mixtral
+        ways: list[Reads] = [Cached(model), Recomputed(model, LENGTH)]
+    else:
+        model, name, peer_of = _halves(width), "an encoder, ", _t5
+        ways = [Cached(model, source=PROMPT, max_length=1 + TOKENS), Written(model, PROMPT)]
+    begun = prompts if kind == "decoder" else torch.cat([prompts, torch.zeros_like(prompts[:, :1])], dim=1)
+    work = {way: _ours(reads, begun) for way, reads in zip(("cached", "recomputed"), ways, strict=True)}
+    races = [Race(f"cached over recomputed, {name}{width} wide, {texts} texts", "cached", "recomputed", 1.0)]
+    if with_peer and (peer := peer_of(width, prompts)) is not None:
         work["peer"] = peer
-        races.append(Race(f"cached over transformers, {width} wide, {texts} texts", "cached", "peer", 1.0))
+        races.append(Race(f"cached over transformers, {name}{width} wide, {texts} texts", "cached", "peer", 1.0))
     seconds = in_turn(work, rounds=rounds, device=CPU, warmups=1)
     rows = [race_row(race, seconds, ranks=1) for race in races]
-    return [row | {"width": width, "texts": texts, "tokens_per_second": texts * TOKENS / row["seconds"]} for row in rows]
+    about = {"kind": kind, "width": width, "texts": texts}
+    return [row | about | {"tokens_per_second": texts * TOKENS / row["seconds"]} for row in rows]
 
 
 def _model(width: int) -> Transformer:
@@ -61,6 +76,13 @@ def _model(width: int) -> Transformer:
     return made
 
 
+def _halves(width: int) -> Transformer:
+    """Sizes of transformers' T5 below."""
+    sizes: dict[str, Any] = {"num_layers": 2 * LAYERS, "d_model": width, "num_heads": HEADS, "d_ff": 2 * width, "max_length": LENGTH}
+    model = sections.Model(kind="encoder_decoder", positions="t5", ffn="relu", **sizes)
+    return Transformer(model, vocab_size=VOCABULARY).eval()
+
+
 def _ours(reads: Reads, prompts: torch.Tensor) -> Callable[[], object]:
     def run() -> object:
         options: dict[str, Any] = {"num_tokens": TOKENS, "max_length": LENGTH, "vocab_size": VOCABULARY}
@@ -69,7 +91,10 @@ def _ours(reads: Reads, prompts: torch.Tensor) -> Callable[[], object]:
     return run
 
 
-def _peer(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
+FIXED: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def _mixtral(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
     try:
         from transformers import MixtralConfig, MixtralForCausalLM
     except ImportError:
@@ -82,11 +107,23 @@ def _peer(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
     }
     experts: dict[str, Any] = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOICES}
     config = MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=HEADS, max_position_embeddings=LENGTH, **sizes, **experts)
-    model = MixtralForCausalLM(config).eval()
+    return _theirs(MixtralForCausalLM(config).eval(), prompts)
 
+
+def _t5(width: int, prompts: torch.Tensor) -> Callable[[], object] | None:
+    try:
+        from transformers import T5Config, T5ForConditionalGeneration
+    except ImportError:
+        return None
+    sizes: dict[str, Any] = {"d_model": width, "d_kv": width // HEADS, "d_ff": 2 * width, "num_layers": LAYERS, "num_heads": HEADS}
+    config = T5Config(vocab_size=VOCABULARY, **sizes)
+    config.decoder_start_token_id = 0
+    return _theirs(T5ForConditionalGeneration(config).eval(), prompts)
+
+
+def _theirs(model: Any, prompts: torch.Tensor) -> Callable[[], object]:
     @torch.no_grad()
     def run() -> object:
-        fixed = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        return model.generate(prompts, attention_mask=torch.ones_like(prompts), **fixed)
+        return model.generate(prompts, attention_mask=torch.ones_like(prompts), **FIXED)
 
     return run
