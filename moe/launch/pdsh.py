@@ -22,8 +22,8 @@ from typing import Any
 
 from moe.launch.exit_codes import BAD_INPUT, DONE
 from moe.launch.hosts import quoted
-from moe.launch.processes import PARENT, STDIN, die_with_input
-from moe.launch.status import MACHINE
+from moe.launch.processes import PARENT, STDIN, TOKEN, die_with_input
+from moe.launch.status import machine
 from parallel.errors import BadInput
 
 PASSED = ("MOE_", "PYTHON", "OMP_", "GLOO_", "NCCL_", "UCX_", "TORCH_", "DS_ACCELERATOR")  # variables whose names begin so
@@ -96,7 +96,7 @@ def main() -> int:
             command[python - 1] = f"cd {quoted(command[python - 1].removeprefix('cd ').removesuffix(';'))};"
             command[python] = quoted(sys.executable)
             command.insert(command.index("--module"), "--log_level=critical")
-            word = f"{quoted(str(folder.resolve() / MACHINE))}-%n.json"
+            word = f"{quoted(str(folder.resolve()))}/{machine(own[TOKEN], '%n')}"
             command += [f"; code=$?; [ $code -eq 0 ] || {{ echo $code >{word}; }} 2>/dev/null; (exit $code)"]
             return command, kill, environment
 

@@ -162,7 +162,7 @@ def _run(launch: Launch) -> End:
         if hosts is not None:
             before = len(caught)
             status.wait_for(folder, world, _words_s(how, process.returncode), no_more=lambda: len(caught) > before)
-            words, broken = status.read(folder), status.machines(folder)
+            words, broken = status.read(folder), status.machines(folder, token)
             gone = {rank for number in broken for rank in hosts.ranks_on(number)}
             left = set(range(world)) - words.keys() - gone if how == "killed" and not caught else set()
             silent = {number: code for number, code in broken.items() if not words.keys() >= set(hosts.ranks_on(number))}
@@ -273,7 +273,7 @@ def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], 
             return "killed"
         if not asked and hosts is not None and now - looked > _FIND_S:
             looked = now
-            if _failed_elsewhere(folder, seen, now):
+            if _failed_elsewhere(folder, hosts.token, seen, now):
                 return "killed"
         wait(ranks, _POLL_S)
     return "ended"
@@ -292,12 +292,12 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
     return False
 
 
-def _failed_elsewhere(folder: Path, seen: dict[object, float], now: float) -> bool:
+def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: float) -> bool:
     """The same of ranks on other machines, from what they and the launchers there have left; `seen`: since when that is here."""
     codes: dict[object, tuple[int, float]] = {
         rank: (word.get("exit", FAILED), _leave_s(word)) for rank, word in status.read(folder).items()
     }
-    codes |= {f"machine {number}": (code, _LEAVE_S) for number, code in status.machines(folder).items()}
+    codes |= {f"machine {number}": (code, _LEAVE_S) for number, code in status.machines(folder, token).items()}
     waited = {who: (now - seen.setdefault(who, now), leave_s) for who, (code, leave_s) in codes.items() if code not in (DONE, STOPPED)}
     return any(since > leave_s for since, leave_s in waited.values())
 

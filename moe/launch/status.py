@@ -1,8 +1,8 @@
 """The folder in which ranks leave word of how they ended, for the parent that started them: launchers lose exit codes.
 
-    <run folder>/.status/<rank>.json        {"exit", "pid", "error", "of_all", "repeats"}
-    <run folder>/.status/machine-<n>.json   the exit code of the launcher on the n-th machine of a hostfile, where it is not 0
-    <run folder>/.status/started            the token of the launch: machines of a hostfile that see it see this folder
+    <run folder>/.status/<rank>.json                {"exit", "pid", "error", "of_all", "repeats"}
+    <run folder>/.status/started                    the token of the launch: machines of a hostfile that see it see this folder
+    <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, where it is not 0
 
 A start that came to nothing leaves no trace: neither this folder, nor a run's folder that was made for it.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from parallel import lock
 from parallel.errors import BadInput
 
-NAME, MACHINE, STARTED = ".status", "machine", "started"
+NAME, STARTED = ".status", "started"
 NOTHING_LOST = "nothing is lost: start it again"
 TOO_EARLY = "a signal before training"  # the error of a rank that had nothing to save
 _POLL_S = 0.1
@@ -64,10 +64,15 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     return status
 
 
-def machines(folder: Path) -> dict[int, int]:
+def machine(token: str, number: object) -> str:
+    """The file's name for a machine: one of an earlier launch, which may end later than this begins, has another token."""
+    return f"machine-{token}-{number}.json"
+
+
+def machines(folder: Path, token: str) -> dict[int, int]:
     """The exit codes of the launchers on other machines that have ended otherwise than with 0."""
     codes: dict[int, int] = {}
-    for path in folder.glob(f"{MACHINE}-*.json"):
+    for path in folder.glob(machine(token, "*")):
         with contextlib.suppress(OSError, ValueError):  # or it is being written
             codes[int(path.stem.rpartition("-")[2])] = int(path.read_text())
     return codes
