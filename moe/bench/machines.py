@@ -113,29 +113,36 @@ def torchrun(home: Path, hosts: Hosts) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", *where]
         return [hosts.start(host, [*command, "--node_rank", f"{host}", *words], env=environment(home), cwd=home) for host in range(2)]
 
+    def trains_beyond(step: int, both: list[subprocess.Popen[str]]) -> bool:
+        _until(lambda: _steps(out) > step or any(process.poll() is not None for process in both))
+        return _steps(out) > step
+
+    def end(both: list[subprocess.Popen[str]], number: signal.Signals) -> list[str]:
+        for process in both:
+            with contextlib.suppress(OSError, IndexError):  # it has ended by itself
+                hosts.signal(process, number)
+        return [process.communicate(timeout=START_S)[0][-600:] for process in both]
+
     both = start()
-    _until(lambda: _steps(out) > 25 or any(process.poll() is not None for process in both))
-    hosts.machines.pull()
-    _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
-    for process in both:  # torchrun's agents wait for each other for minutes
-        with contextlib.suppress(OSError, IndexError):
-            hosts.signal(process, signal.SIGKILL)
-    said = [process.communicate(timeout=START_S)[0] for process in both]
+    if trained := trains_beyond(25, both):
+        hosts.machines.pull()
+        _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
+    said = end(both, signal.SIGKILL)  # torchrun's agents wait for each other for minutes
+    if not trained:
+        return f"it did not train: {said}"
     for rank in range(2):
         word = status.read(out / status.NAME).get(rank, {}).get("error")
         if not re.match(r"(rank 1|rank 0|torchrun at .*) is missing", str(word)):
-            return f"rank {rank} did not name the other: {word}; {said[rank][-600:]}"
+            return f"rank {rank} did not name the other: {word}; {said[rank]}"
     if problem := _left(hosts):
         return problem
     hosts.machines.plug()
     status.empty(out)
     before, both = _steps(out), start()
-    _until(lambda: _steps(out) > before or any(process.poll() is not None for process in both))
-    for process in both:
-        hosts.signal(process, signal.SIGTERM)
-    said = [process.communicate(timeout=START_S)[0] for process in both]
-    if _steps(out) <= before:
-        return f"it did not go on after the cable was back: {said[0][-600:]}"
+    trained = trains_beyond(before, both)
+    said = end(both, signal.SIGTERM)
+    if not trained:
+        return f"it did not go on after the cable was back: {said}"
     return _left(hosts) or _unsaved(out) or same_as_undisturbed(home, out)
 
 
