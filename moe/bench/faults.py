@@ -1,9 +1,10 @@
-"""Faults put into runs that train, and what became of them: `moe bench faults [--only KIND] [--full] [--rounds N] [--json F]`.
+"""Faults put into runs that train, and what became of them.
 
-    fault, tried, held, lost, seconds_median      held: what ought to happen did; lost: it did not; seconds from the fault to the end
+moe bench faults --only hangs,damage     kinds: hangs, recipes, damage, kills, preemption, corruption, restarts, hostile, disks,
+                                         elastic, machines; `machines:torchrun`: the rows of a kind whose name holds the text
+moe bench faults --full                  as often as the aims say; by default each fault once
 
-`--only` names kinds with commas between (hangs), or `hangs:TEXT` the rows of one whose name holds the text. Small by default: each fault
-once; `--full` as often as the aims say.
+fault, tried, held, lost, seconds_median      held: what ought to happen did; lost: it did not; seconds from the fault to the end
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from parallel.parent import die_with
 NAMES = ("worker-0", "worker-1")
 PROGRAMS = {"sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "unshare": "util-linux", "nsenter": "util-linux"}
 _APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts")
+_DAEMONS = ("sshd", "munged", "slurmctld", "slurmd", "slurmscriptd")
 _START_S = 20.0
 
 
@@ -46,13 +47,13 @@ class Hosts:
         """To a command that `start` began: nsenter is its parent."""
         os.kill(_child(process.pid), number)
 
-    def left(self, host: int) -> list[str]:
-        """The commands that run on a host beside its sshd."""
-        here, found = os.readlink(f"/proc/{self.first[host]}/ns/pid"), []
+    def left(self) -> list[str]:
+        """The commands that run on the hosts beside their daemons."""
+        here, found = {os.readlink(f"/proc/{first}/ns/pid") for first in self.first}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                mine = os.readlink(f"/proc/{process.pid}/ns/pid") == here and process.status() != psutil.STATUS_ZOMBIE
-                if mine and not process.name().startswith("sshd"):
+                mine = os.readlink(f"/proc/{process.pid}/ns/pid") in here and process.status() != psutil.STATUS_ZOMBIE
+                if mine and not process.name().startswith(_DAEMONS):
                     found.append(" ".join(process.cmdline())[:200])
         return found
 
@@ -89,8 +90,11 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
     public = (home / "host_key.pub").read_text().rpartition(" ")[0]
     (home / "known").write_text("".join(f"{name},{address} {public}\n" for name, address in zip(NAMES, machines.addresses, strict=True)))
     (home / "ssh_config").write_text(
-        f"IdentityFile {home}/key\nUserKnownHostsFile {home}/known\nStrictHostKeyChecking yes\nBatchMode yes\nLogLevel ERROR\n"
+        f"IdentityFile {home}/key\nIdentitiesOnly yes\nUserKnownHostsFile {home}/known\nStrictHostKeyChecking yes\nBatchMode yes\n"
+        "LogLevel ERROR\n"
     )
+    (home / "shadow").write_text("root:*:20000:0:99999:7:::\n")  # without a password, and not locked ("!"): sshd refuses that
+    (home / "shadow").chmod(0o600)
     given = " ".join(f'"{name}={value}"' for name, value in variables.items())
     (home / "sshd_config").write_text(
         f"HostKey {home}/host_key\nAuthorizedKeysFile {home}/authorized\nPasswordAuthentication no\nPermitRootLogin yes\nStrictModes no\n"
@@ -102,8 +106,10 @@ def _ssh_files(home: Path, machines: Machines, variables: Mapping[str, str]) -> 
 def _host(home: Path, machines: Machines, number: int) -> Iterator[int]:
     """The process of a host under which all others there are, once its sshd listens."""
     sshd = shutil.which("sshd", path=path(os.environ))
+    own = {"hosts": "/etc/hosts", "ssh_config": "/etc/ssh/ssh_config", "shadow": "/etc/shadow"}
     script = (
-        f"hostname {NAMES[number]} && mount --bind {home}/hosts /etc/hosts && mount --bind {home}/ssh_config /etc/ssh/ssh_config "
+        f"hostname {NAMES[number]} && {' && '.join(f'mount --bind {home}/{name} {there}' for name, there in own.items())} "
+        "&& if [ -d ~root/.ssh ]; then mount -t tmpfs none ~root/.ssh; fi "  # the user's own keys and configuration have no say
         f"&& mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {home}/sshd_config"
     )
     parent = os.getpid()

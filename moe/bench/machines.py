@@ -35,7 +35,7 @@ from moe.records.metrics import METRICS, whole_lines
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "use" / "launching.md"
 LONG = {"train.steps": "100000", "train.save_every": "0", "train.eval_every": "0", "train.timeout_s": "30"}  # a signal ends it
-START_S = 240.0  # of two ranks with launchers, on a busy machine
+START_S = 100.0  # of two ranks with launchers, on a busy machine
 MORE = 3  # steps after a resume
 
 Check = Callable[[Path, Hosts], str]
@@ -95,8 +95,7 @@ def hostfile(home: Path, hosts: Hosts, number: signal.Signals = signal.SIGTERM, 
             return f"moe train ended with {process.returncode}: {said[-600:]}"
         if wanted == STOPPED and not re.search(r"^exit code 75: every rank saved", said, flags=re.M):
             return f"it said {said[-600:]}"
-        _until(lambda: not hosts.left(0) + hosts.left(1), limit_s=10.0)
-        return f"left behind: {left}" if (left := hosts.left(0) + hosts.left(1)) else ""
+        return _left(hosts) or (_unsaved(out) if wanted == STOPPED else "")
 
     problem = life(number)
     if not problem:
@@ -114,29 +113,37 @@ def torchrun(home: Path, hosts: Hosts) -> str:
         command = [sys.executable, "-m", "torch.distributed.run", *where]
         return [hosts.start(host, [*command, "--node_rank", f"{host}", *words], env=environment(home), cwd=home) for host in range(2)]
 
+    def trains_beyond(step: int, both: list[subprocess.Popen[str]]) -> bool:
+        _until(lambda: _steps(out) > step or any(process.poll() is not None for process in both))
+        return _steps(out) > step
+
+    def end(both: list[subprocess.Popen[str]], number: signal.Signals) -> list[str]:
+        for process in both:
+            with contextlib.suppress(OSError, IndexError):  # it has ended by itself
+                hosts.signal(process, number)
+        return [process.communicate(timeout=START_S)[0][-600:] for process in both]
+
     both = start()
-    _until(lambda: _steps(out) > 25 or any(process.poll() is not None for process in both))
-    hosts.machines.pull()
-    _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
-    for process in both:  # torchrun's agents wait for each other for minutes
-        with contextlib.suppress(OSError, IndexError):
-            hosts.signal(process, signal.SIGKILL)
-    said = [process.communicate(timeout=START_S)[0] for process in both]
+    if trained := trains_beyond(25, both):
+        hosts.machines.pull()
+        _until(lambda: len(status.read(out / status.NAME)) == 2, limit_s=60.0)
+    said = end(both, signal.SIGKILL)  # torchrun's agents wait for each other for minutes
+    if not trained:
+        return f"it did not train: {said}"
     for rank in range(2):
         word = status.read(out / status.NAME).get(rank, {}).get("error")
         if not re.match(r"(rank 1|rank 0|torchrun at .*) is missing", str(word)):
-            return f"rank {rank} did not name the other: {word}; {said[rank][-600:]}"
+            return f"rank {rank} did not name the other: {word}; {said[rank]}"
+    if problem := _left(hosts):
+        return problem
     hosts.machines.plug()
-    _until(lambda: not hosts.left(0) + hosts.left(1), limit_s=10.0)
     status.empty(out)
     before, both = _steps(out), start()
-    _until(lambda: _steps(out) > before or any(process.poll() is not None for process in both))
-    for process in both:
-        hosts.signal(process, signal.SIGTERM)
-    said = [process.communicate(timeout=START_S)[0] for process in both]
-    if _steps(out) <= before:
-        return f"it did not go on after the cable was back: {said[0][-600:]}"
-    return same_as_undisturbed(home, out)
+    trained = trains_beyond(before, both)
+    said = end(both, signal.SIGTERM)
+    if not trained:
+        return f"it did not go on after the cable was back: {said}"
+    return _left(hosts) or _unsaved(out) or same_as_undisturbed(home, out)
 
 
 def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
@@ -158,9 +165,14 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
                     found.do("scancel", "--signal=TERM", number)
                 if not _until(lambda: found.job(number)["Restarts"] == "1"):
                     return f"not requeued: {found.job(number)['JobState']}, {log.read_text()[-600:]}"
+                if problem := _left(hosts) or _unsaved(out):
+                    return problem
+                status.empty(out)
         found.do("scancel", number)
         if (state := found.reach(number, "CANCELLED", limit_s=60)) != "CANCELLED":
             return f"scancel left it {state}: {log.read_text()[-600:]}"
+        if problem := _left(hosts) or _unsaved(out):
+            return problem
     return same_as_undisturbed(home, out)
 
 
@@ -189,8 +201,21 @@ def _goes_on(home: Path, out: Path) -> str:
     life = Life(home, out, TINY | LONG)
     reached = life.reach(before + MORE)
     life.send(signal.SIGTERM)
-    life.end()
-    return "" if reached else f"it did not go on: {life.said()}"
+    if not reached or life.end() or life.codes() != [STOPPED] * life.world:
+        return f"it did not go on and save: {life.codes()}, {life.said()}"
+    return ""
+
+
+def _left(hosts: Hosts) -> str:
+    """What still runs on either machine, after a moment."""
+    _until(lambda: not hosts.left(), limit_s=10.0)
+    return f"left behind: {left}" if (left := hosts.left()) else ""
+
+
+def _unsaved(out: Path) -> str:
+    """What is wrong with how ranks ended that had a signal: each saves, and says so by its exit code."""
+    codes = {rank: word["exit"] for rank, word in status.read(out / status.NAME).items()}
+    return "" if codes == dict.fromkeys(range(len(NAMES)), STOPPED) else f"the ranks' exit codes are {codes}"
 
 
 def _words(home: Path, more: dict[str, str] | None = None) -> list[str]:

@@ -1,45 +1,47 @@
 """Two machines on one, for `moe bench faults`: network namespaces with a cable between them that can be pulled (Linux, root).
 
-namespace a   10.77.x.1 ---- veth ---- 10.77.x.2   namespace b        a process enters one before it opens a socket
+one namespace   10.77.0.1 ---- veth ---- 10.77.0.2   the other        a process enters one before it opens a socket
+
+They have no names: open files hold them, and they are gone with the last process in them, however this one ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 _NEW_NET = 0x40000000  # CLONE_NEWNET
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Names of the two namespaces, of the ends of the cable in them, and the addresses there."""
+    """Open files of the two namespaces, and the names and addresses of the cable's ends in them."""
 
-    spaces: tuple[str, str]
-    ends: tuple[str, str]
-    addresses: tuple[str, str]
+    spaces: tuple[int, int]
+    ends: tuple[str, str] = ("moe0", "moe1")
+    addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
 
     def enter(self, machine: int) -> None:
         """This process goes on in that machine: its sockets are there from now on."""
-        handle = os.open(f"/run/netns/{self.spaces[machine]}", os.O_RDONLY)
-        if ctypes.CDLL(None, use_errno=True).setns(handle, _NEW_NET):
-            raise OSError(ctypes.get_errno(), "setns")
-        os.close(handle)
+        _call("setns", self.spaces[machine], _NEW_NET)
 
     def plug(self) -> None:
         """The cable carries again."""
-        _ip("-n", self.spaces[0], "link", "set", self.ends[0], "up")
+        self.ip(0, "link", "set", self.ends[0], "up")
 
     def pull(self) -> None:
         """The cable carries nothing any more."""
-        _ip("-n", self.spaces[0], "link", "set", self.ends[0], "down")
+        self.ip(0, "link", "set", self.ends[0], "down")
+
+    def ip(self, machine: int, *words: str) -> None:
+        """The command `ip` in that machine. Raises CalledProcessError."""
+        subprocess.run(["ip", *words], check=True, capture_output=True, preexec_fn=lambda: self.enter(machine))
 
 
 def why_not() -> str:
@@ -55,35 +57,39 @@ def why_not() -> str:
         return f"this system gives no network namespaces ({error})"
 
 
-@contextlib.contextmanager
+@contextmanager
 def two_machines() -> Iterator[Machines]:
-    """Made here and gone afterwards. Raises CalledProcessError where the system does not allow it."""
-    _remove_left()
-    number, this = os.getpid() % 250, os.getpid()
-    spaces, ends = (f"moe-{this}-a", f"moe-{this}-b"), (f"mv{this}a", f"mv{this}b")
-    machines = Machines(spaces, ends, (f"10.77.{number}.1", f"10.77.{number}.2"))
+    """Made here and gone afterwards. Raises OSError or CalledProcessError where the system does not allow it."""
+    spaces: list[int] = []
     try:
-        for space in spaces:
-            _ip("netns", "add", space)
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for space, end, address in zip(spaces, ends, machines.addresses, strict=True):
-            _ip("link", "set", end, "netns", space)
-            _ip("-n", space, "addr", "add", f"{address}/24", "dev", end)
-            _ip("-n", space, "link", "set", end, "up")
-            _ip("-n", space, "link", "set", "lo", "up")
+        spaces = [_namespace(), _namespace()]
+        machines = Machines((spaces[0], spaces[1]))
+        there = f"/proc/{os.getpid()}/fd/{spaces[1]}"
+        machines.ip(0, "link", "add", machines.ends[0], "type", "veth", "peer", "name", machines.ends[1], "netns", there)
+        for machine in range(2):
+            machines.ip(machine, "addr", "add", f"{machines.addresses[machine]}/24", "dev", machines.ends[machine])
+            for end in (machines.ends[machine], "lo"):
+                machines.ip(machine, "link", "set", end, "up")
         yield machines
     finally:
         for space in spaces:
-            if Path("/run/netns", space).exists():
-                subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+            os.close(space)
 
 
-def _remove_left() -> None:
-    """Namespaces whose process was killed before it could remove them."""
-    for path in Path("/run/netns").glob("moe-*-[ab]"):
-        if not Path("/proc", path.name.split("-")[1]).exists():
-            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
+def _namespace() -> int:
+    """A file that holds a new namespace of networks. This thread is in it for a moment."""
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        _call("unshare", _NEW_NET)
+        try:
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        finally:
+            _call("setns", own, _NEW_NET)
+    finally:
+        os.close(own)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _call(name: str, *words: int) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*words):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -243,7 +243,7 @@ def _report(flags: Report, _: dict[str, str]) -> int:
 
 
 def _bench(flags: Bench, _: dict[str, str]) -> int:
-    module = BENCHES / f"{flags.name.replace('-', '_')}.py"
+    module = _bench_file(flags.name)
     if flags.name not in bench_names():
         near = did_you_mean(flags.name, bench_names())
         names = ", ".join(bench_names()) or "none in this version"
@@ -268,14 +268,17 @@ def bench_names() -> list[str]:
     return sorted(path.stem.replace("_", "-") for path in paths if "\ndef main(" in "\n" + path.read_text(encoding="utf-8"))
 
 
-def _arguments_of_main(module: Path) -> list[str]:
-    """The arguments of a module's main function, read from its source, since importing a measurement would import torch."""
+def _arguments_of_main(module: Path) -> dict[str, str]:
+    """The arguments of a module's main function, with defaults that are plain numbers and words; read from its source, since importing a
+    measurement would import torch."""
     import ast
 
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name == "main":
-            return [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
-    return []
+            pairs = zip((*node.args.args, *node.args.kwonlyargs), (*node.args.defaults, *node.args.kw_defaults), strict=True)
+            plain = {a.arg: default.value if isinstance(default, ast.Constant) else None for a, default in pairs}
+            return {name: "" if value in (None, False) else str(value) for name, value in plain.items()}
+    return {}
 
 
 def _plan(flags: Plan, overrides: dict[str, str]) -> int:
@@ -508,7 +511,7 @@ def _run(words: list[str]) -> int:
     if verb not in FUNCTIONS:
         _refuse_verb(verb)
     if "-h" in rest or "--help" in rest:
-        verbs.print_help(verb, benches=bench_names())
+        _help(verb, rest)
         return exit_codes.DONE
     overrides: dict[str, str] = {}
     if verb in verbs.RECIPE_VERBS:
@@ -521,6 +524,29 @@ def _run(words: list[str]) -> int:
 
         check_writable(user_path(results, what="--json"))
     return FUNCTIONS[verb](flags, overrides)
+
+
+def _help(verb: str, rest: list[str]) -> None:
+    """A verb's words and flags; of `bench`, what there is to measure, or what one measurement is and takes."""
+    names = bench_names()
+    named = [word for word in rest if word in names] if verb == "bench" else []
+    if named:
+        verbs.print_bench(named[0], _about_bench(named[0]), _arguments_of_main(_bench_file(named[0])))
+        return
+    verbs.print_help(verb, benches=names)
+    if verb == "bench":
+        verbs.print_list({name: _about_bench(name).partition("\n")[0] for name in names})
+
+
+def _about_bench(name: str) -> str:
+    """What a measurement says of itself, without importing it."""
+    import ast
+
+    return ast.get_docstring(ast.parse(_bench_file(name).read_text(encoding="utf-8"))) or ""
+
+
+def _bench_file(name: str) -> Path:
+    return BENCHES / f"{name.replace('-', '_')}.py"
 
 
 def _check_printable(words: list[str]) -> None:

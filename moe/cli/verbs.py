@@ -133,12 +133,14 @@ class Bench:
     out: Path | None = _flag(None, "folder of the runs it trains")
     nproc: int | None = _flag(None, "processes, where it runs on several")
     peers: str | None = _flag(None, "all, none, or names with commas between")
-    only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64")
+    only: str | None = _flag(None, "only rows whose text holds this, such as bf16 or E64; where a measurement has named parts, only those")
     kinds: str | None = _flag(
-        None, "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence, tensor"
+        None,
+        "of data parallelism, with commas between: ddp, zero1, zero2+cpu, ...; comm, memory: or sequence, tensor; "
+        "pipeline, kfac: schedules",
     )
-    full: bool = _flag(False, "of faults: as often as the aims say, not once each")
-    rounds: int | None = _flag(None, "how often each is timed, in turn with the others")
+    full: bool = _flag(False, "as often, or as much, as the aims say; by default each once")
+    rounds: int | None = _flag(None, "how often each is timed, in turn with the others, or tried")
     tables: Path | None = _flag(None, "of planner: a folder of measured runs")
     json: Path | None = _flag(None, "also write the table as JSON")
 
@@ -316,14 +318,27 @@ def print_verbs(*, benches: list[str]) -> None:
     """Print the list of verbs. Written by hand, because importing tyro for it takes longer than everything else."""
     width = min(100, shutil.get_terminal_size().columns)
     print(f"usage: moe {{{','.join(VERBS)}}} ...\n\n{textwrap.fill(_ABOUT, width)}\n")
-    for verb, kind in VERBS.items():
-        print(textwrap.fill(_about(kind, benches), width, initial_indent=f"  {verb:<10}", subsequent_indent=12 * " "))
+    print_list({verb: _about(kind, benches) for verb, kind in VERBS.items()})
 
 
 def print_help(verb: str, *, benches: list[str]) -> None:
     """Print one verb's words and flags."""
     with contextlib.suppress(SystemExit):
         _tyro([verb, "--help"], benches=benches)
+
+
+def print_bench(name: str, about: str, takes: dict[str, str]) -> None:
+    """Print what a measurement says of itself, and the flags that it takes, with their defaults."""
+    print(f"usage: moe bench {name}{''.join(f' [--{flag}]' for flag in takes)}\n\n{about}\n")
+    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Bench)}
+    print_list({f"--{flag}": helps[flag] + (f" (default: {default})" if default else "") for flag, default in takes.items()})
+
+
+def print_list(told: dict[str, str]) -> None:
+    """Print names with what is said of each."""
+    width, indent = min(100, shutil.get_terminal_size().columns), max((len(name) for name in told), default=0) + 4
+    for name, text in told.items():
+        print(textwrap.fill(text, width, initial_indent=f"  {name:<{indent - 2}}", subsequent_indent=indent * " "))
 
 
 def print_completion(words: list[str], *, benches: list[str]) -> None:
@@ -348,7 +363,8 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 
 def _about(kind: type, benches: list[str]) -> str:
-    return (kind.__doc__ or "") + (f" There are: {', '.join(benches) or 'none in this version'}." if kind is Bench else "")
+    there = f" There are: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
+    return (kind.__doc__ or "") + (there if kind is Bench else "")
 
 
 def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> Any:

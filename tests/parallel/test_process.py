@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from glob import glob
 
 import pytest
 import torch
@@ -121,16 +122,26 @@ def test_the_interface_is_the_one_by_which_the_master_is_reached() -> None:
     assert interface_to("no.such.host.invalid") is None
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_two_machines_meet_by_the_cable_between_them() -> None:
+    """They are seen by nobody else, and touch nothing that is there."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+    def seen() -> list[str]:
+        return sorted([*os.listdir("/sys/class/net"), *glob("/run/netns/*")])
+
+    before = seen()
     with two_machines() as machines:
+        assert seen() == before
         for machine in (0, 1):
             reads, writes = os.pipe()
             if not (pid := os.fork()):
-                machines.enter(machine)
-                os.write(writes, str(interface_to(machines.addresses[0])).encode())
-                os._exit(0)
+                try:
+                    machines.enter(machine)
+                    os.write(writes, str(interface_to(machines.addresses[0])).encode())
+                finally:
+                    os._exit(0)
             os.waitpid(pid, 0)
+            os.close(writes)
             assert os.read(reads, 64).decode() == machines.ends[machine]
             os.close(reads)
-            os.close(writes)

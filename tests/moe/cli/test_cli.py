@@ -345,16 +345,20 @@ def test_rows_that_there_are_not_are_refused(words: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize("verb", ["simulate", "energy"])
 def test_an_order_that_nobody_would_wait_for_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([verb, "1f1b", "--stages", "100000", "--microbatches", "100000"]) == 2
-    assert re.fullmatch(r"error: --microbatches: got .*; fix: --microbatches 10\n", capsys.readouterr().err)
+    assert re.fullmatch(r"error: --microbatches: got .*; fix: --stages 512 --microbatches 1024\n", capsys.readouterr().err)
 
 
 def test_a_flag_that_a_measurement_does_not_take_is_refused_by_name(
     called: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "how_fast.py").write_text("def main(*, steps: int = 3, json=None):\n    return 0\n")
+    (tmp_path / "how_fast.py").write_text('"""How fast.\n\nHow it is timed.\n"""\ndef main(*, steps: int = 3, json=None):\n    return 0\n')
     monkeypatch.setattr(cli, "BENCHES", tmp_path)
     assert cli.main(["bench", "how-fast", "--seeds", "4"]) == 2 and not called
     assert "--seeds: got it for how-fast, needed what how-fast takes: --steps, --json" in capsys.readouterr().err
+    assert cli.main(["bench", "--help"]) == 0 and re.search(r"\n  how-fast  How fast\.\n$", capsys.readouterr().out)
+    assert cli.main(["bench", "how-fast", "--help"]) == 0 and not called
+    said = capsys.readouterr().out
+    assert "How it is timed." in said and re.search(r"\n  --steps  .*\(default: 3\)\n  --json   [^(]*\n$", said) and "--seeds" not in said
 
 
 def test_a_run_folder_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from moe.bench import hangs, machines, slurm
-from moe.bench.hosts import missing, two_hosts
+from moe.bench.hosts import PROGRAMS, missing, two_hosts
 from moe.bench.two_machines import two_machines, why_not
 from moe.launch import hosts as remote
 from moe.launch import pdsh, start, status
@@ -27,32 +28,33 @@ from moe.launch.verdict import verdict
 from parallel.errors import BadInput
 
 ROOT = machines.ROOT
-REASON_NET = why_not()
-REASON = REASON_NET or missing()
-REASON_SLURM = REASON or missing(slurm.SLURM)
+
+
+def needs(programs: Mapping[str, str]) -> None:
+    """Skip a test where this machine has no networks of its own to give, or lacks a program."""
+    if reason := why_not() or (programs and missing(programs)):
+        pytest.skip(reason)
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() -> None:
+    needs(PROGRAMS)
     problem, _ = machines.once(lambda home, hosts: machines.hostfile(home, hosts, resumed="here"))
     assert problem == ""
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.skipif(bool(REASON_SLURM), reason=REASON_SLURM)
-def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs(slurm.SLURM)
     monkeypatch.setenv("PATH", f"{os.defpath}:/usr/sbin:/sbin")  # nothing is activated: `python` of the script is still the user's
     problem, _ = machines.once(machines.slurm)
     assert problem == ""
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) -> None:
     """No such name; ssh that does not let in; a folder that is not the same there. Nothing is left of the run's folder."""
+    needs(PROGRAMS)
     with two_hosts(tmp_path, {}) as hosts:
         (tmp_path / "apart").mkdir()
         (tmp_path / "known").write_text((tmp_path / "known").read_text().replace("worker-0,", "worker-2,"))
@@ -72,14 +74,17 @@ def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.skipif(bool(REASON_NET), reason=REASON_NET)
 @pytest.mark.parametrize(
     ("interface", "said"),
-    [("eth7", r"GLOO_SOCKET_IFNAME: got eth7, needed interfaces of this machine \(lo, mv"), ("lo", r"does not connect to them over lo \(")],
+    [
+        ("eth7", r"GLOO_SOCKET_IFNAME: got eth7, needed interfaces of this machine \(lo, m"),
+        ("lo", r"does not connect to them over lo \("),
+    ],
 )
 def test_an_interface_that_does_not_lead_to_the_others_is_named(
     interface: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    needs({})
     hangs.warm_up(tmp_path, deepspeed=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     case = hangs.Case("interface", hangs.nothing, said, world=2)
