@@ -46,7 +46,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     parts["norm_outputs"] = 2 * c * n.width * at.read
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
-    if n.buckets:  # its scores are added to, so that no fused kernel takes them; and int64 buckets with a causal mask
+    if n.buckets and stack.biased == "scores":  # and int64 buckets with a causal mask
         parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length) + 9 * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
