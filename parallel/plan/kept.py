@@ -47,7 +47,7 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["norm_outputs"] = c * n.width * (at.read + (at.read if n.latent is None else at.between))
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
     parts["attention"] += _latents(n, plan, stack, at)
-    if n.buckets:  # its scores are added to, so that no fused kernel takes them; and int64 buckets with a causal mask
+    if n.buckets and stack.biased == "scores":  # and int64 buckets with a causal mask
         parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length) + 9 * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length

@@ -6,6 +6,7 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
     norm_outputs    2 c D                        what the products after them read
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
     core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
+    with T5's bias  attention and core (12 + c) w + 4 heads L where `biased` is `scores`; and 9 L^2 a micro-batch
     network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
     activation      c a F                        comes out of the activation
     masks           2 D                          of dropout behind attention and network; `always`: even where it is 0
@@ -46,6 +47,7 @@ class Stack:
     lse: int = 4
     keys: Literal["grouped", "repeated"] = "grouped"
     core: Literal["fused", "scores"] = "fused"
+    biased: Literal["fused", "scores"] = "fused"
     plain: int = 2
     gated: int = 3
     activation_of: int = 1
@@ -88,8 +90,9 @@ OURS = Stack(
     bucket_elements=8 * 2**20,
     bucket_bytes=4,
 )
-# On a CPU torch computes RMSNorm step by step and keeps x / rms(x) too, in fp32; CUDA's kernel does not.
-OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4)
+# On a CPU torch computes RMSNorm step by step and keeps x / rms(x) too, in fp32; CUDA's kernel does not. Its fused attention there gives no
+# gradient of a bias.
+OURS_ON_CPU = replace(OURS, name="moe on a cpu", rms=4, biased="scores")
 # Megatron-LM: fused activations keep gate and up and their product; its fused bias-dropout-add writes masks for any probability.
 # Logits: 2 in 16 bits, 4 in fp32 and 4 for their exponentials.
 MEGATRON = Stack("megatron", masks="always", logits=10)
