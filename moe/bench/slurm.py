@@ -16,7 +16,7 @@ from pathlib import Path
 from moe.bench.hosts import NAMES, PROGRAMS, Hosts, path
 
 SLURM = PROGRAMS | {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client"}
-_START_S = 30.0
+_START_S = 60.0
 _CONFIG = """ClusterName=moe
 SlurmctldHost={first}
 SlurmUser=root

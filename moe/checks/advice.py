@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from moe.checks.together import check_run
+from moe.recipe import hash_table
 from moe.recipe.idle import COMMAND_LINE, check_read
 from moe.recipe.load import build_run, known_keys
 from moe.recipe.sections import Run
@@ -49,14 +50,17 @@ Origins = Mapping[str, str]
 
 
 def check_for_user(run: Run, world: int, origins: Origins | None = None) -> Run:
-    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes. Raises BadInput.
+    """`check_run`, and where it refuses, a line whose advice has been tried on this recipe and number of processes; and the table of
+    experts that the recipe names, if it is there: a run that goes on has it in its checkpoint. Raises BadInput.
 
     `origins`: where each value of the recipe comes from, so that no advice leaves one that the user gives unread.
     """
     try:
-        return check_run(run, world)
+        checked = check_run(run, world)
     except BadInput as bad:
         raise tried(bad, run, world, origins or {}) from None
+    hash_table.read(checked, or_none=True)
+    return checked
 
 
 def tried(bad: BadInput, run: Run, world: int, origins: Origins) -> BadInput:

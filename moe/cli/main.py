@@ -27,6 +27,7 @@ from moe.cli.verbs import (
     Energy,
     Eval,
     Generate,
+    HashTable,
     Plan,
     Recipes,
     Rehearse,
@@ -361,6 +362,12 @@ def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     return _call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, json=_text(flags.json))
 
 
+def _hash_table(flags: HashTable, overrides: dict[str, str]) -> int:
+    from moe.recipe.load import load
+
+    return _call("moe.cli.hash_table", load(flags.recipe, overrides)[0], recipe=flags.recipe, out=flags.out)
+
+
 def _show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.recipe.load import load, resolved_yaml
 
@@ -469,6 +476,7 @@ FUNCTIONS: dict[str, Callable[[Any, dict[str, str]], int]] = {
     "simulate": _simulate,
     "energy": _energy,
     "convert": _convert,
+    "hash-table": _hash_table,
     "show": _show,
     "combinations": _combinations,
     "rehearse": _rehearse,

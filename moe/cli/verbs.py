@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_type_hints
 
 from parallel.errors import BadInput
 
-RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval")
+RECIPE_VERBS = ("train", "show", "plan", "convert", "rehearse", "simulate", "energy", "eval", "hash-table")
 SHELLS = ("bash", "zsh", "fish")
 _ABOUT = "Dense and Mixture-of-Experts Transformers, trained in parallel from one recipe. More on a verb: moe VERB --help"
 _OVERRIDES = (
@@ -241,6 +241,14 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True)
+class HashTable:
+    """Make a table for router.hash_table: each token id's experts, so that all get about as many of the recipe's training tokens."""
+
+    recipe: str = _word("a name (see: moe recipes) or a YAML file: its text, vocabulary, experts and choices")
+    out: Path = _word("a new file, *.json")
+
+
+@dataclasses.dataclass(frozen=True)
 class Show:
     """Print a recipe merged with its parents, each value with its origin; or its plan, which part of each parameter a rank holds."""
 
@@ -294,6 +302,7 @@ VERBS: dict[str, type] = {
     "simulate": Simulate,
     "energy": Energy,
     "convert": Convert,
+    "hash-table": HashTable,
     "show": Show,
     "combinations": Combinations,
     "rehearse": Rehearse,

@@ -24,6 +24,7 @@ from moe.model.names import global_name
 from moe.model.transformer import Transformer, extra_state
 from moe.parallelize.build import build
 from moe.parallelize.engines import start_engine
+from moe.recipe import hash_table
 from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Parallel, Run, Sharding, Tiling
 from moe.records import metrics
@@ -88,9 +89,12 @@ def convert(run: Run, source: Path, settings: Settings, *, load_from: Path | Non
     settings = check_convertible(before, run, settings)
     alone = run.model_copy(update={"degrees": Parallel(dp=1, ep=1), "sharding": Sharding(), "tiling": Tiling()})
     mesh = Mesh.of(Degrees())
-    model, layouts = build(alone, mesh, device=torch.device("cpu"))
+    stored = reader.state.get(hash_table.STATE) if hash_table.wanted(run) else None
+    table = hash_table.read(run, or_none=stored is not None) or stored
+    model, layouts = build(alone, mesh, device=torch.device("cpu"), table=table)
     held = _by_global_name(model, layouts)
     conversion = Conversion(before, run, reader, settings, {n: tuple(t.shape) for n, t in held.items()}, held.__getitem__)
+    conversion.table = table
     if settings.needs_load:
         step = reader.state["counters"]["step"]
         conversion.load = loads(load_from or source.parent.parent, before, step=step)
@@ -161,6 +165,7 @@ def main(
         recipe=run.resolve(1).model_dump(mode="json"),
         tokenizer=reader.state["tokenizer"],
         data=reader.state["data"],
+        table=conversion.table,
         keep=1,
     )
     for line in told(conversion, path, out):

@@ -19,6 +19,7 @@ from torch import Tensor
 from moe.convert import upcycle
 from moe.convert.checks import Settings, change, even_gate_sum, experts_of, gate_sum, parts
 from moe.convert.upcycle import Network
+from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.train.state import EXTRA
 from parallel.errors import BadInput
@@ -38,6 +39,7 @@ class Conversion:
     shapes: dict[str, tuple[int, ...]]  # shapes of the new model's tensors, by global name
     first: Callable[[str], Tensor]  # initial value of a tensor in a new model
     load: dict[int, list[float]] = field(default_factory=dict)  # load of each expert in the source's MoE layers
+    table: Table | None = None  # of the new routers, where they are given one
     used: set[str] = field(default_factory=set)  # the source's tensors read so far
 
     @cached_property

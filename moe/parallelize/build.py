@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from moe.model.initialise import FirstValues, initialise, zero_buffers
-from moe.model.transformer import Transformer, embedding_as_module
+from moe.model.transformer import Transformer, embedding_as_module, moe_layers
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
 from moe.parallelize.engines import by_fsdp, offload_of
@@ -17,6 +17,8 @@ from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_for
 from moe.parallelize.sequence import slice_sequences
 from moe.parallelize.units import units_of
+from moe.recipe import hash_table
+from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.router.own import check_own
 from parallel.errors import BadInput
@@ -48,8 +50,9 @@ def laid_out(run: Run, mesh: Mesh) -> tuple[Transformer, Plan, dict[str, Layout]
     return model, plan, layouts
 
 
-def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, dict[str, Layout]]:
-    """The model as this rank holds it, and every parameter's layout by module name. Raises BadInput for a compute dtype left `auto`."""
+def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = None) -> tuple[Transformer, dict[str, Layout]]:
+    """The model as this rank holds it, and every parameter's layout by module name. `table`: the routers' of a checkpoint, in the place of
+    the recipe's file. Raises BadInput for a compute dtype left `auto`, and for a table that is not the recipe's."""
     if run.precision.compute not in DTYPES:
         raise BadInput(
             "precision.compute", got=run.precision.compute, needed="a dtype here", fix="settle it first, as train() does, or set bf16"
@@ -74,7 +77,21 @@ def build(run: Run, mesh: Mesh, *, device: torch.device) -> tuple[Transformer, d
     else:
         initialise(model, first, device=device)
     freeze(model)
+    _give_tables(run, model, table, device=device)
     return model, layouts
+
+
+def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: torch.device) -> None:
+    if hash_table.wanted(run) is None:
+        return
+    if table is None:
+        table = hash_table.read(run)
+    else:
+        hash_table.check(table, run, where="the checkpoint")
+    assert table is not None
+    for layer in moe_layers(model):
+        rows = torch.tensor(hash_table.of_layer(table, layer.layer), device=device)
+        layer.router.table_VK = rows.reshape(len(rows), -1)
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:

@@ -40,7 +40,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs fraction",
         "model.scales": "embedding residual attention head",
         "experts": "ffn skip zero",
-        "router": "num_choices logit_cap score softmax_over select mixer_margin expert_groups top_groups group_score bias_rate "
+        "router": "num_choices logit_cap score softmax_over select hash_table mixer_margin expert_groups top_groups group_score bias_rate "
         "gates gate_scale gate_on "
         "group eval_capacity_factor min_capacity capacity_counts capacity_rounding capacity_multiple drop queue",
         "data": "tokenizer vocab_size",
@@ -120,6 +120,7 @@ def _function(run: Run) -> dict[str, Any]:
     """The values that decide what the parameters compute; keys that nothing reads are left out."""
     values = _values(run)
     values["router.bias_rate"] = None if run.router.spec.bias_rate is None else "a bias"  # which starts at zero: only to lose it matters
+    values["router.hash_table"] = None if run.router.spec.hash_table is None else "a table"  # moe/train/resume.py compares what is in it
     values["experts.ffn"] = run.experts.ffn or run.model.ffn
     defaults = {NORM_EPS[kind] for kind in _norms(run)}
     values["model.norm_eps"] = None if defaults == {run.model.norm_eps} else run.model.norm_eps

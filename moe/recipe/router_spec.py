@@ -42,10 +42,10 @@ class RouterSpec:
     selection
         `select`: `top_k`; `group_limited`: top-k within the `top_groups` best of `expert_groups` equal runs of experts,
         by the sum of a run's two best scores (DeepSeek-V3) or by its best one (`group_score`, DeepSeek-V2);
-        `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id; `sinkhorn`:
-        top-k of a balanced plan in training; `sparsemixer`: one after another, drawn in training among those whose logit is within
-        `mixer_margin` of the best (Phi-3.5-MoE). `second` expert: always, or with probability 2 g_2 (GShard). `bias_rate`: step of the
-        selection bias; None: no bias; 0: a bias that stays as loaded.
+        `expert_choice`: experts choose tokens, on average num_choices experts per token; `hash` of the token's id, or its experts in the
+        file `hash_table`; `sinkhorn`: top-k of a balanced plan in training; `sparsemixer`: one after another, drawn in training among
+        those whose logit is within `mixer_margin` of the best (Phi-3.5-MoE). `second` expert: always, or with probability 2 g_2
+        (GShard). `bias_rate`: step of the selection bias; None: no bias; 0: a bias that stays as loaded.
     gates
         `as_is`; normalised to sum 1 over a token's choices (`before_drop`), or over those with a slot (`after_drop`). Times `gate_scale`.
         `expert_scale`: times a learned number of the expert (Gemma 4). `gate_on`: g E(x), or E(g x) (Llama 4).
@@ -73,6 +73,9 @@ class RouterSpec:
     select: Annotated[
         Literal["top_k", "group_limited", "expert_choice", "hash", "sinkhorn", "sparsemixer"] | Plugin, Key("who is chosen")
     ] = "top_k"
+    hash_table: Annotated[
+        str | None, Key("of hash: a JSON file with each token id's experts (moe hash-table makes one); null: a hash of id and layer")
+    ] = None
     mixer_margin: Annotated[
         float, Key("of sparsemixer: experts may be drawn whose logit is below the best by at most twice this share of it", above=0)
     ] = 0.01

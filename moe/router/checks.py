@@ -50,6 +50,8 @@ def unread(s: RouterSpec) -> dict[str, tuple[str, str, str]]:
         found |= dict.fromkeys(("expert_groups", "top_groups", "group_score"), why)
     elif s.expert_groups == 1:
         found["select"] = ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")
+    if s.select != "hash":
+        found["hash_table"] = (f"select {s.select}", "only hash reads a table", "router.select to hash")
     if s.select != "sparsemixer":
         found["mixer_margin"] = (f"select {s.select}", "only sparsemixer draws experts near the best", "router.select to sparsemixer")
     if s.select == "expert_choice":

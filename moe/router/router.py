@@ -109,6 +109,8 @@ class Router(nn.Module):
         self.expert_scale = nn.Parameter(torch.empty(num_experts)) if spec.expert_scale == "learned" else None
         self.bias_E: Tensor | None
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
+        self.table_VK: Tensor | None  # the experts of each id, where they are given: moe/recipe/hash_table.py
+        self.register_buffer("table_VK", None, persistent=False)
         self.slices: Slices | None = None  # where other ranks hold other slices of its groups
 
     @in_region("route")
@@ -226,6 +228,11 @@ class Router(nn.Module):
         if spec.select == "hash":
             if context.tokens_T is None:
                 raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
+            if self.table_VK is not None:
+                return self.table_VK[context.tokens_T.long()]
+            if spec.hash_table is not None:
+                fix = "make the model by moe.parallelize.build, which reads it"
+                raise BadInput("router.hash_table", got=f"{spec.hash_table}, not read", needed="its table in the router", fix=fix)
             return hashed(context.tokens_T, k, num_experts=self.num_experts, name=self.name, kernels=self.kernels)
         if is_plugin(spec.select):
             return own_choices(preferred_TE, k, spec.select)

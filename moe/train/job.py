@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from moe.data import Dataset
 from moe.data.token_shard import TokenShard
 from moe.plan.predicted import Prediction
+from moe.recipe.hash_table import Table
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
 from moe.records.progress import Progress
@@ -68,6 +69,7 @@ class Job:
     told_saved: int | None = None  # the step of the last one that callbacks know of
     evaluated_at: int | None = None
     base: dict[str, str] | None = None  # of a run of adapters, what its checkpoints say of the other weights
+    table: Table | None = None  # of routers that were given one
 
     @property
     def engine(self) -> Engine:

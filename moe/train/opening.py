@@ -5,6 +5,7 @@ checkpoint of this run  ->  gone on from          none, but another run's (--ini
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,8 @@ from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
+from moe.recipe import hash_table
+from moe.recipe.hash_table import Table
 from moe.recipe.load import flat, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.metrics import Records
@@ -96,7 +99,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     prepare(run, asked.say)
-    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh))
+    executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=resumed.table)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     if asked.fresh:
         set_aside(out / "checkpoints", world)
@@ -117,6 +120,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         )
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+        if resumed.table is not None:
+            (out / f"{hash_table.STATE}.json").write_text(json.dumps(resumed.table))
     goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))
     again = going_on(out, counters.step, asked.restart) if goes_on and first else {}
     config = {key: value for key, value in flat(run).items() if not isinstance(value, list | dict)}
@@ -181,6 +186,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         own_data=run.data.is_own,
         saved_at=None if found is None else counters.step,
         base=described(base) if base is not None and run.lora.rank else None,
+        table=resumed.table,
     )
 
 
@@ -190,9 +196,10 @@ def _moved(asked: Asked) -> Path | None:
     return given if given is not None and (given / "manifest.json").is_file() else None
 
 
-def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None) -> Executor:
-    """The model as this rank holds it, in its engine and with what carries out its passes. `rule`: a user's own optimizer. Collective."""
+def start_model(run: Run, mesh: Mesh, world: World, *, rule: Rule | None = None, table: Table | None = None) -> Executor:
+    """The model as this rank holds it, in its engine and with what carries out its passes. `rule`: a user's own optimizer; `table`: of
+    routers, where a checkpoint has it. Collective."""
     with during(WEIGHTS):
-        model, layouts = build(run, mesh, device=world.device)
+        model, layouts = build(run, mesh, device=world.device, table=table)
     with during(STATES):
         return start_executor(run, model, layouts, mesh, rule=rule)

@@ -12,6 +12,7 @@ from moe.data import load as load_tokenizer
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
 from moe.parallelize.build import build
+from moe.recipe import hash_table
 from moe.recipe.load import build_run
 from moe.train.adapters import whole
 from moe.train.state import check_values, load_extra, opened
@@ -50,7 +51,7 @@ def restore(path: Path) -> Transformer:
     mesh, reader = Mesh.of(Degrees()), whole(path)
     run = build_run(reader.state["recipe"] | {"degrees": {"dp": 1, "ep": 1}, "tiling": {}})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, layouts = build(run, mesh, device=device)
+    model, layouts = build(run, mesh, device=device, table=reader.state.get(hash_table.STATE))
     check_same_parameters(reader, {global_name(n): layout for n, layout in layouts.items()})
     for name, parameter in model.named_parameters():
         stored = reader.load(global_name(name), "weight", layouts[name], mesh)

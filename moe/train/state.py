@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from moe.model.names import global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
+from moe.recipe import hash_table
 from moe.recipe.changes import told
+from moe.recipe.hash_table import Table
 from moe.recipe.load import build_run
 from parallel import checkpoint
 from parallel.checkpoint import Piece
@@ -60,10 +62,11 @@ def parts(
     data: str,
     code: dict[str, str] | None = None,
     base: dict[str, str] | None = None,
+    table: Table | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective.
 
-    `base`: of a run of adapters, what it says of the other weights (moe/train/adapters.py).
+    `base`: of a run of adapters, what it says of the other weights (moe/train/adapters.py). `table`: of routers that were given one.
     """
     state: dict[str, Any] = {
         "counters": vars(counters),
@@ -73,6 +76,7 @@ def parts(
         "data": data,
     }
     state |= {} if base is None else {"base": base}
+    state |= {} if table is None else {hash_table.STATE: table}
     state |= {"code": code} if code else {}
     return {"step": counters.step, "held": held(engine, mesh), "state": state}
 

@@ -174,6 +174,7 @@ def _save(job: Job, *, wait: bool) -> None:
         data=job.data.key,
         code=job.code,
         base=job.base,
+        table=job.table,
     )
     job.saver.settle()
     _record_saved(job)

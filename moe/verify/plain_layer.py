@@ -12,10 +12,12 @@ Sources: Switch (arXiv 2101.03961), GShard (2006.16668, algorithm 1), V-MoE (210
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -188,6 +190,10 @@ def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, token
         liked = drawn if spec.softmax_over == "chosen" else score(drawn, spec)
     if spec.select == "sinkhorn":
         liked = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in _groups(tokens, spec)])
+    if spec.hash_table is not None:
+        table = json.loads(Path(spec.hash_table).read_text())
+        rows_of_ids = table[name.removeprefix("layers.")] if isinstance(table, dict) else table
+        return [found if isinstance(found := rows_of_ids[token], list) else [found] for token in tokens.ids]
     if spec.select == "hash":
         liked = uniform(key_of("hash", f"{name}.router"), torch.tensor(tokens.ids), scores.shape[1])
     if bias is not None:

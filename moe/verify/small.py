@@ -84,6 +84,7 @@ def _router(run: Run) -> dict[str, Any]:
     changed = {"preset": run.router.preset, "allow_noncausal": run.router.allow_noncausal} | run.router.own
     spec = run.router.spec
     changed |= {"group": 1} if spec.group != "sequence" else {}
+    changed |= {"hash_table": None} if spec.hash_table is not None else {}  # which is of another vocabulary
     changed |= {"balance_scope": "sequence"} if spec.balance_scope == "micro_batch" else {}
     return changed | ({"min_capacity": 1} if spec.min_capacity > 1 else {})
 
@@ -109,6 +110,8 @@ def told(run: Run) -> list[str]:
         lines.append("not compared: router.group rank, which depends on the layout by definition; here capacity is counted over a sequence")
     if run.lora.rank:
         lines.append(f"not compared: lora.rank {run.lora.rank}; here all weights are trained, and there are no adapters")
+    if run.router.spec.hash_table is not None:
+        lines.append("not compared: router.hash_table, which is of the recipe's vocabulary; here a hash of the id chooses")
     named = [key for key in run.plugins() if key in ("data.source", "optimizer.schedule")]
     return lines + [f"not compared: {key} {run.plugins()[key]}, which no layout changes" for key in named]
 

@@ -139,7 +139,8 @@ def test_every_key_of_a_recipe_is_in_exactly_one_class() -> None:
 
 def test_the_tables_here_are_whole() -> None:
     ours = ("model.", "experts.", "router.")
-    assert [key for key in keys_of("function") if not key.startswith(("data.", "lora."))] == list(OTHER)
+    found = [key for key in keys_of("function") if not key.startswith(("data.", "lora.", "router.hash_table"))]  # of another test: a file
+    assert found == list(OTHER)
     assert [key for key in keys_of("training") if key.startswith(ours)] == list(TRAINING)
 
 

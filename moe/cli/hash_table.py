@@ -1,0 +1,70 @@
+"""`moe hash-table RECIPE FILE.json`: the balanced table for `router.select: hash`, of how often each token id occurs in the recipe's
+training text (moe/recipe/hash_table.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moe.checks.together import check_together
+from moe.data import CorruptedTrain, MixedTrain, TrainSet, open_data
+from moe.data.order import Windows
+from moe.launch import exit_codes
+from moe.recipe.hash_table import Table, balanced
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.files import user_path
+
+_AT_ONCE = 2**24  # tokens
+_OF_A_MIXTURE = 2**40  # tokens that its counts come to
+
+
+def main(run: Run, *, recipe: str, out: Path) -> int:
+    """Count, write, and say how even the table is. Raises BadInput, with nothing written."""
+    path = user_path(out, what="OUT")
+    if path.suffix != ".json" or path.exists():
+        got = f"{path}, which is there" if path.exists() else str(path)
+        raise BadInput("OUT", got=got, needed="a new file, *.json", fix=f"name another: {path.with_name(path.stem + '-new.json')}")
+    run = run.model_copy(update={"router": run.router.model_copy(update={"hash_table": None})})  # it may name the file that is made here
+    check_together(run.resolve(1))
+    layers, choices = run.model.layers_with_experts(), run.router.spec.num_choices
+    if not layers:
+        raise BadInput("RECIPE", got=f"{recipe}, a dense model", needed="one with experts", fix="set model.moe_every to 2")
+    data = open_data(run.data, max_length=run.model.max_length, vocab_size=run.vocab_size, seed=run.train.seed)
+    counts_V = counts(data.train, run.vocab_size)
+    made = {count: balanced(counts_V.tolist(), count, choices) for count in dict.fromkeys(run.experts.counts)}
+    table: Table = made[run.experts.counts[0]]
+    if len(made) > 1:
+        table = {str(layer): made[run.experts.of_layer(nth)] for nth, layer in enumerate(layers)}
+    try:
+        path.write_text(json.dumps(table) + "\n")
+    except OSError as error:
+        raise BadInput("OUT", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another place") from None
+    for count, rows in made.items():
+        load_E = np.bincount(np.array(rows).reshape(len(rows), -1).ravel(), np.repeat(counts_V, choices), minlength=count)
+        share_E = load_E / max(1, load_E.sum())
+        print(f"{count} experts: {share_E.min():.2%} to {share_E.max():.2%} of the choices each, where {1 / count:.2%} is even")
+    print(f"table: {path}, {run.vocab_size} ids; train with: --router.select hash --router.hash_table {path} --router.balance_weight 0")
+    return exit_codes.DONE
+
+
+def counts(train: Any, vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each id occurs in the training text; of several sources, as often as they are read. Raises BadInput for samples that a
+    user's program makes."""
+    if isinstance(train, CorruptedTrain):
+        return counts(train.inner, vocab_size)
+    if isinstance(train, MixedTrain):
+        parts = [(weight / sum(train.weights), counts(part, vocab_size)) for weight, part in zip(train.weights, train.parts, strict=True)]
+        mixed: npt.NDArray[np.int64] = sum(share * _OF_A_MIXTURE * part / part.sum() for share, part in parts).astype(np.int64)  # type: ignore[union-attr]
+        return mixed
+    if not isinstance(train, TrainSet) or not isinstance(train.windows, Windows):
+        needed = "a text or token ids: nobody knows how often a program's samples have each id"
+        raise BadInput("data.source", got="samples of a program", needed=needed, fix="write a table yourself: docs/moe/routing.md")
+    tokens, found = train.windows.tokens, np.zeros(vocab_size, np.int64)
+    for first in range(0, len(tokens), _AT_ONCE):
+        found += np.bincount(tokens[first : first + _AT_ONCE].astype(np.int64), minlength=vocab_size)
+    return found

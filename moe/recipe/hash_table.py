@@ -1,0 +1,99 @@
+"""A given table for `router.select: hash`: the experts of each id of the vocabulary (Hash Layers, arXiv 2106.04426). No torch here.
+
+    [3, 0, 5, ...]                       JSON: one expert for each id
+    [[3, 1], [0, 4], ...]                router.num_choices experts for each
+    {"1": [...], "3": [...]}             another table for each layer with experts, by its number
+
+    file --read--> checked --> the routers --> every checkpoint's state, as the tokenizer   --check--> a resumed run's routers
+
+The paper's balanced hash: ids from the most frequent to the rarest, each to the experts that have the fewest tokens so far.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.files import read_text, user_path
+
+STATE = "hash_table"  # in a checkpoint's state, and the name of the copy in a run's folder
+KEY = "router.hash_table"
+Table = list[Any] | dict[str, list[Any]]  # of all layers, or of each
+
+
+def wanted(run: Run) -> str | None:
+    """The file that the recipe names, where its model has routers that read it."""
+    return run.router.spec.hash_table if run.model.layers_with_experts() else None
+
+
+def read(run: Run, *, or_none: bool = False) -> Table | None:
+    """The table of the recipe's file; None where it names none, or with `or_none` where the file is not there. Raises BadInput."""
+    name = wanted(run)
+    if name is None:
+        return None
+    path = user_path(name, what=KEY)
+    if or_none and not path.exists():
+        return None
+    try:
+        table = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        needed, fix = "a JSON file of experts by token id", f"make one: moe hash-table RECIPE {Path(name).stem}.json"
+        raise BadInput(KEY, got=f"{name}: {said}", needed=needed, fix=fix) from None
+    check(table, run, where=name)
+    return table  # type: ignore[no-any-return]
+
+
+def of_layer(table: Table, layer: int) -> list[Any]:
+    return table[str(layer)] if isinstance(table, dict) else table
+
+
+def check(table: Any, run: Run, *, where: str) -> None:
+    """That it has the experts of each id, for each layer. Raises BadInput, which names the first that is wrong."""
+    fix = "make one for this recipe: moe hash-table RECIPE FILE.json"
+    layers = run.model.layers_with_experts()
+    if not isinstance(table, list | dict) or (isinstance(table, dict) and table.keys() != {str(layer) for layer in layers}):
+        got = f"layers {', '.join(map(str, table)) or 'none'}" if isinstance(table, dict) else f"a {type(table).__name__}"
+        needed = f"a list, or lists for layers {', '.join(map(str, layers))}"
+        raise BadInput(KEY, got=f"{got} in {where}", needed=needed, fix=fix)
+    for nth, layer in enumerate(layers if isinstance(table, dict) else layers[:1]):
+        here = run.experts.of_layer(nth) if isinstance(table, dict) else min(run.experts.counts)
+        _check_one(of_layer(table, layer), run, here + run.experts.free, where=f"{where}, layer {layer}" if len(layers) > 1 else where)
+
+
+def _check_one(rows: Any, run: Run, num_experts: int, *, where: str) -> None:
+    choices, fix = run.router.spec.num_choices, "make one for this recipe: moe hash-table RECIPE FILE.json"
+    if not isinstance(rows, list) or len(rows) != run.vocab_size:
+        got = f"{len(rows)} ids" if isinstance(rows, list) else f"a {type(rows).__name__}"
+        raise BadInput(KEY, got=f"{got} in {where}", needed=f"one entry for each of the vocabulary's {run.vocab_size}", fix=fix)
+    for token, row in enumerate(rows):
+        experts = row if isinstance(row, list) else [row]
+        if len(experts) != choices or any(type(e) is not int or not 0 <= e < num_experts for e in experts) or len(set(experts)) != choices:
+            needed = f"{choices} different experts from 0 to {num_experts - 1}" if choices > 1 else f"an expert from 0 to {num_experts - 1}"
+            raise BadInput(KEY, got=f"{json.dumps(row)[:60]} for id {token} in {where}", needed=needed, fix=fix)
+
+
+def same(one: Table, other: Table) -> bool:
+    """Whether two tables send every id to the same experts."""
+    layers = {*(one if isinstance(one, dict) else ()), *(other if isinstance(other, dict) else ())} or {"0"}
+    return all(_rows(of_layer(one, int(layer))) == _rows(of_layer(other, int(layer))) for layer in layers)
+
+
+def _rows(table: Sequence[Any]) -> list[list[int]]:
+    return [row if isinstance(row, list) else [row] for row in table]
+
+
+def balanced(counts: Sequence[int], num_experts: int, num_choices: int) -> list[Any]:
+    """Of how often each id occurs, the table that gives experts about equally many tokens; ids that never occur are spread evenly too."""
+    heap, table = [(0, 0, expert) for expert in range(num_experts)], [[0]] * len(counts)  # (tokens, ids, expert)
+    for token in sorted(range(len(counts)), key=lambda token: (-counts[token], token)):
+        emptiest = [heapq.heappop(heap) for _ in range(num_choices)]
+        table[token] = [expert for _, _, expert in emptiest]
+        for tokens, ids, expert in emptiest:
+            heapq.heappush(heap, (tokens + int(counts[token]), ids + 1, expert))
+    return [row[0] for row in table] if num_choices == 1 else table
