@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from math import inf
 
 from parallel.pipeline.schedules.catalog import Placed, placed
+from parallel.plan import counts
 from parallel.plan.cluster import Cluster
 from parallel.plan.collective_times import Group, all_reduce, gather, group_of, send
 from parallel.plan.counts import sizes_of
@@ -127,7 +128,8 @@ def step_time(
     apart = None if plan.chunks == 1 or plan.schedule in CLOSED else _by_stage(network, plan, cluster, program, imbalance)
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
     some = {0, len(ranks) - 1, stages.index(slowest)}
-    sums = max((_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some), key=sum)
+    shared = [_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in sorted(some)]
+    sums = max(shared, key=lambda found: found[0] + found[1])  # what is hidden delays nobody
     optimizer, offload = _update(plan, cluster, program, *max(held.values(), key=sum))
     crowd = cluster.crowd(plan.world)
     waits = _for_cores(crowd, m, stages, passes)
@@ -337,23 +339,16 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
 
 def _held(network: Network, plan: Plan, plain: int, sparse: int, *, first: bool, last: bool) -> tuple[float, float]:
     """(dense, expert) parameters of a rank with so many layers without and with experts and these ends, as tp and ep cut them."""
-    d, a, k = network.width, network.heads * network.channels, network.groups * network.channels
-    attention = d * (2 * a + 2 * k)
-    if network.latent:
-        late, h = network.latent, network.heads
-        q = d * late.query_rank + late.query_rank * h * (network.channels + late.rotary_size)
-        q = q if late.query_rank else d * h * (network.channels + late.rotary_size)
-        attention = q + d * (late.key_rank + late.rotary_size) + late.key_rank * h * (network.channels + late.value_size)
-        attention += h * late.value_size * d
-    e = network.experts
-    dense_ffn = d * network.hidden * (3 if network.gated else 2)
-    beside = d * e.shared_hidden * (3 if e.gated else 2) + d * e.count if e else 0
-    dense = (plain + sparse) * attention + plain * dense_ffn + sparse * beside
-    ends = first + last - (first and last and network.tied)
-    expert = sparse * d * e.hidden * (3 if e.gated else 2) * e.count / (plan.ep * plan.etp) if e else 0.0
-    dense += last * network.ahead * (attention + dense_ffn + 2 * d * d)
-    parts = plan.tp // plan.depth if plan.tensor == "2.5d" else 1 if plan.tensor == "copied" else plan.tp
-    return (dense + ends * network.vocab * d) / parts, expert
+    found = _counted(network, of_layer(plan), plain, sparse, first, last)
+    return found.dense, found.expert
+
+
+@lru_cache(maxsize=20_000)
+def _counted(network: Network, plan: Plan, plain: int, sparse: int, first: bool, last: bool) -> counts.Elements:
+    found = counts.ends(network, plan, first=first, last=last)
+    for number, index in ((plain, -1), (sparse, network.sparse_layers[0] if sparse else -1)):  # layers of a kind are alike
+        found += counts.layer(network, plan, index).times(number)
+    return found
 
 
 def _sharing(

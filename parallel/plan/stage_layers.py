@@ -34,20 +34,22 @@ def layer_lists(network: Network, plan: Plan, stages: int, most: int = 2) -> tup
 @lru_cache(maxsize=5_000)
 def _lists(network: Network, stages: int, tp: int, tensor: str, depth: int, ep: int, etp: int) -> tuple[tuple[int, ...], ...]:
     by_work, plan = _by_work(network, stages), Plan(tp=tp, tensor=tensor, depth=depth, ep=ep, etp=etp)  # type: ignore[arg-type]
-    table = counts.embedding(network, plan)
+    first, last = (counts.ends(network, plan, first=begins, last=not begins).total for begins in (True, False))
     of_kind = {index in network.sparse_layers: index for index in range(network.layers)}  # layers of a kind are alike
     total = {kind: counts.layer(network, plan, index).total for kind, index in of_kind.items()}
     held = [total[index in network.sparse_layers] for index in range(network.layers)]
-    sizes = cut([table, *held, table], stages)
+    sizes = cut([first, *held, last], stages)
     by_elements = (sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1)
-    if _fullest(held, table, by_elements) > EMPTIER * _fullest(held, table, by_work):
+    if _fullest(held, first, last, by_elements) > EMPTIER * _fullest(held, first, last, by_work):
         return (by_work,)
     return by_work, by_elements
 
 
 @lru_cache(maxsize=1_000)
 def _by_work(network: Network, stages: int) -> tuple[int, ...]:
-    sizes = cut([*(operations(network, index) for index in range(network.layers)), network.width * network.vocab], stages)
+    head = network.width * network.vocab
+    end = head + network.ahead * (operations(replace(network, experts=None), 0) + 2 * network.width**2 + head)
+    sizes = cut([*(operations(network, index) for index in range(network.layers)), end], stages)
     return (*sizes[:-1], sizes[-1] - 1)
 
 
@@ -58,9 +60,9 @@ def operations(network: Network, index: int) -> float:
     return counts.layer(met, Plan(), index).total + n.heads * n.channels * n.length
 
 
-def _fullest(held: list[float], table: float, sizes: tuple[int, ...]) -> float:
-    """Elements of the stage that has most; the vocabulary's matrix is on both ends."""
+def _fullest(held: list[float], first: float, last: float, sizes: tuple[int, ...]) -> float:
+    """Elements of the stage that has most; `first`, `last`: those of the ends beside layers."""
     of_stage = [sum(held[a:b]) for a, b in pairwise((0, *accumulate(sizes)))]
-    of_stage[0] += table
-    of_stage[-1] += table
+    of_stage[0] += first
+    of_stage[-1] += last
     return max(of_stage)

@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
         "router": {"preset": "mixtral", "softmax_over": "all", "select": "sparsemixer", "jitter": 0.1, "logit_cap": 3.0},
     },
     "t5": {"model": {"positions": "t5"}},
+    "ahead": {"model": {"ahead": 2, "moe_every": 1}, **SPARSE},
 }
 
 

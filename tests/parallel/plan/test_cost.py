@@ -112,7 +112,7 @@ def test_a_step_takes_at_least_the_operations_of_its_products() -> None:
 
 def test_gradients_are_summed_once_a_step_and_by_the_stage() -> None:
     """`after` hides nothing: an all-reduce of all gradients; ZeRO-1 a reduce-scatter, and a gather of 16 bits."""
-    program, held = PROGRAMS["megatron-2021"], 24 * 12 * 2048**2 + 50304 * 2048
+    program, held = PROGRAMS["megatron-2021"], 24 * 12 * 2048**2 + 50304 * 2048 + (2 * 24 + 1) * 2048  # the norms' gains
     group, cluster = group_of(16, 1, 8, 16), A100.of(2)
     for m in (1, 4):
         ddp = step_time(DENSE, Plan(dp=16, microbatches=m), cluster, program)

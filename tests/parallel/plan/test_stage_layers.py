@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 from parallel.plan import counts
@@ -29,18 +30,20 @@ def slowest(network: Network, sizes: tuple[int, ...]) -> float:
     for size in sizes:
         found.append(sum(operations(network, index) for index in range(at, at + size)))
         at += size
-    found[-1] += network.vocab * network.width
+    head = network.vocab * network.width
+    found[-1] += head + network.ahead * (operations(replace(network, experts=None), 0) + 2 * network.width**2 + head)
     return max(found)
 
 
 def fullest(network: Network, plan: Plan, sizes: tuple[int, ...]) -> float:
-    """Parameters of the stage that has most, of those with the vocabulary's matrix at both ends."""
+    """Parameters of the stage that has most, with the matrices of the vocabulary, the norm and what predicts further tokens."""
     at, found = 0, []
     for size in sizes:
         found.append(sum(counts.layer(network, plan, index).total for index in range(at, at + size)))
         at += size
     found[0] += counts.embedding(network, plan)
-    found[-1] += counts.embedding(network, plan)
+    joins = network.ahead * (2 * network.width**2 + 3 * network.width + counts.layer(replace(network, experts=None), plan, 0).total)
+    found[-1] += counts.embedding(network, plan) * (2 if network.ahead and not network.tied else 1) + network.width + joins
     return max(found)
 
 
@@ -51,7 +54,8 @@ def test_no_list_is_faster_by_work_or_emptier_by_elements() -> None:
         experts = Experts(count=8, choices=2, hidden=draw.choice([64, 256])) if draw.random() < 0.5 else None
         sparse = tuple(sorted(draw.sample(range(layers), draw.randint(1, layers)))) if experts else ()
         vocab = draw.choice([100, 3000, 9000])
-        network = Network(layers, 64, 4, 256, vocab, 32, experts=experts, sparse_layers=sparse)
+        network = Network(layers, 64, 4, 256, vocab, 32, experts=experts, sparse_layers=sparse, ahead=draw.choice([0, 0, 1, 2]))
+        network = replace(network, tied=draw.random() < 0.5)
         plan = Plan(tp=draw.choice([1, 2]), ep=draw.choice([1, 4]) if experts else 1, dp=4)
         lists = layer_lists(network, plan, stages)
         if stages > layers:
