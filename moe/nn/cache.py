@@ -7,9 +7,8 @@ Of latent attention the latents are keys and values of all heads, and are kept o
 values of what the encoder gave are made for the first token, and are there for all others.
 
 It stands in attention's slot `core`, where tokens meet, in cross attention's slot `products`, and in the slot by which documents are
-found. So the model reads a part of a
-sequence as it reads a whole one, for everything else in a layer sees each token by itself. A MoE layer does so only where tokens choose
-their experts and none is dropped.
+found. So the model reads a part of a sequence as it reads a whole one, for everything else in a layer sees each token by itself. A MoE
+layer does so only where tokens choose their experts and none is dropped.
 """
 
 from __future__ import annotations

@@ -89,9 +89,12 @@ def _give_tables(run: Run, model: Transformer, table: Table | None, *, device: t
     else:
         hash_table.check(table, run, where="the checkpoint")
     assert table is not None
+    made: dict[int, torch.Tensor] = {}  # a table of all layers is there once
     for layer in moe_layers(model):
-        rows = torch.tensor(hash_table.of_layer(table, layer.layer), device=device)
-        layer.router.table_VK = rows.reshape(len(rows), -1)
+        rows = hash_table.of_layer(table, layer.layer)
+        if id(rows) not in made:
+            made[id(rows)] = torch.tensor(rows, device=device).reshape(len(rows), -1)
+        layer.router.table_VK = made[id(rows)]
 
 
 def whole_layouts(run: Run) -> dict[str, Layout]:

@@ -23,7 +23,6 @@ from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.train.sampling import Sampling
-from parallel.data.tiling import one_by_one
 
 # B texts, S tokens of a context, V vocabulary
 
@@ -87,6 +86,7 @@ class Cached:
     def _reading(self) -> Iterator[None]:
         """Meanwhile tokens meet in the cache."""
         cores, whole = [layer.core for layer in self.layers], self.model.whole_sequences
+        products = [cross.products for cross in self.crosses]
         for layer in self.layers:
             layer.core = partial(self.cache.attend, layer)
             if isinstance(layer, LatentAttention):
@@ -101,8 +101,8 @@ class Cached:
                 layer.core = core
                 if isinstance(layer, LatentAttention):
                     layer.compressed = False
-            for cross in self.crosses:
-                cross.products = one_by_one
+            for cross, before in zip(self.crosses, products, strict=True):
+                cross.products = before  # type: ignore[method-assign]
             self.model.whole_sequences = whole
 
 
