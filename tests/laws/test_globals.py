@@ -59,6 +59,7 @@ CACHED = {
     "parallel/plan/collective_times.py: group_of": "of a plan's degrees and a cluster",
     "parallel/plan/cost.py: _cached": "seconds follow from the sizes that are its arguments",
     "parallel/plan/cost.py: own_program": "of a cluster file",
+    "parallel/plan/cost.py: _counted": "parameters follow from the sizes that are its arguments",
     "parallel/plan/cost.py: _untied": "of a network alone",
     "parallel/plan/cost.py: _of_ranks": "layers of ranks follow from the sizes that are its arguments",
     "moe/plan/job.py: _cut": "layers of stages follow from the costs that are its arguments",
