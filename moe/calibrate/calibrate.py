@@ -157,7 +157,9 @@ def _typical(found: list[Any]) -> Any:
 def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> Device:
     peaks = {kind: round(max(rates.values()), 4) for kind, rates in found["rates"].items()}
     kind = "bf16" if units > 1 and "bf16" in peaks else "fp32"
-    forward, backward = (min(1.0, round(rate / peaks[kind], 4)) for rate in found["attention"][kind])
+    times = found["attention"][kind]
+    of_64 = (times[0] + times[1] / (4 * 64), times[2] + times[3] / (10 * 64))  # picoseconds of an operation, with heads of 64 channels
+    forward, backward = (min(1.0, round(1 / one / peaks[kind], 4)) for one in of_64)
     return Device(
         name=name,
         memory_gib=round(memory_gib, 3),
@@ -169,6 +171,7 @@ def device(name: str, memory_gib: float, units: int, found: dict[str, Any]) -> D
         memory_share=1.0,
         launch_us=round(found["launch_us"], 3),
         rates={kind: {flops: round(rate, 5) for flops, rate in rates.items()} for kind, rates in found["rates"].items()},
+        attention_times={kind: [round(one, 3) for one in of] for kind, of in found["attention"].items()},
     )
 
 

@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 # (m, n, k): rows as of micro-batches, widths as of small and larger models
 PRODUCTS = ((256, 64, 64), (512, 128, 128), (1024, 192, 192), (1024, 512, 256), (1024, 768, 768), (2048, 2048, 1024))
 LARGE_PRODUCTS = ((2048, 4096, 4096), (8192, 8192, 8192))  # of accelerators
-ATTENTION = (4, 4, 256, 64)  # sequences, heads, places, channels
+ATTENTION = (4, 4, 256)  # sequences, heads, places
+HEADS = (32, 128)  # channels
 STREAM_BYTES = 64 * 2**20
 SECONDS = 0.15  # for each measurement
 
@@ -51,11 +52,26 @@ def products(device: torch.device, dtype: torch.dtype) -> dict[float, float]:
     return rates
 
 
-def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """TFLOP/s of causal attention, forward and backward: half of all pairs, and 2.5 times that backward, as parallel/plan counts."""
-    q, k, v = (torch.randn(ATTENTION, device=device).to(dtype).requires_grad_() for _ in range(3))
-    sequences, heads, length, channels = ATTENTION
-    flops = 4 * channels * sequences * heads * length**2 / 2
+def attention(device: torch.device, dtype: torch.dtype) -> list[float]:
+    """Picoseconds of an operation of causal attention and of a pair of places, forward and then backward.
+
+    Two sizes of heads give both: the work of a pair does not grow with its channels. Pairs are half of all, and the backward pass has 2.5
+    times the operations, as parallel/plan counts.
+    """
+    sequences, heads, length = ATTENTION
+    pairs = sequences * heads * length**2 / 2
+    small, large = (_attention_seconds((*ATTENTION, channels), device, dtype) for channels in HEADS)
+    found = []
+    for way, operations in enumerate((4.0, 10.0)):  # for each pair and channel
+        of_pair = [1e12 * seconds[way] / pairs for seconds in (small, large)]
+        slope = max(0.0, of_pair[1] - of_pair[0]) / (HEADS[1] - HEADS[0])
+        slope = min(slope, of_pair[0] / HEADS[0])  # nothing takes less than no time
+        found += [slope / operations, of_pair[0] - slope * HEADS[0]]
+    return found
+
+
+def _attention_seconds(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
 
     def forward() -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -64,7 +80,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
         forward().sum().backward()
 
     one, two = timed(forward, device), timed(both, device)
-    return flops / one / 1e12, 2.5 * flops / max(two - one, 0.2 * two) / 1e12
+    return one, max(two - one, 0.2 * two)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -88,7 +104,7 @@ def measure(device: torch.device, dtypes: dict[str, torch.dtype]) -> dict[str, A
     """All of them: `rates` and `attention` by kind, `memory_gb_s`, `launch_us`."""
     return {
         "rates": {kind: products(device, dtype) for kind, dtype in dtypes.items()},
-        "attention": {kind: list(attention(device, dtype)) for kind, dtype in dtypes.items()},
+        "attention": {kind: attention(device, dtype) for kind, dtype in dtypes.items()},
         "memory_gb_s": bandwidth(device),
         "launch_us": launch_us(device),
     }

@@ -160,6 +160,7 @@ def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
     _check_values(told)
     device, inside = dict(told["device"]), dict(told["inside"])
     device["attention"] = tuple(device["attention"])
+    device["attention_times"] = {kind: [float(one) for one in of] for kind, of in device.get("attention_times", {}).items()}
     device["rates"] = {kind: {float(flops): float(rate) for flops, rate in row.items()} for kind, row in device.get("rates", {}).items()}
     times = {
         kind: {int(ranks): {int(size): float(us) for size, us in row.items()} for ranks, row in table.items()}

@@ -35,6 +35,8 @@ class Device:
     """One accelerator. Rates in TFLOP/s and GB/s (10^9), power in watts.
 
     `rates`: by kind TFLOP/s of one product by its floating-point operations, where they were measured; then no tiles are assumed.
+    `attention_times`: by kind picoseconds of an operation of fused attention and of a pair of places, forward and then backward, where
+    they were measured: on a core a pair's softmax counts beside its products.
     `sustained`: the share of the peak that large products keep up in a long run; `attention`: of fused attention, forward and backward;
     `memory_share`: of the memory bandwidth that streaming kernels reach; `launch_us`: the shortest time from one kernel to the next.
     """
@@ -51,6 +53,7 @@ class Device:
     watts: float = 0.0
     idle_watts: float = 0.0
     rates: dict[str, dict[float, float]] = field(default_factory=dict, hash=False)
+    attention_times: dict[str, list[float]] = field(default_factory=dict, hash=False)
 
     def rate(self, kind: str = "bf16") -> float:
         """FLOP/s that large products sustain. A kind that the device lacks runs at the nearest wider one's rate."""
@@ -74,10 +77,14 @@ class Device:
         """Seconds of `kernels` kernels that together read and write so many bytes."""
         return max(num_bytes / self.bandwidth, kernels * self.launch_us * 1e-6)
 
-    def fused_attention(self, flops: float, *, backward: bool = False, kind: str = "bf16") -> float:
-        """Seconds of attention in one kernel (FlashAttention), which does not write the scores."""
-        share = self.attention[1 if backward else 0]
-        return max(flops / (self.rate(kind) / self.sustained * share), self.launch_us * 1e-6)
+    def fused_attention(self, flops: float, pairs: float, *, backward: bool = False, kind: str = "bf16") -> float:
+        """Seconds of attention in one kernel (FlashAttention), which does not write the scores: operations, and pairs of places."""
+        if kind in self.attention_times:
+            of_operation, of_pair = self.attention_times[kind][2:] if backward else self.attention_times[kind][:2]
+            seconds = (of_operation * flops + of_pair * pairs) * 1e-12
+        else:
+            seconds = flops / (self.rate(kind) / self.sustained * self.attention[1 if backward else 0])
+        return max(seconds, self.launch_us * 1e-6)
 
 
 @lru_cache(maxsize=200_000)

@@ -112,7 +112,7 @@ def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, spa
         core_forward,
         ffn[0]
         + tensor_forward.times(_of_second(plan, sparse=sparse))
-        + Pass(compute=cluster.device.stream(program.pointwise * _between(network, plan) / 2, kernels=3), kernels=6),
+        + Pass(compute=cluster.device.stream(program.pointwise * _between(network, plan, program) / 2, kernels=3), kernels=6),
         weights + ffn[2],
     )
 
@@ -177,8 +177,8 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
             (n, d, h * late.value_size / parts),
         ]
     times = [_three(cluster, kind, *product) for product in products]
-    inside = 2 * max(2, plan.compute_bytes) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
-    stream = (_between(network, plan) + inside) * program.pointwise
+    inside = 2 * _streamed_bytes(plan, program) * (a + 2 * k) / parts * n  # biases, or rotations of queries and keys
+    stream = (_between(network, plan, program) + inside) * program.pointwise
     device = cluster.device
     casts = [device.stream(of) for of in _casts(program, products)]
     return (
@@ -191,11 +191,16 @@ def _projections(network: Network, plan: Plan, cluster: Cluster, program: Progra
     )
 
 
-def _between(network: Network, plan: Plan) -> float:
+def _streamed_bytes(plan: Plan, program: Program) -> int:
+    """Bytes of an element as pointwise kernels take their time by."""
+    return 4 if program.streams == "elements" else max(2, plan.compute_bytes)
+
+
+def _between(network: Network, plan: Plan, program: Program) -> float:
     """Bytes of a layer's two norms and two sums of residuals."""
     n = tokens_of(network, plan) / _sides(plan)[0]
     whole = n / plan.tp if plan.tensor == "sliced" else n
-    return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * max(2, plan.compute_bytes) * network.width * whole
+    return (2 * 4 + 2 * (6 + (1 if network.dropout else 0))) / 2 * _streamed_bytes(plan, program) * network.width * whole
 
 
 def _of_second(plan: Plan, *, sparse: bool) -> float:
@@ -226,7 +231,7 @@ def _ffn(
     again = 1 if program.experts == "grouped" else count
     up = _three(cluster, kind, n, f * (2 if gated else 1), d, one)
     down = _three(cluster, kind, n, d, f, one)
-    item = max(2, plan.compute_bytes)
+    item = _streamed_bytes(plan, program)
     stream = (3 if gated else 2) * item * f * n * count * program.pointwise
     casts = [device.stream(count * of) for of in _casts(program, [(n, f * (2 if gated else 1), d), (n, d, f)])]
     return (
@@ -249,8 +254,10 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        flops = 2 * (key + value) * scores / 2 * network.core_work * _uneven(plan)  # causal: half of the scores
-        forward, backward = device.fused_attention(flops, kind=kind), device.fused_attention(2.5 * flops, backward=True, kind=kind)
+        pairs = scores / 2 * network.core_work * _uneven(plan)  # causal: half of the scores
+        flops = 2 * (key + value) * pairs
+        forward = device.fused_attention(flops, pairs, kind=kind)
+        backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
         passes = Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
     else:
         count, length = batch * heads, network.length
@@ -399,6 +406,6 @@ def join_time(network: Network, plan: Plan, cluster: Cluster, program: Program) 
     """Two norms and the product that joins a layer's output with a token's embedding, for a further token; as head_time."""
     n, d, device = tokens_of(network, plan), network.width, cluster.device
     f, x, w = _three(cluster, _kind(plan, program), n, d, 2 * d)
-    stream = 3 * 4 * max(2, plan.compute_bytes) / 2 * d * n * program.pointwise  # the norm before the head too, as _between
+    stream = 3 * 4 * _streamed_bytes(plan, program) / 2 * d * n * program.pointwise  # the norm before the head too, as _between
     forward = Pass(compute=f + device.stream(stream, kernels=4), kernels=10)
     return forward, Pass(compute=x + w + device.stream(BACKWARD_STREAM * stream, kernels=4), kernels=12), w

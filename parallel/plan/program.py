@@ -25,6 +25,7 @@ class Program:
     checkpoint_us  the host's time to enter a layer that is computed again: states of random numbers, a nested backward pass
     step_ms        the host's time for what each step has once: data, the gradient norm, the scale, logging
     pointwise      bytes that norms, activations and sums of residuals move, against kernels that fuse what can be fused
+    streams        pointwise kernels take their time by `bytes`, or by `elements`, as 4 bytes each, where a core computes in fp32 anyway
     gradients      sums `after` the backward pass, or `beside` its last micro-batch
     staged         sums where there are stages: as above, or `by stage`, each when its stage is done, beside the rank's other actions
     gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces; `waited` for
@@ -53,6 +54,7 @@ class Program:
     checkpoint_us: float = 100.0
     step_ms: float = 1.0
     pointwise: float = 1.0
+    streams: Literal["bytes", "elements"] = "bytes"
     gradients: Literal["after", "beside"] = "beside"
     staged: Literal["as gradients", "by stage"] = "as gradients"
     gathers: Literal["beside", "partly", "waited"] = "beside"
@@ -82,6 +84,7 @@ PROGRAMS = {
             "moe-parallel-cpu",
             launch_us=20,
             pointwise=2.0,
+            streams="elements",
             transfers="whole",
             gradients="after",
             gathers="waited",

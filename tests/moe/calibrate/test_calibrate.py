@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from moe.calibrate import calibrate, kernels, links
@@ -28,7 +29,7 @@ def host(cores: int, *, threads: dict[int, float] | None = None) -> Cluster:
     """A made-up host: 50 GFLOP/s a core, and the same time for all collectives."""
     found = {
         "rates": {"fp32": {1e6: 0.04, 1e9: 0.06}},
-        "attention": {"fp32": [0.03, 0.02]},
+        "attention": {"fp32": [30.0, 900.0, 40.0, 2500.0]},
         "memory_gb_s": 10.0,
         "launch_us": 1.5,
     }
@@ -68,6 +69,37 @@ def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
     assert device.product(100, 100, 50, kind="fp32") == pytest.approx(1e6 / 0.04e12)
     assert device.product(1000, 1000, 500, kind="fp32", count=3) == pytest.approx(3e9 / 0.06e12)
     assert 0.04e12 < 3e7 / device.product(300, 1000, 50, kind="fp32") < 0.06e12
+
+
+def test_attention_is_told_from_two_sizes_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds that follow from picoseconds of an operation and of a pair give these back, and a third size of heads takes as long."""
+    given = [30.0, 900.0, 45.0, 25_000.0]
+
+    def seconds(shape: tuple[int, ...], *_: Any) -> tuple[float, float]:
+        sequences, heads, length, channels = shape
+        pairs = sequences * heads * length**2 / 2
+        return tuple((given[at] * work * channels + given[at + 1]) * pairs * 1e-12 for at, work in ((0, 4), (2, 10)))  # type: ignore[return-value]
+
+    monkeypatch.setattr(kernels, "_attention_seconds", seconds)
+    found = kernels.attention(torch.device("cpu"), torch.bfloat16)
+    assert found == pytest.approx(given)
+    core = replace(host(2).device, attention_times={"bf16": found})
+    pairs = 3 * 5 * 70**2 / 2
+    forward, backward = seconds((3, 5, 70, 24))
+    assert core.fused_attention(4 * 24 * pairs, pairs, kind="bf16") == pytest.approx(forward)
+    assert core.fused_attention(10 * 24 * pairs, pairs, backward=True, kind="bf16") == pytest.approx(backward)
+
+
+def test_a_core_takes_as_long_for_an_activation_in_16_bits() -> None:
+    """Only products, attention and what is sent may differ between fp32 and bf16 on a host."""
+    there = host(2)
+    rates, times = there.device.rates["fp32"], there.device.attention_times["fp32"]
+    there = replace(
+        there,
+        device=replace(there.device, rates=dict.fromkeys(("fp32", "bf16"), rates), attention_times=dict.fromkeys(("fp32", "bf16"), times)),
+    )
+    wide, narrow = (step_time(NETWORK, Plan(microbatch=4, compute_bytes=of), there, own_program(there)) for of in (4, 2))
+    assert narrow.parts["backward"] == pytest.approx(wide.parts["backward"], rel=1e-9)
 
 
 @pytest.mark.parametrize(("ranks", "cores", "longer"), [(2, 2, 1.0), (6, 2, 3.0), (8, 5, 1.6)])
