@@ -24,7 +24,7 @@ from parallel.plan.cost import Time, step_time
 from parallel.plan.guide import FAMILIES, Said, walk
 from parallel.plan.job import Engine, Network, Plan
 from parallel.plan.memory import Memory, peak
-from parallel.plan.pipeline_time import CLOSED
+from parallel.plan.pipeline_time import CLOSED, How
 
 WAYS = 24
 _GIB = 2**30
@@ -77,32 +77,68 @@ def planned(
         for plan in candidates(network, world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
             yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
 
-    def least(plan: Plan) -> float:
-        return step_time(network, plan, cluster, pipeline="least").step
+    def bound(how: How) -> Callable[[Plan], float]:
+        return lambda plan: step_time(network, plan, cluster, pipeline=how).step
 
-    def chosen(plans: Iterable[Plan], top: int, space: Space) -> Found:
+    def chosen(plans: Iterable[Plan], space: Space, *, top: int, enough: Callable[[Ranked], bool]) -> Found:
+        simulates = any(name not in CLOSED for name, _ in space.schedules)
         return choose(
             network,
             plans,
             held_bytes=lambda plan: peak(network, plan).used,
             limit_bytes=cluster.memory_bytes(),
-            seconds=lambda plan: step_time(network, plan, cluster).step,
-            least=least if any(name not in CLOSED for name, _ in space.schedules) else None,
+            seconds=bound("simulated"),
+            least=(bound("alone"), bound("least")) if simulates else (bound("alone"),),
             devices_per_node=cluster.devices_per_node,
             top=top,
+            enough=enough,
         )
 
-    only, first = None, None
+    only: dict[Way, None] = {}
+    first, found, accepted = None, None, _Accepted(run, cluster.world, top, checked)
     if ways is not None:
+
+        def cut_so(ranked: Ranked) -> bool:
+            only[way_of(ranked.plan)] = None
+            return len(only) == ways
+
         small = replace(FIRST, largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
-        first = chosen(made(small, None), 100 * ways, small)
-        only = list(dict.fromkeys(way_of(ranked.plan) for ranked in first.ranked))[:ways]
-    found = chosen(made(space, only), 4 * top, space) if only is None or only else None
+        first = chosen(made(small, None), small, top=100 * ways, enough=cut_so)
+    if ways is None or only:
+        found = chosen(made(space, None if ways is None else only), space, top=4 * top, enough=accepted)
     if found is None or not found.ranked:
         raise _nothing_fits((found or first), cluster)
     if first is not None:
         found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(found, first))
-    return _runnable(run, network, cluster, found, top, checked)
+    return accepted.planned(network, cluster, found)
+
+
+class _Accepted:
+    """Of plans that are ranked, asked best first, `top` that the recipe's checks accept; the others are refused with the checks' words."""
+
+    def __init__(self, run: Run, world: int, top: int, checked: Callable[[Run, int], Run]) -> None:
+        self.run, self.world, self.top, self.checked = run, world, top, checked
+        self.kept: list[Ranked] = []
+        self.runs: list[Run] = []
+        self.refused: list[Refused] = []
+
+    def __call__(self, ranked: Ranked) -> bool:
+        """Whether there are enough."""
+        try:
+            made = self.checked(recipe_of(ranked.plan, self.run), self.world)
+        except BadInput as reason:
+            self.refused.append(Refused(str(reason), 1, ranked.plan))
+            return False
+        self.kept.append(ranked)
+        self.runs.append(made)
+        return len(self.kept) == self.top
+
+    def planned(self, network: Network, cluster: Cluster, found: Found) -> Planned:
+        refused = (*found.refused, *self.refused)
+        if not self.kept:
+            fix = f"mend the recipe: {refused[-1].reason}"
+            raise BadInput("plan", got="no plan that the recipe's checks accept", needed="one", fix=fix)
+        return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs))
 
 
 def _storages(run: Run, base: Plan, engines: Iterable[Engine]) -> dict[str, Plan]:
@@ -116,27 +152,6 @@ def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
         before = reasons.get(one.reason)
         reasons[one.reason] = one if before is None else replace(before, count=before.count + one.count)
     return tuple(sorted(reasons.values(), key=lambda one: -one.count))
-
-
-def _runnable(run: Run, network: Network, cluster: Cluster, found: Found, top: int, checked: Callable[[Run, int], Run]) -> Planned:
-    """Those of the ranked that the recipe's checks accept; the others are refused with the checks' words."""
-    kept: list[Ranked] = []
-    runs: list[Run] = []
-    refused = list(found.refused)
-    for ranked in found.ranked:
-        try:
-            made = checked(recipe_of(ranked.plan, run), cluster.world)
-        except BadInput as reason:
-            refused.append(Refused(str(reason), 1, ranked.plan))
-            continue
-        kept.append(ranked)
-        runs.append(made)
-        if len(kept) == top:
-            break
-    if not kept:
-        last = refused[-1]
-        raise BadInput("plan", got="no plan that the recipe's checks accept", needed="one", fix=f"mend the recipe: {last.reason}")
-    return Planned(network, cluster, replace(found, ranked=tuple(kept), refused=tuple(refused)), tuple(runs))
 
 
 def _nothing_fits(found: Found | None, cluster: Cluster) -> BadInput:

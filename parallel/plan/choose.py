@@ -3,18 +3,19 @@
     candidates -> legal? -> fits? (recompute: none, then selective, then full) -> least seconds -> seconds of those in question -> ranked
 
 Memory comes before time because it is cheaper to ask. A plan that fits without recompute is never tried with it: that would only be
-slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others. With a bound
-(`least`), plans are asked for their seconds in its order, until the next bound is above the last that is ranked: branch and bound, which
-ranks what asking all would rank. Among plans that are equally fast the one that holds less comes first, then the one with fewer kinds
-of parallelism.
+slower. The last kind of recompute holds least, so a plan that does not fit with it is refused without asking the others. With bounds
+(`least`), the plan whose bound is smallest is asked for its next bound, and at last for its seconds, until the smallest is a plan's own
+seconds: that one is ranked next, and no more are asked than are ranked (branch and bound, best first). Among plans that are equally fast
+the one that holds less comes first, then the one with fewer kinds of parallelism.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
+from itertools import chain, islice
+from typing import NamedTuple
 
 from parallel.plan.job import Network, Plan, Recomputed
 from parallel.plan.legal import advice, refusal
@@ -64,6 +65,12 @@ class _Reasons:
         self.found[kind] = Refused(kind, 1 if before is None else before.count + 1, example, over)
 
 
+class _Fitting(NamedTuple):
+    plan: Plan
+    held_bytes: float
+    advice: str | None
+
+
 def choose(
     network: Network,
     plans: Iterable[Plan],
@@ -71,17 +78,19 @@ def choose(
     held_bytes: Callable[[Plan], float],
     limit_bytes: float,
     seconds: Callable[[Plan], float],
-    least: Callable[[Plan], float] | None = None,
+    least: Sequence[Callable[[Plan], float]] = (),
     recompute: Sequence[Recomputed] = ("none", "selective", "full"),
     devices_per_node: int | None = None,
     top: int = 10,
+    enough: Callable[[Ranked], bool] = lambda ranked: False,
 ) -> Found:
-    """The best `top` of the plans under `limit_bytes` a rank; not recommended plans come after all others.
+    """The best `top` of the plans under `limit_bytes` a rank, or fewer: up to the one that is `enough`. Not recommended plans come after
+    all others.
 
-    `least`: never more than `seconds` and cheaper to ask, so that most plans are ruled out by it. None: all are asked. `recompute`: kinds
-    in the order in which they are preferred; a plan holds least with the last.
+    `least`: bounds, each cheaper to ask than the next, none above it or above `seconds`, so that most plans are ruled out by the first.
+    `recompute`: kinds in the order in which they are preferred; a plan holds least with the last.
     """
-    kept: dict[bool, list[Ranked]] = {False: [], True: []}  # by whether something is said against them
+    kept: dict[bool, list[_Fitting]] = {False: [], True: []}  # by whether something is said against them
     reasons, tried = _Reasons(), 0
     nearest: tuple[Plan, float] | None = None
     nothing_fitted = False
@@ -96,16 +105,18 @@ def choose(
         nothing_fitted = found is None
         if found is not None:
             against = advice(network, found, devices_per_node=devices_per_node)
-            bound = math.nan if least is None or against is not None else least(found)  # here the plan's schedule is still at hand
-            kept[against is not None].append(Ranked(found, bound, held, against))
+            kept[against is not None].append(_Fitting(found, held, against))
             continue
         over = held - limit_bytes
         reasons.add(f"it does not fit, with recompute {recompute[-1]} too", ways[-1], over)
         if nearest is None or over < nearest[1]:
             nearest = ways[-1], over
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)
-    ranked = _best(kept[False], seconds, least, top)
-    ranked += _best(kept[True], seconds, least, top - len(ranked))
+    ranked = []
+    for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in kept.values())), top):
+        ranked.append(one)
+        if enough(one):
+            break
     return Found(tried, sum(map(len, kept.values())), tuple(ranked), tuple(refused), nearest)
 
 
@@ -132,25 +143,20 @@ def _first_that_fits(
     return None, held(last)
 
 
-def _best(kept: list[Ranked], seconds: Callable[[Plan], float], least: Callable[[Plan], float] | None, top: int) -> list[Ranked]:
-    """The best `top`, timed."""
-    if top <= 0:
-        return []
-    bounded = [replace(one, seconds=(least or seconds)(one.plan)) if math.isnan(one.seconds) else one for one in kept]
-    if least is None:
-        return sorted(bounded, key=_place)[:top]
-    found: list[tuple[tuple[float, float, int], int, Ranked]] = []
-    for number, one in sorted(enumerate(bounded), key=lambda pair: pair[1].seconds):
-        if len(found) == top and one.seconds > found[-1][2].seconds:
-            break
-        made = replace(one, seconds=seconds(one.plan))
-        insort(found, (_place(made), number, made))
-        del found[top:]
-    return [made for _, _, made in found]
-
-
-def _place(one: Ranked) -> tuple[float, float, int]:
-    return one.seconds, one.held_bytes, _kinds(one.plan)
+def _in_order(kept: Sequence[_Fitting], asked: Sequence[Callable[[Plan], float]]) -> Iterator[Ranked]:
+    """Best first. `asked`: bounds, and at last seconds; of one value a bound comes first, since the seconds may be as few."""
+    last = len(asked) - 1
+    waiting = [(asked[0](one.plan), last == 0, one.held_bytes, _kinds(one.plan), number, 0) for number, one in enumerate(kept)]
+    heapify(waiting)
+    while waiting:
+        value, known, *_, number, level = waiting[0]
+        plan, held, against = kept[number]
+        if known:
+            heappop(waiting)
+            yield Ranked(plan, value, held, against)
+        else:
+            level += 1
+            heapreplace(waiting, (asked[level](plan), level == last, held, _kinds(plan), number, level))
 
 
 def _kinds(plan: Plan) -> int:

@@ -107,8 +107,9 @@ def step_time(
 ) -> Time:
     """Time of one step of `program`, this project's own if not given. `imbalance`: rows of the busiest rank's experts over the mean.
 
-    `pipeline`: `least` takes a bound where a schedule would be simulated; the step is then never longer than the simulated one. The
-    cluster's number of nodes is not checked.
+    `pipeline`: `least` takes a bound where a schedule would be simulated; the step is then never longer than the simulated one. `alone`
+    leaves out sums of gradients and gathers of parameters as well, and needs no order of actions. The cluster's number of nodes is not
+    checked.
     """
     program = program or own_program(cluster)
     ranks, last = rank_layers(network, plan), head_rank(plan)
@@ -127,9 +128,9 @@ def step_time(
     times = [s.ahead for s in stages], [s.back for s in stages], [s.weights for s in stages]
     apart = None if plan.chunks == 1 or plan.schedule in CLOSED else _by_stage(network, plan, cluster, program, imbalance)
     passes = pipeline_time(plan, *times, sent, stages=apart, how=pipeline)
-    some = {0, len(ranks) - 1, stages.index(slowest)}
-    shared = [_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in sorted(some)]
-    sums = max(shared, key=lambda found: found[0] + found[1])  # what is hidden delays nobody
+    some = () if pipeline == "alone" else sorted({0, len(ranks) - 1, stages.index(slowest)})
+    shared = [_sharing(network, plan, cluster, program, *held[kinds[i]], stages[i], _spare(plan, stages, i)) for i in some]
+    sums = max(shared, key=lambda found: found[0] + found[1], default=(0.0, 0.0, 0.0))  # what is hidden delays nobody
     optimizer, offload = _update(plan, cluster, program, *max(held.values(), key=sum))
     crowd = cluster.crowd(plan.world)
     waits = _for_cores(crowd, m, stages, passes)

@@ -111,7 +111,7 @@ def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
     tables += last and not first and network.ahead > 0 and not network.tied  # of both ends: tokens ahead are looked up
     positions = network.length * network.width if network.learned_positions and first else 0
     found = Elements(tables * table + positions + (norm(network) if last else 0))
-    return found + ahead(network, plan).times(network.ahead) if last else found
+    return found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
 
 
 def ahead(network: Network, plan: Plan) -> Elements:

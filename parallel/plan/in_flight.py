@@ -10,18 +10,24 @@ the same few sizes thousands of times. `made` is the schedule of sizes, which pi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from operator import ge
+from itertools import accumulate
+from operator import ge, sub
 
 from parallel.errors import BadInput
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.pipeline.schedules.catalog import kind_of, make_schedule
+from parallel.pipeline.schedules.interleaved import groups
 from parallel.pipeline.simulator.held import weight_versions
 
 ALL_AT_ONCE = ("gpipe", "looped_bfs")
 STEADY = 3  # rounds of one micro-batch a rank after which each further round is as the one before
-ROUNDS = {"naive": 1, "1f1b": 1, "interleaved": 2, "pipedream": 2, "two_bw": 2}  # after which nothing more is kept; others STEADY
+ROUNDS = {  # after which nothing more is kept; others STEADY
+    **{"naive": 1, "1f1b": 1, "zb_h1": 1},
+    **{"interleaved": 2, "pipedream": 2, "two_bw": 2, "zb_h2": 2, "zb_v": 2, "v_min": 2, "dualpipe_v": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,27 @@ def made(schedule: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 @cache
 def _found(schedule: str, ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+    if schedule == "interleaved":
+        return _of_interleaved(ranks, microbatches, chunks)
     order = made(schedule, ranks, microbatches, chunks)
     versions = weight_versions(order) if order.num_updates > 1 else (1,) * ranks
     return tuple(Rank(order.stages_of(r), _most(order, r), versions[r]) for r in range(ranks))
+
+
+def _of_interleaved(ranks: int, microbatches: int, chunks: int) -> tuple[Rank, ...]:
+    """By its passes alone, since uneven groups need long orders: from the warm-up on, a pass forward and one backward in turn. How many
+    micro-batches of each chunk are kept are the digits of one number."""
+    sizes, base = groups(ranks, microbatches), microbatches + 1
+    passes = [chunk for size in sizes for chunk in range(chunks) for _ in range(size)]
+    forward = list(accumulate((base ** (chunks - 1 - chunk) for chunk in passes), initial=0))
+    backward = list(accumulate((base**chunk for chunk in passes), initial=0))  # the last chunk first
+    found = []
+    for rank in range(ranks):
+        ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * sizes[0] + 1, len(passes))
+        peaks = sorted(set(map(sub, forward[ahead:], backward)), reverse=True)
+        most = [tuple(peak // base ** (chunks - 1 - chunk) % base for chunk in range(chunks)) for peak in peaks]
+        found.append(Rank(tuple(range(rank, ranks * chunks, ranks)), _undominated(most)))
+    return tuple(found)
 
 
 def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -92,8 +116,13 @@ def _most(schedule: Schedule, rank: int) -> tuple[tuple[int, ...], ...]:
                 peaks.add(tuple(now))
             rising = step > 0
             now[places[action.stage]] += step
+    return _undominated(sorted(peaks, reverse=True)) or ((0,) * len(now),)
+
+
+def _undominated(peaks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Without those of which another has more of all; largest first, so that this comes before."""
     kept: list[tuple[int, ...]] = []
-    for peak in sorted(peaks, reverse=True):  # one with more of all comes before
+    for peak in peaks:
         if not any(all(map(ge, more, peak)) for more in kept):
             kept.append(peak)
-    return tuple(kept) or ((0,) * len(now),)
+    return tuple(kept)

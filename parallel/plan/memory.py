@@ -49,8 +49,10 @@ from parallel.plan.states import States, model_states
 NO_EXPERTS = -1  # an index that no layer with experts has
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
+_OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work")
 PARTS = (
-    *("parameters", "gradients", "optimizer", "older weights", "activations", "loss and logits", "embedding's gradient", "layer at work"),
+    *("parameters", "gradients", "optimizer", "older weights"),
+    *_OF_MOMENT,
     *("gathered layers", "gradient buckets", "dispatch buffers"),
 )
 
@@ -92,14 +94,16 @@ def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """The ranks that may need most: one with the same kinds of layers, no fewer ends and as much in flight stands for those after it."""
+    """The ranks that may need most: one with no fewer layers of each kind and ends, and as much in flight, stands for those after it."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    kinds = [[Counter((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
     ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
 
     def stands_for(a: int, b: int) -> bool:
-        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+        if not all(bool(more) == bool(fewer) and more >= fewer for more, fewer in zip(kinds[a], kinds[b], strict=True)):
+            return False  # a stage without layers keeps what goes through
+        if not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
             return False
         return ranks[a].versions >= ranks[b].versions and all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
 
@@ -182,6 +186,46 @@ def _of_activations(plan: Plan) -> Plan:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Beside:
+    """What ranks have beside their layers. By (has the first stage, has the last): elements, and bytes that a micro-batch `keeps` there.
+
+    `crossing`: bytes of one tensor between stages; `loss`, `gathered_input`: for a moment; `dispatch`: of rows sent and arrived; `table`,
+    `ahead`: elements of the vocabulary's, and of what predicts one further token; `casts`: bytes of that in the compute dtype.
+    """
+
+    elements: dict[tuple[bool, bool], Elements]
+    keeps: dict[tuple[bool, bool], float]
+    crossing: float
+    loss: float
+    gathered_input: float
+    dispatch: float
+    table: float
+    ahead: float
+    casts: float
+
+
+def _of_microbatch(plan: Plan) -> Plan:
+    """Of what activations depend on, what is not the pipeline's."""
+    return plan.but(pp=1, schedule=_BARE.schedule, chunks=1, stage_layers=None, microbatches=1)
+
+
+@lru_cache(maxsize=20_000)
+def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
+    ends = [(first, last) for first in (False, True) for last in (False, True)]
+    return _Beside(
+        {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
+        {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
+        plan.compute_bytes * network.width * tokens_of(network, plan, stack).between,
+        _loss(network, plan, stack),
+        _gathered_input(network, plan),
+        2 * sent_of(network, plan) * network.width * plan.compute_bytes,
+        counts.embedding(network, plan),
+        counts.ahead(network, plan).total if network.ahead else 0.0,
+        cast_ahead(network, plan) if network.ahead else 0.0,
+    )
+
+
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[_Rank, ...]:
     """`casts`: whether a micro-batch keeps weights in the compute dtype."""
@@ -197,15 +241,16 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
     """With its states, as the plan shares them."""
-    states, host = _states(plan, rank.held)
-    parts = dict.fromkeys(PARTS, 0.0)
-    parts["parameters"], parts["gradients"], parts["optimizer"] = states.parameters, states.gradients, states.optimizer
-    parts["older weights"] = (rank.versions - 1) * rank.held.total * plan.storage.parameters
-    parts["gradient buckets"] = _buckets(plan, stack)
-    parts["gathered layers"] = _gathered(plan, stack, rank.held, rank.table, rank.gathered)
-    parts["dispatch buffers"] = rank.dispatch
-    parts.update(rank.moment)
-    return Memory(rank.number, parts, host)
+    (states, host), moment = _states(plan, rank.held), rank.moment
+    sizes = (
+        *(states.parameters, states.gradients, states.optimizer),
+        (rank.versions - 1) * rank.held.total * plan.storage.parameters,
+        *(moment.get(name, 0.0) for name in _OF_MOMENT),
+        _gathered(plan, stack, rank.held, rank.table, rank.gathered),
+        _buckets(plan, stack),
+        rank.dispatch,
+    )
+    return Memory(rank.number, dict(zip(PARTS, sizes, strict=True)), host)
 
 
 class _Job:
@@ -215,6 +260,7 @@ class _Job:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
         self.sparse = frozenset(network.sparse_layers) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool], _Layer] = {}
+        self.beside = _beside(network, _of_microbatch(plan), stack)
 
     def layer(self, index: int) -> _Layer:
         kind = (index in self.sparse, repeats(index, self.plan.recompute_every))
@@ -231,46 +277,41 @@ class _Job:
         return list(Counter(map(self.layer, stage)).items())
 
     def of_rank(self, number: int, rank: Rank) -> _Rank:
-        network, plan = self.network, self.plan
+        beside = self.beside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        ends = counts.ends(network, plan, first=first, last=last)
-        dispatch = 0.0
-        if plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage]):
-            dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes
+        sends = self.plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage])
         return _Rank(
             number,
             rank.versions,
-            sum((of.elements.times(n) for mine in layers.values() for of, n in mine), ends),
-            tuple(of.gathered for mine in layers.values() for of, _ in mine)
-            + (counts.ahead(network, plan).total,) * (last and network.ahead > 0),
-            counts.embedding(network, plan) if first or last else 0.0,
+            sum((of.elements.times(n) for mine in layers.values() for of, n in mine), beside.elements[first, last]),
+            tuple(of.gathered for mine in layers.values() for of, _ in mine) + ((beside.ahead,) if last and self.network.ahead else ()),
+            beside.table if first or last else 0.0,
             self._moment(rank, layers),
-            dispatch,
+            beside.dispatch if sends else 0.0,
         )
 
     def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> dict[str, float]:
         """What a step holds for a while: the parts of the moment that needs most."""
-        network, plan, stack, last = self.network, self.plan, self.stack, len(self.stages) - 1
+        beside, last = self.beside, len(self.stages) - 1
         bodies = [sum(n * of.kept for of, n in mine) for mine in layers.values()]
-        ends = [ends_kept(network, plan, stack, first=stage == 0, last=stage == last) for stage in layers]
+        ends = [beside.keeps[stage == 0, stage == last] for stage in layers]
         if self.casts and last in layers:
-            ends[-1] += network.ahead * cast_ahead(network, plan)
-        crossing = plan.compute_bytes * network.width * tokens_of(network, plan, stack).between
-        ends = [end + self._inputs(stage) * crossing for stage, end in zip(layers, ends, strict=True)]
+            ends[-1] += self.network.ahead * beside.casts
+        ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
         work = max((of.work for mine in layers.values() for of, _ in mine), default=0.0)
         found = []
         for count in rank.most:
             kept = sum(n * size for n, size in zip(count, bodies, strict=True))
-            beside = sum(n * size for n, size in zip(count, ends, strict=True))
-            found.append({"activations": kept, "loss and logits": beside, "layer at work": work})
+            of_ends = sum(n * size for n, size in zip(count, ends, strict=True))
+            found.append({"activations": kept, "loss and logits": of_ends, "layer at work": work})
             if last in layers:
-                loss = beside + _loss(network, plan, stack)
-                found.append({"activations": kept, "loss and logits": loss, "layer at work": _gathered_input(network, plan)})
+                loss = of_ends + beside.loss
+                found.append({"activations": kept, "loss and logits": loss, "layer at work": beside.gathered_input})
             if 0 in layers:
                 kept -= bodies[rank.stages.index(0)]
-                table = plan.compute_bytes * counts.embedding(network, plan)
-                found.append({"activations": kept, "loss and logits": beside, "embedding's gradient": table})
+                table = self.plan.compute_bytes * beside.table
+                found.append({"activations": kept, "loss and logits": of_ends, "embedding's gradient": table})
         return max(found, key=lambda moment: sum(moment.values()))
 
     def _inputs(self, stage: int) -> int:
@@ -291,9 +332,13 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
 
     def states(stage: int) -> States:
         dense = model_states(held.dense, stage=stage, copies=plan.dp * plan.sp, storage=plan.storage)
+        if not held.expert:
+            return dense
         return dense + model_states(held.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
 
     whole = states(plan.stage)
+    if plan.offload_parameters == plan.offload_optimizer == "none":
+        return whole, {}
     moved = States(
         whole.parameters if plan.offload_parameters != "none" else 0.0,
         whole.gradients if plan.offload_optimizer != "none" else 0.0,

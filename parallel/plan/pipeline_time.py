@@ -30,7 +30,7 @@ NEVER_STEADY = ("v_half",)  # whose rounds differ one from another where stages 
 MOST_WEIGHTS = 0.99  # of a backward pass
 CLOSED = ("naive", "gpipe", "1f1b", "pipedream", "two_bw", "interleaved")  # the others are simulated
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "dualpipe")  # schedules that put weight gradients off
-How = Literal["simulated", "least"]  # where no closed form is known
+How = Literal["simulated", "least", "alone"]  # `least`: a bound where no closed form is known; `alone`: of a step, without sums too
 
 
 def crossings(plan: Plan) -> int:
@@ -70,7 +70,7 @@ def pipeline_time(
 
     `weights`: the part of `backward` that is the weights' gradients, in simulations the same part of each; `sent`: of a message, waited for
     once in each direction; `stages`: the forward and backward times of each stage, where ranks have several and are simulated (None: a
-    rank's are alike). `how`: `least` never exceeds `simulated`.
+    rank's are alike). `how`: `least` never exceeds `simulated`, and stands for `alone` too.
     """
     m, waits = plan.microbatches, 2 * sent * crossings(plan)
     total = [f + b + waits for f, b in zip(forward, backward, strict=True)]
@@ -93,7 +93,7 @@ def pipeline_time(
     f, b = (tuple(round(x / unit) for x in way) for way in apart)
     share, message = round(share, 3), round(sent / unit)
     least = _least(plan, f, b, share, message)
-    return unit * (least if how == "least" else max(least, _simulated(plan, f, b, share, message)))
+    return unit * (least if how != "simulated" else max(least, _simulated(plan, f, b, share, message)))
 
 
 def _of_stages(plan: Plan, times: Sequence[float]) -> Sequence[float]:
@@ -114,10 +114,12 @@ def _least(plan: Plan, forward: tuple[int, ...], backward: tuple[float, ...], sh
     links = [sent if a != b else 0.0 for a, b in zip(homes, homes[1:], strict=False)]
     before, after = ([0.0, *accumulate(x + y for x, y in zip(way, links, strict=False))] for way in (forward, inputs))
     found = [sum(forward) + sum(inputs) + 2 * sum(links)]
-    for rank in range(p):  # its first stage is `rank`
-        mine = [stage for stage, home in enumerate(homes) if home == rank]
-        work = m * sum(whole[stage] for stage in mine)
-        put_off = m * share * sum(backward[stage] for stage in mine)
+    of_ranks: list[list[int]] = [[] for _ in range(p)]
+    for stage, home in enumerate(homes):
+        of_ranks[home].append(stage)
+    for rank, mine in enumerate(of_ranks):  # its first stage is `rank`
+        work = m * sum([whole[stage] for stage in mine])
+        put_off = m * share * sum([backward[stage] for stage in mine])
         found.append(before[rank] + max(work, work - put_off + after[rank]))
     return max(found)
 

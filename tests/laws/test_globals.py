@@ -72,6 +72,7 @@ CACHED = {
     "parallel/plan/memory.py: _ranks": "bytes follow from the sizes that are its arguments; few, of neighbouring plans",
     "parallel/plan/memory.py: _shared": "a plan of the degrees that are its arguments",
     "parallel/plan/memory.py: _layer": "bytes follow from the sizes that are its arguments",
+    "parallel/plan/memory.py: _beside": "elements and bytes follow from the sizes that are its arguments",
     "parallel/plan/pipeline_time.py: _tails": "the end of an order follows from the sizes that are its arguments",
     "parallel/plan/device.py: _product": "likewise",
     "parallel/plan/in_flight.py: _found": "what a schedule of these sizes holds",

@@ -7,7 +7,9 @@ schedule whole, without rounding or repeated rounds, and sorts.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -23,7 +25,7 @@ from parallel.plan.cost import step_time
 from parallel.plan.job import Experts, Network, Plan
 from parallel.plan.legal import refusal
 from parallel.plan.memory import memory, peak
-from parallel.plan.pipeline_time import CLOSED, pipeline_time
+from parallel.plan.pipeline_time import CLOSED, How, pipeline_time
 from parallel.plan.states import FP32, FP32_AND_COPY, MIXED
 
 CLUSTER = load_cluster("a100-80-8")
@@ -69,30 +71,47 @@ def test_with_a_bound_the_same_plans_are_ranked(seed: int) -> None:
     schedules = (("1f1b", 1), *((name, SCHEDULES[name].chunks or 2) for name in draw.sample(SIMULATED, 3)))
     space = Space(engines=("ddp", "zero1"), tensors=("sliced",), sequences=("ring",), schedules=schedules, largest_tp=2, largest_sp=1)
     plans = list(candidates(network, world=world, global_batch=48, base=Plan(), space=replace(space, largest_microbatch=2, largest_pp=6)))
-    cluster, asked = CLUSTER.holding(world), []
+    cluster = CLUSTER.holding(world)
+    asked: dict[How, list[float]] = {"alone": [], "least": [], "simulated": []}
 
-    def seconds(plan: Plan) -> float:
-        asked.append(plan)
-        return step_time(network, plan, cluster).step
+    def step(how: How) -> Callable[[Plan], float]:
+        def seconds(plan: Plan) -> float:
+            asked[how].append(step_time(network, plan, cluster, pipeline=how).step)
+            return asked[how][-1]
 
-    how = {"held_bytes": lambda plan: peak(network, plan).used, "limit_bytes": 9e9, "seconds": seconds, "devices_per_node": 8, "top": 5}
-    every = choose(network, plans, **how)  # type: ignore[arg-type]
-    count = len(asked)
-    bounded = choose(network, plans, least=lambda plan: step_time(network, plan, cluster, pipeline="least").step, **how)  # type: ignore[arg-type]
+        return seconds
+
+    how = {"held_bytes": lambda plan: peak(network, plan).used, "limit_bytes": 9e9, "seconds": step("simulated"), "devices_per_node": 8}
+    every = choose(network, plans, top=5, **how)  # type: ignore[arg-type]
+    count = len(asked["simulated"])
+    bounded = choose(network, plans, least=(step("alone"), step("least")), top=5, **how)  # type: ignore[arg-type]
     assert bounded == every and every.fitting > 40
-    assert len(asked) - count < count / 2
+    assert len(asked["simulated"]) - count < count / 2
+    asked["simulated"].clear()
+    second = every.ranked[1]
+    few = choose(network, plans, least=(step("alone"), step("least")), enough=second.__eq__, top=5, **how)  # type: ignore[arg-type]
+    assert few == replace(every, ranked=every.ranked[:2])
+    values = [[step_time(network, one.plan, cluster, pipeline=how).step for how in asked] for one in every.ranked]
+    assert all(of == sorted(of) for of in values)
 
 
 def test_the_fullest_rank_is_that_of_all() -> None:
-    """`peak` leaves out ranks that an earlier one stands for."""
+    """`peak` leaves out ranks that an earlier one stands for, which may have more layers, of one kind or of two."""
     draw = random.Random(1)
     for _ in range(60):
         layers, pp = draw.randint(17, 40), draw.choice([2, 4, 6])
         name = draw.choice([name for name in SCHEDULES if name != "looped_bfs"])
         network = Network(layers=layers, width=96, heads=6, hidden=384, vocab=draw.choice([64, 6400]), length=32, tied=draw.random() < 0.5)
+        if draw.random() < 0.4:
+            sparse = tuple(sorted(draw.sample(range(layers), draw.randint(1, layers))))
+            network = replace(network, experts=Experts(count=4, choices=2, hidden=draw.choice([64, 800])), sparse_layers=sparse)
         many = {"pipedream": 1, "dualpipe": 4 * pp, "dualpipe_v": 4 * pp}.get(name, pp * draw.choice([1, 2, 5]))
         how = {"recompute": draw.choice(["none", "selective", "full"]), "recompute_every": draw.choice([1, 2])}
         plan = Plan(dp=2, pp=pp, schedule=name, chunks=SCHEDULES[name].chunks or 2, microbatches=many, engine="zero1", **how)
+        stages = pp * plan.chunks
+        if draw.random() < 0.5:  # as uneven as it comes, with stages that have no layers
+            places = sorted(draw.randint(0, layers) for _ in range(stages - 1))
+            plan = replace(plan, stage_layers=tuple(b - a for a, b in pairwise([0, *places, layers])))
         assert peak(network, plan) == max(memory(network, plan), key=lambda rank: rank.allocated)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from parallel.pipeline.schedule import Action, Op
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held, weight_versions
 from parallel.plan.counts import even, held, parameters, stages_of
-from parallel.plan.in_flight import in_flight
+from parallel.plan.in_flight import ROUNDS, in_flight
 from parallel.plan.job import Experts, Latent, Network, Plan
 from parallel.plan.kept import layer_kept, layer_parts
 from parallel.plan.memory import CONTEXT_BYTES, fits, memory, peak
@@ -138,6 +140,26 @@ def test_in_flight_is_that_of_the_whole_order(name: str, ranks: int, microbatche
             assert max(sum(n * weigh(s) for n, s in zip(most, of.stages, strict=True)) for most in of.most) == want
     if whole.num_updates > 1:
         assert tuple(of.versions for of in found) == weight_versions(whole)
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDS if SCHEDULES[name].batches == 1])
+def test_in_flight_after_its_rounds_is_that_of_any_longer_order(name: str) -> None:
+    """Moment by moment, for numbers of micro-batches that ranks do not divide, too."""
+    for ranks, microbatches in ((2, 5), (3, 7), (3, 20), (5, 14)):
+        microbatches = 1 if name == "pipedream" else microbatches
+        whole = make_schedule(name, ranks=ranks, microbatches=microbatches)
+        plain = [moments(order, whole.stages_of(rank)) for rank, order in enumerate(whole.orders)]
+        found = in_flight(name, ranks=ranks, microbatches=microbatches, chunks=SCHEDULES[name].chunks or 2)
+        assert [set(of.most) for of in found] == plain
+
+
+def moments(order: Sequence[Action], stages: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """Numbers of micro-batches kept of each stage, of which no other moment has as many of all, and of one more."""
+    seen, now = set(), dict.fromkeys(stages, 0)
+    for action in order:
+        now[action.stage] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
+        seen.add(tuple(now.values()))
+    return {one for one in seen if not any(two != one and all(a <= b for a, b in zip(one, two, strict=True)) for two in seen)}
 
 
 def test_in_flight_closed_forms() -> None:
