@@ -100,17 +100,16 @@ def choose(
         if reason is not None:
             reasons.add(reason, plan)
             continue
-        ways = [plan.but(recompute=kind) for kind in recompute]
-        found, held = _first_that_fits(ways, held_bytes, limit_bytes, doubtful=nothing_fitted)
+        found, held = _first_that_fits(plan, recompute, held_bytes, limit_bytes, doubtful=nothing_fitted)
         nothing_fitted = found is None
         if found is not None:
             against = advice(network, found, devices_per_node=devices_per_node)
             kept[against is not None].append(_Fitting(found, held, against))
             continue
-        over = held - limit_bytes
-        reasons.add(f"it does not fit, with recompute {recompute[-1]} too", ways[-1], over)
+        last, over = plan.but(recompute=recompute[-1]), held - limit_bytes
+        reasons.add(f"it does not fit, with recompute {recompute[-1]} too", last, over)
         if nearest is None or over < nearest[1]:
-            nearest = ways[-1], over
+            nearest = last, over
     refused = sorted(reasons.found.values(), key=lambda r: -r.count)
     ranked = []
     for one in islice(chain(*(_in_order(of, (*least, seconds)) for of in kept.values())), top):
@@ -121,23 +120,24 @@ def choose(
 
 
 def _first_that_fits(
-    ways: Sequence[Plan], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
+    plan: Plan, recompute: Sequence[Recomputed], held_bytes: Callable[[Plan], float], limit_bytes: float, *, doubtful: bool
 ) -> tuple[Plan | None, float]:
     """The first of a plan's ways to recompute that fits, and what it holds; None, and what the last holds, where none does. `doubtful`: the
     last is asked before the others."""
-    asked: dict[int, float] = {}
+    asked: dict[Recomputed, tuple[Plan, float]] = {}
 
-    def held(at: int) -> float:
-        if at not in asked:
-            asked[at] = held_bytes(ways[at])
-        return asked[at]
+    def held(kind: Recomputed) -> float:
+        if kind not in asked:
+            way = plan.but(recompute=kind)
+            asked[kind] = way, held_bytes(way)
+        return asked[kind][1]
 
-    last = len(ways) - 1
+    last = recompute[-1]
     if doubtful and held(last) > limit_bytes * ROUNDED:
         return None, held(last)
-    for at, way in enumerate(ways):
-        if held(at) <= limit_bytes:
-            return way, held(at)
+    for kind in recompute:
+        if held(kind) <= limit_bytes:
+            return asked[kind]
         if held(last) > limit_bytes * ROUNDED:
             break
     return None, held(last)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import ge
+from operator import ge, mul
 from typing import Any, Literal
 
 from parallel.plan import counts
@@ -49,10 +49,12 @@ from parallel.plan.states import States, model_states
 NO_EXPERTS = -1  # an index that no layer with experts has
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
-_OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work")
+ROUNDED = 1e-9  # what sums of bytes may differ by that are taken in another order
+Moment = tuple[float, float, float, float]
+OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work")
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
-    *_OF_MOMENT,
+    *OF_MOMENT,
     *("gathered layers", "gradient buckets", "dispatch buffers"),
 )
 
@@ -87,23 +89,34 @@ def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, .
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Of the rank that needs most."""
     ranks = _ranks(network, _of_activations(plan), stack, casts_kept(plan, stack), "fullest")
-    return max((_memory(plan, stack, rank) for rank in ranks), key=lambda m: m.allocated)
+    return max([_memory(plan, stack, rank) for rank in _with_states(plan, stack, ranks)], key=lambda m: m.allocated)
+
+
+def _with_states(plan: Plan, stack: Stack, ranks: Sequence[_Rank]) -> Sequence[_Rank]:
+    """Those that may need most with the plan's states, which are in proportion to elements: one, or several that are alike."""
+    if len(ranks) == 1:
+        return ranks
+    dense, expert = (_states(plan, one)[0].total for one in (Elements(1.0, 0.0), Elements(0.0, 1.0)))
+    older, sizes = plan.storage.parameters, []
+    for of in ranks:
+        states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
+        sizes.append(states + _gathered(plan, stack, of.held, of.table, of.gathered) + sum(of.moment) + of.dispatch)
+    least = max(sizes) * (1 - ROUNDED)
+    return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
 
 @lru_cache(maxsize=5_000)
 def _fullest(
     schedule: str, pp: int, microbatches: int, chunks: int, sizes: tuple[int, ...], sparse: tuple[int, ...], every: int
 ) -> tuple[int, ...]:
-    """The ranks that may need most: one with no fewer layers of each kind and ends, and as much in flight, stands for those after it."""
+    """The ranks that may need most: one with the same kinds of layers, no fewer ends and as much in flight stands for those after it."""
     ranks = in_flight(schedule, ranks=pp, microbatches=microbatches, chunks=chunks)
     bounds, last = [0, *accumulate(sizes)], len(sizes) - 1
-    kinds = [[Counter((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
+    kinds = [[sorted((i in sparse, repeats(i, every)) for i in range(bounds[s], bounds[s + 1])) for s in rank.stages] for rank in ranks]
     ends = [[(s == 0, s == last) for s in rank.stages] for rank in ranks]
 
     def stands_for(a: int, b: int) -> bool:
-        if not all(bool(more) == bool(fewer) and more >= fewer for more, fewer in zip(kinds[a], kinds[b], strict=True)):
-            return False  # a stage without layers keeps what goes through
-        if not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
+        if kinds[a] != kinds[b] or not all(all(map(ge, *pair)) for pair in zip(ends[a], ends[b], strict=True)):
             return False
         return ranks[a].versions >= ranks[b].versions and all(any(all(map(ge, x, y)) for x in ranks[a].most) for y in ranks[b].most)
 
@@ -161,14 +174,14 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
 @dataclass(frozen=True, eq=False)
 class _Rank:
     """What a pipeline rank has however its states are shared: elements `held`, `gathered` at once of each kind of its layers, and those
-    of the vocabulary's `table` if it has one; `moment`: bytes by PARTS while it holds most; `dispatch`: of rows sent and arrived."""
+    of the vocabulary's `table` if it has one; `moment`: bytes by OF_MOMENT while it holds most; `dispatch`: of rows sent and arrived."""
 
     number: int
     versions: int
     held: Elements
     gathered: tuple[float, ...]
     table: float
-    moment: dict[str, float]
+    moment: Moment
     dispatch: float
 
 
@@ -241,11 +254,11 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 
 def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
     """With its states, as the plan shares them."""
-    (states, host), moment = _states(plan, rank.held), rank.moment
+    states, host = _states(plan, rank.held)
     sizes = (
         *(states.parameters, states.gradients, states.optimizer),
         (rank.versions - 1) * rank.held.total * plan.storage.parameters,
-        *(moment.get(name, 0.0) for name in _OF_MOMENT),
+        *rank.moment,
         _gathered(plan, stack, rank.held, rank.table, rank.gathered),
         _buckets(plan, stack),
         rank.dispatch,
@@ -291,28 +304,25 @@ class _Job:
             beside.dispatch if sends else 0.0,
         )
 
-    def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> dict[str, float]:
-        """What a step holds for a while: the parts of the moment that needs most."""
+    def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> Moment:
+        """What a step holds for a while: the moment that needs most."""
         beside, last = self.beside, len(self.stages) - 1
-        bodies = [sum(n * of.kept for of, n in mine) for mine in layers.values()]
+        bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [beside.keeps[stage == 0, stage == last] for stage in layers]
         if self.casts and last in layers:
             ends[-1] += self.network.ahead * beside.casts
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
-        work = max((of.work for mine in layers.values() for of, _ in mine), default=0.0)
-        found = []
+        work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+        found: list[Moment] = []
         for count in rank.most:
-            kept = sum(n * size for n, size in zip(count, bodies, strict=True))
-            of_ends = sum(n * size for n, size in zip(count, ends, strict=True))
-            found.append({"activations": kept, "loss and logits": of_ends, "layer at work": work})
+            kept, of_ends = sum(map(mul, count, bodies)), sum(map(mul, count, ends))
+            found.append((kept, of_ends, 0.0, work))
             if last in layers:
-                loss = of_ends + beside.loss
-                found.append({"activations": kept, "loss and logits": loss, "layer at work": beside.gathered_input})
+                found.append((kept, of_ends + beside.loss, 0.0, beside.gathered_input))
             if 0 in layers:
                 kept -= bodies[rank.stages.index(0)]
-                table = self.plan.compute_bytes * beside.table
-                found.append({"activations": kept, "loss and logits": of_ends, "embedding's gradient": table})
-        return max(found, key=lambda moment: sum(moment.values()))
+                found.append((kept, of_ends, self.plan.compute_bytes * beside.table, 0.0))
+        return max(found, key=sum)
 
     def _inputs(self, stage: int) -> int:
         """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""

@@ -12,34 +12,35 @@ class Counted:
 
     def __init__(self) -> None:
         self.order: list[Action] = []
-        self._next: dict[tuple[bool, int], int] = {}
+        self._forwards: dict[int, int] = {}
+        self._backwards: dict[int, int] = {}
         self._owed: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
-        self._add(Op.F, stage)
+        self._add(Op.F, stage, self._forwards)
 
     def backward(self, stage: int) -> None:
-        self._add(Op.B, stage)
+        self._add(Op.B, stage, self._backwards)
 
     def input(self, stage: int) -> None:
-        self._owed.append(Action(Op.W, stage, self._add(Op.I, stage)))
+        self._owed.append(Action(Op.W, stage, self._add(Op.I, stage, self._backwards)))
 
-    def weights(self, stage: int | None = None) -> None:
-        """One deferred weight gradient, if there is any: the oldest, or the oldest of a stage."""
+    def weights(self, stage: int | None = None) -> bool:
+        """One deferred weight gradient: the oldest, or the oldest of a stage. Whether there was any."""
         for at, owed in enumerate(self._owed):
             if stage is None or stage == owed.stage:
                 del self._owed[at]
                 self.order.append(owed)
-                return
+                return True
+        return False
 
     def count(self, stage: int) -> int:
         """Number of forwards of a stage so far."""
-        return self._next.get((True, stage), 0)
+        return self._forwards.get(stage, 0)
 
-    def _add(self, op: Op, stage: int) -> int:
+    def _add(self, op: Op, stage: int, counts: dict[int, int]) -> int:
         """Append the next of a stage; returns its micro-batch."""
-        key = (op is Op.F, stage)
-        microbatch = self._next.get(key, 0)
-        self._next[key] = microbatch + 1
+        microbatch = counts.get(stage, 0)
+        counts[stage] = microbatch + 1
         self.order.append(Action(op, stage, microbatch))
         return microbatch

@@ -8,7 +8,7 @@ same pace: 2 p chunks in flight on each, as much as 1F1B's first rank. No bubble
 
 from __future__ import annotations
 
-from parallel.pipeline.schedule import Action, Op, Schedule, flushed, folded
+from parallel.pipeline.schedule import Action, Schedule, flushed, folded
 from parallel.pipeline.schedules.counted import Counted
 
 
@@ -42,8 +42,8 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
         to.input(down)
         to.weights(down)
     for stage in (up, down):
-        for _ in range(microbatches - sum(a.op is Op.W and a.stage == stage for a in to.order)):
-            to.weights(stage)
+        while to.weights(stage):
+            pass
     return to.order
 
 
