@@ -8,6 +8,7 @@ message has every rank's next action with what it waits for.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import combinations
 
 from parallel.errors import BadInput
@@ -33,7 +34,7 @@ def linear(schedule: Schedule, *, sums_block: bool = False) -> list[Node]:
 
 
 def _check_whole(schedule: Schedule) -> None:
-    count: Counter[Action] = Counter()
+    count: Counter[tuple[Op, int, int]] = Counter()
     for node, action in schedule.nodes():
         if not 0 <= action.stage < schedule.num_stages or node.rank not in schedule.homes[action.stage]:
             raise _wrong(
@@ -42,10 +43,10 @@ def _check_whole(schedule: Schedule) -> None:
         if action.op in COMPUTE:
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
-            count[action._replace(version=0)] += 1
-    for action, n in count.items():
+            count[action[:3]] += 1
+    for named, n in count.items():
         if n > 1:
-            raise _wrong(schedule, f"{action} {n} times", "it once", "remove the others")
+            raise _wrong(schedule, f"{Action(*named)} {n} times", "it once", "remove the others")
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.microbatches):
             _check_one(schedule, stage, microbatch)
@@ -53,14 +54,16 @@ def _check_whole(schedule: Schedule) -> None:
 
 def _check_one(schedule: Schedule, stage: int, microbatch: int) -> None:
     nodes = {op: node for op in COMPUTE if (node := schedule.find(op, stage, microbatch)) is not None}
-    found = " ".join(str(Action(op, stage, microbatch)) for op in nodes) or "nothing"
-    if set(nodes) not in ({Op.F, Op.B}, {Op.F, Op.I, Op.W}):
-        wanted = " ".join(str(Action(op, stage, microbatch)) for op in (Op.F, Op.B))
-        raise _wrong(
-            schedule, f"{found} for stage {stage} and micro-batch {microbatch}", f"{wanted}, or I and W instead of B", "complete it"
-        )
+
+    def named(ops: Iterable[Op]) -> str:
+        return " ".join(str(Action(op, stage, microbatch)) for op in ops) or "nothing"
+
+    if nodes.keys() not in ({Op.F, Op.B}, {Op.F, Op.I, Op.W}):
+        got, needed = f"{named(nodes)} for stage {stage} and micro-batch {microbatch}", named((Op.F, Op.B))
+        raise _wrong(schedule, got, f"{needed}, or I and W instead of B", "complete it")
     if len({node.rank for node in nodes.values()}) > 1:
-        raise _wrong(schedule, f"{found} on several ranks", "one rank for one micro-batch of a stage", "move the backward to its forward")
+        got, needed = f"{named(nodes)} on several ranks", "one rank for one micro-batch of a stage"
+        raise _wrong(schedule, got, needed, "move the backward to its forward")
     if len({schedule.action(node).version for node in nodes.values()}) > 1:
         raise _wrong(
             schedule, " ".join(str(schedule.action(n)) for n in nodes.values()), "the backward on its forward's version", "give it that"
