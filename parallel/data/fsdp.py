@@ -208,7 +208,7 @@ class FSDP:
             return whole
         own = self._cut_of(name)
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
-        return Whole(cuts) if cuts else None
+        return Whole(cuts) if cuts else None  # no copies: the ranks that have seen other tokens hold parts
 
     def forward(self, *args: Any, last: bool) -> Any:
         return self.module(*args)

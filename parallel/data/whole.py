@@ -1,7 +1,7 @@
-"""A parameter's matrices put together from what ranks hold of them, for an optimizer that needs whole ones, and cut again.
+"""How a parameter's whole matrices lie on ranks, for an optimizer that needs whole ones (parallel/optim/shared.py).
 
-    parts over the ranks that an engine cut it over    --all-gather-->  a rank's part by its layout
-    parts over the axes that its layout names          --all-gather-->  whole matrices           .part_of(whole): back
+    parts over the ranks that an engine cut it over    -->  a rank's part by its layout
+    parts over the axes that its layout names          -->  whole matrices
 
 What stacks matrices (experts) is never gathered along the stack: each of them is a matrix of its own.
 """
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.collectives import all_gather
+from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 
@@ -29,18 +30,33 @@ class Cut:
     size: int
     axis: Axis
 
+    def run(self, place: int) -> tuple[int, int]:
+        """Where the part of a place of the axis begins, and how long it is."""
+        first = min(place * self.each, self.size)
+        return first, min(self.each, self.size - first)
+
+    def part_shape(self, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
+        """Of a tensor that has this shape on another place."""
+        dim = self.dim % len(shape)
+        return *shape[:dim], self.run(place)[1], *shape[dim + 1 :]
+
 
 @dataclass(frozen=True)
 class Whole:
-    """`cuts` in the order in which they are undone."""
+    """`cuts` in the order in which they are undone; `copies`: the ranks that hold the same parts, where there are several, and have
+    summed their gradients."""
 
     cuts: tuple[Cut, ...]
+    copies: Axis | None = None
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> Whole | None:
-        """By its layout alone; None where a rank holds whole matrices."""
-        cuts = tuple(cut for dim in range(max(0, len(layout.shape) - 2), len(layout.shape)) for cut in _undone(layout, dim, mesh))
-        return Whole(cuts) if cuts and len(layout.shape) > 1 else None
+        """By its layout alone; None for what is no matrix, and where this rank alone holds it, whole."""
+        if len(layout.shape) < 2:
+            return None
+        cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _undone(layout, dim, mesh))
+        copies = data_axis(layout, mesh)
+        return Whole(cuts, copies if copies.size > 1 else None) if cuts or copies.size > 1 else None
 
     @torch.no_grad()
     def gathered(self, part: Tensor) -> Tensor:
@@ -50,13 +66,6 @@ class Whole:
             part = F.pad(part, [0, 0] * (-1 - cut.dim) + [0, missing]) if missing else part
             part = all_gather(part.contiguous(), cut.axis, dim=part.ndim + cut.dim).narrow(cut.dim, 0, cut.size)
         return part
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """What this rank holds of whole matrices."""
-        for cut in reversed(self.cuts):
-            first = min(cut.axis.index * cut.each, cut.size)
-            whole = whole.narrow(cut.dim, first, min(cut.each, cut.size - first))
-        return whole
 
 
 def _undone(layout: Layout, dim: int, mesh: Mesh) -> Iterator[Cut]:

@@ -5,9 +5,9 @@
     W  <-  W - lr s X - lr decay W                    s: see `scale`
 
 The Newton-Schulz iteration needs products of matrices alone. a, b and c are Jordan's: they drive singular values towards 1 fast, and
-only to about 0.7 to 1.2, which is enough. Experts are stacked, each a matrix of its own. A matrix of which ranks hold parts (tensor
-parallelism, FSDP) is gathered for its step, and each rank keeps its part of the result; the momentum stays cut. Where the tensors are
-whole, all ranks have the same gradients and make the same step.
+only to about 0.7 to 1.2, which is enough. Experts are stacked, each a matrix of its own. Of the ranks that hold copies or parts of a matrix
+(data parallelism, FSDP, tensor parallelism), one iterates, and the others get the result (parallel/optim/shared.py). The momentum
+lies as the weight does, in copies or parts: checkpoints and audits treat both alike.
 Sources: Jordan et al. 2024, "Muon" (kellerjordan.github.io/posts/muon); Liu et al., arXiv 2502.16982 (the scale that matches AdamW's).
 """
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from parallel.data.engine import MOMENTS, Kept, Rule
 from parallel.data.whole import Whole
 from parallel.optim.sgd import MOMENTUM, moved
+from parallel.optim.shared import Stack, shared
 from parallel.optim.step import AdamWBut, decay_and_subtract
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -46,6 +47,11 @@ class Muon(Rule):
     decays: Callable[[str, Tensor], bool]
     matrix: Callable[[str, int], Orientation | None]
 
+    def flops(self, shape: tuple[int, int]) -> float:
+        """Of one matrix's iterations."""
+        m, n = sorted(shape)
+        return self.iterations * (4.0 * n * m**2 + 2.0 * m**3)
+
     def kept(self, name: str, num_dims: int) -> Kept:
         return {MOMENTUM: None} if self.matrix(name, num_dims) else dict.fromkeys(MOMENTS)
 
@@ -67,19 +73,37 @@ class Orthogonal(AdamWBut):
         self.rule, self.wholes = rule, wholes
 
     def move(self, weight: nn.Parameter, group: dict[str, Any]) -> bool:
-        if not group["matrix"]:
-            return False
-        rule, whole = self.rule, self.wholes.get(id(weight))
-        assert weight.grad is not None
-        held = moved(self.state[weight], weight, momentum=rule.momentum)
-        held = weight.grad.float().add(held, alpha=rule.momentum) if rule.nesterov else held
-        matrices = held if whole is None else whole.gathered(held)
-        factor = scale(rule.scale, tuple(matrices.shape), group["matrix"])
-        found = orthogonal(matrices, iterations=rule.iterations)
-        found = found if whole is None else whole.part_of(found)
-        lr = group["lr"] * rule.lr_factor
-        decay_and_subtract(weight, found.mul(lr * factor), lr=lr, decay=group["weight_decay"])
-        return True
+        return bool(group["matrix"])  # `step` moves them, all together
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        rule = self.rule
+        held = [(p, group) for group in self.param_groups if group["matrix"] for p in group["params"] if p.grad is not None]
+        stacks = [_stack(number, weight, self.wholes.get(id(weight), Whole(()))) for number, (weight, _) in enumerate(held)]
+
+        def part(number: int) -> Tensor:
+            weight, _ = held[number]
+            assert weight.grad is not None
+            momentum = moved(self.state[weight], weight, momentum=rule.momentum)
+            ahead = weight.grad.float().add(momentum, alpha=rule.momentum) if rule.nesterov else momentum
+            return ahead.reshape(stacks[number].count, *stacks[number].shape)
+
+        def work(number: int, matrices: Tensor) -> Tensor:
+            weight, group = held[number]
+            factor = group["lr"] * rule.lr_factor * scale(rule.scale, tuple(matrices.shape), group["matrix"])
+            found = orthogonal(matrices[0] if weight.ndim == 2 else matrices, iterations=rule.iterations)
+            return found.mul_(factor).to(weight.dtype).view(matrices.shape)
+
+        for number, found in shared(stacks, part, work, cost=rule.flops):
+            weight, group = held[number]
+            lr = group["lr"] * rule.lr_factor
+            decay_and_subtract(weight, found.view(weight.shape), lr=lr, decay=group["weight_decay"])
+
+
+def _stack(number: int, weight: Tensor, whole: Whole) -> Stack:
+    rows, columns = weight.shape[-2:]
+    return Stack(number, math.prod(weight.shape[:-2]), (rows, columns), weight.dtype, whole)
 
 
 def orthogonal(matrices: Tensor, *, iterations: int = 5) -> Tensor:

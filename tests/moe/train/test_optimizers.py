@@ -89,6 +89,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("muon", 2, {"degrees": {"dp": 2, "ep": 2}}),
     ("muon", 4, {"degrees": {"dp": 2, "tp": 2, "ep": 2, "etp": 2}}),
     ("muon", 4, {"degrees": {"dp": 2, "tp": 2, "ep": 1, "etp": 2}, "sharding": FSDP}),
+    ("muon", 3, {"degrees": {"dp": 3, "ep": 1}}),
     ("muon", 2, {"degrees": {"dp": 1, "pp": 2, "ep": 1}, "pipeline": {"microbatches": 2}}),
     ("adafactor", 2, {"degrees": {"dp": 2, "ep": 2}}),
     ("sgd", 2, {"degrees": {"dp": 2, "ep": 1}, "sharding": FSDP}),

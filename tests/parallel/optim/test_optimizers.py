@@ -9,11 +9,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from parallel import process
 from parallel.data.engine import Rule
+from parallel.data.whole import Cut, Whole
+from parallel.mesh import Degrees
 from parallel.optim.adafactor import Adafactor
 from parallel.optim.muon import Muon, Orientation, orthogonal, scale
 from parallel.optim.sgd import Sgd
+from parallel.process import World
+from tests.support.ranks import run_on_ranks
 
 LRS = (0.1, 0.07, 0.02)
 SHAPES = {"out_in": (5, 3), "in_out": (2, 3, 7), "table": (4, 6), "gain": (6,)}  # in_out: two experts
@@ -143,3 +149,52 @@ def test_adafactor(clip: float | None, step_kind: str) -> None:
 
     rule = Adafactor(0.8, clip, step_kind, 1e-30, 1e-3, 0.1, decays)  # type: ignore[arg-type]
     same(stepped(rule), twin(step_of, 0.1))
+
+
+def shared_out(rank: int, ranks: int, cut: bool) -> tuple[dict[str, Tensor], int]:
+    """Weights after three steps, whole, and the FLOPs of this rank's; `cut`: each holds parts, the last ones smaller, else copies."""
+    mesh = process.connect(Degrees(dp=ranks), World(rank, ranks))
+    axis = mesh.axis("dp")
+    held: dict[str, nn.Parameter] = {}
+    wholes: dict[int, Whole] = {}
+    for n, (name, shape) in enumerate(UNLIKE.items()):
+        dim = -1 - n % 2
+        lie = Whole((Cut(dim, -(-shape[dim] // ranks), shape[dim], axis),)) if cut else Whole((), axis)
+        part = draw(shape, n).float()
+        held[name] = nn.Parameter(part.narrow(dim, *lie.cuts[0].run(rank)).contiguous() if cut else part)
+        wholes[id(held[name])] = lie
+    optimizer = MUON.build(MUON.groups(held.items()), wholes)
+    flops = steps_of(optimizer, {name: (weight, wholes[id(weight)]) for name, weight in held.items()}, rank)
+    return {name: Whole(wholes[id(weight)].cuts).gathered(weight.detach()) for name, weight in held.items()}, flops
+
+
+def steps_of(optimizer: torch.optim.Optimizer, held: dict[str, tuple[nn.Parameter, Whole]], rank: int = 0) -> int:
+    with FlopCounterMode(display=False) as counted:
+        for step, lr in enumerate(LRS):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            for n, (name, (weight, whole)) in enumerate(held.items()):
+                grad = draw(UNLIKE[name], 10 * step + n).float()
+                for cut in whole.cuts:
+                    grad = grad.narrow(cut.dim, *cut.run(rank)).contiguous()
+                weight.grad = grad
+            optimizer.step()
+    return int(counted.get_total_flops())
+
+
+UNLIKE = {"out_in a": (9, 5), "in_out": (5, 3, 8), "out_in b": (6, 11), "out_in c": (4, 4)}  # in_out: five experts
+MUON = Muon(0.95, True, 5, "rms", 1.0, (0.8, 0.9), 1e-6, 0.1, decays, lambda name, _: "in_out" if name == "in_out" else "out_in")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("cut", [False, True], ids=["copies", "parts"])
+def test_each_matrix_is_made_orthogonal_by_one_rank_and_all_get_the_same_bits(ranks: int, cut: bool) -> None:
+    alone = {name: nn.Parameter(draw(shape, n).float()) for n, (name, shape) in enumerate(UNLIKE.items())}
+    flops = steps_of(MUON.build(MUON.groups(alone.items())), {name: (weight, Whole(())) for name, weight in alone.items()})
+    found = run_on_ranks(shared_out, ranks, ranks, cut)
+    for weights, _ in found:
+        for name, weight in weights.items():
+            assert torch.equal(weight, alone[name]), name
+    each = [work for _, work in found]
+    largest = max(15 * (4 * max(n, m) * min(n, m) ** 2 + 2 * min(n, m) ** 3) for *_, n, m in UNLIKE.values())
+    assert sum(each) == flops and max(each) - min(each) <= largest
