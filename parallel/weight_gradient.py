@@ -127,13 +127,17 @@ class _Product(torch.autograd.Function):
         return F.linear(x, matrix) if transposed else x @ matrix
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         left, right = (grad, x) if ctx.transposed else (x, grad)
-        dtype = gradient_dtype(ctx.weight)
-        later = gradient_or_later(ctx.weight, lambda: (left.flatten(0, -2).t() @ right.flatten(0, -2)).to(dtype))
-        matrix = weight.to(grad.dtype)
-        return (grad @ matrix if ctx.transposed else F.linear(grad, matrix)), later, None
+        grad_x = later = None
+        if ctx.needs_input_grad[1]:  # not where it is frozen
+            dtype = gradient_dtype(ctx.weight)
+            later = gradient_or_later(ctx.weight, lambda: (left.flatten(0, -2).t() @ right.flatten(0, -2)).to(dtype))
+        if ctx.needs_input_grad[0]:
+            matrix = weight.to(grad.dtype)
+            grad_x = grad @ matrix if ctx.transposed else F.linear(grad, matrix)
+        return grad_x, later, None
 
 
 def splittable(model: nn.Module) -> None:

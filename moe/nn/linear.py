@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moe.kernels.activation import GATED, activate
 from moe.nn.context import Context
 from moe.nn.lora import adapted
+from moe.nn.lora import product as adapted_product
 from moe.recipe.shapes import NORM_EPS
 from parallel.data.tiling import Products, Slot, Tiled, as_it_is, one_by_one, take
 from parallel.layout import Tile
@@ -53,6 +54,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.weight)
+        if self.lora_a is not None and self.lora_b is not None and not self.weight.requires_grad:
+            return adapted_product(x, self.weight, self.lora_b, self.lora_a, scale=self.scale)
         weight = self.read(x.dtype)
         return linear(x, weight) if self.recast else F.linear(x, weight.to(x.dtype))
 
@@ -65,9 +68,9 @@ class _LinearFp32(torch.autograd.Function):
         return F.linear(x_TI.float(), weight_OI.float())
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
-        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype)
+        grad_x = (grad_TO @ weight_OI.float()).to(x_TI.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return grad_x, None
         dtype = gradient_dtype(ctx.weight)
@@ -77,6 +80,8 @@ class _LinearFp32(torch.autograd.Function):
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """x W^T in fp32 whatever the dtypes. What waits for the backward pass is x as it came: in 16 bits, a third of x and its fp32 copy."""
+    if not torch.is_grad_enabled():
+        return F.linear(x_TI.float(), weight_OI.float())
     out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
     return out
 

@@ -4,8 +4,10 @@
 
 W' is made where the weight is read, so every kernel, exchange and split of a layer works as it does without: experts' stacks have a
 B and an A for each expert. With B = 0 it is W, bit for bit. W is read in the dtype that the model computes in, W' is fp32 or wider.
+The gradient of W' is needed by nobody, and of a linear layer it is never made: dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow.
 
     Adapted       a module that can be given such matrices
+    product       x W'^T, which keeps x alone for the backward pass, and makes W' again there
     adapt         gives a model's modules theirs; `freeze` leaves nothing else to be trained
     trained       of a model's parameters by name, those that are trained
 """
@@ -14,10 +16,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from parallel.precision import gradient_dtype
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Lora
@@ -75,6 +80,32 @@ def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype:
     """W + s left right, of matrices or of stacks of them, in fp32 or wider; W as it is read in `dtype`."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
+
+
+def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
+    """x W'^T in x's dtype, of a frozen W [out, in]."""
+    y: Tensor = _Product.apply(x, weight, left, right, scale)
+    return y
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, left, right)
+        ctx.scale, ctx.dtypes = scale, (gradient_dtype(left), gradient_dtype(right))
+        return F.linear(x, adapted(weight, left, right, scale=scale, dtype=x.dtype).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, left, right = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ adapted(weight, left, right, scale=ctx.scale, dtype=x.dtype).to(grad.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        grad_TO, x_TI = grad.flatten(0, -2).to(wide), x.flatten(0, -2).to(wide)
+        of_left = grad_TO.t() @ (x_TI @ right.to(wide).t())
+        of_right = (grad_TO @ left.to(wide)).t() @ x_TI
+        return grad_x, None, of_left.mul_(ctx.scale).to(ctx.dtypes[0]), of_right.mul_(ctx.scale).to(ctx.dtypes[1]), None
 
 
 def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:

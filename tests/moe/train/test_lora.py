@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.checks.together import check_run
@@ -24,9 +24,10 @@ from moe.nn.linear import linear_fp32
 from moe.nn.lora import adapt, freeze, is_adapter, merged
 from moe.nn.lora import trained as trained_of
 from moe.nn.vocabulary import summed_loss
+from moe.parallelize.memory import save_memory
 from moe.recipe.changes import function_changes
 from moe.recipe.load import build_run
-from moe.recipe.sections import Experts, Latent, Lora, Model, Router, Run
+from moe.recipe.sections import Experts, Latent, Lora, Model, Recompute, Router, Run
 from moe.train.adapters import whole
 from moe.train.decode import Cached
 from moe.train.restore import restore
@@ -36,6 +37,7 @@ from moe.verify.layouts import compute, run_world
 from moe.verify.twin import reference
 from parallel.errors import BadInput
 from parallel.stored import Reader
+from parallel.weight_gradient import linear
 from tests.support import trained
 
 ALL = ("attention", "experts", "dense")
@@ -213,6 +215,7 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
         "experts": (lambda x, *w: grouped_ffn(x * gate[:, None], *w, counts=[2, 0, 7], ffn="swiglu"), (w1, w2, w3), 1 / 2),
         "head": (lambda x, w: summed_loss(x.unsqueeze(0).bfloat16(), targets, w, chunks=2), (weight,), 2 / 3),
         "router": (linear_fp32, (weight,), 1 / 2),
+        "cast again": (linear, (weight,), 1 / 2),
     }
     for name, (use, weights, share) in uses.items():
         found: list[tuple[int, Tensor]] = []
@@ -225,3 +228,28 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
             found.append((flops.get_total_flops(), x.grad))
         assert torch.equal(found[0][1], found[1][1]), name
         assert found[1][0] == pytest.approx(share * found[0][0]), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_save_the_weights_gradients_and_what_comes_before_the_first(recompute: Any) -> None:
+    """FLOPs of a pass and its backward pass, by hand: all matrices' gradients are saved, and those of the first layer's input."""
+    model = Model(num_layers=3, d_model=24, num_heads=3, d_ff=40, max_length=9, moe_every=0, ffn="swiglu", tied_embeddings=False)
+    tokens, width, hidden, rank, layers, vocabulary = 2 * 9, 24, 40, 2, 3, 31
+    tokens_BL = torch.randint(vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def flops(lora: Lora) -> int:
+        made = Transformer(model, vocab_size=vocabulary)
+        adapt(made, lora)
+        for name, parameter in made.named_parameters():
+            if is_adapter(name):
+                nn.init.normal_(parameter)
+        freeze(save_memory(made, recompute=Recompute(kind=recompute)))
+        with FlopCounterMode(display=False) as counted:
+            made(tokens_BL, None, tokens_BL).loss.backward()
+        return int(counted.get_total_flops())
+
+    matrices = layers * (4 * width**2 + 3 * width * hidden) + vocabulary * width
+    made, narrow = 2 * rank * width**2, 4 * tokens * 2 * rank * width  # of one matrix: W', and the gradients of B and A
+    passes = 3 if recompute == "full" else 2  # each makes W'
+    saved = 2 * tokens * (matrices + 3 * width**2) - 4 * layers * (passes * made + narrow) + 3 * made  # W' of the first three has no dx
+    assert flops(Lora(rank=0)) - flops(Lora(rank=rank, targets=("attention",))) == saved
