@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from moe.experts import free, scaled_inputs
@@ -119,7 +118,7 @@ class MoELayer(nn.Module):
         return self.copies.join(y_BLD), self.copies.together(report, share=share)
 
     def _routed(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
-        x_TD = rearrange(x_BLD, "b l d -> (b l) d")
+        x_TD = x_BLD.flatten(0, 1)
         routing = self.router(x_TD, sequence_tokens=x_BLD.shape[1], context=context)
         dropout = self._dropout(context, x_TD.dtype) if self.training and self.dropout else None
         inputs = self.router.spec.gate_on == "input"
@@ -132,11 +131,11 @@ class MoELayer(nn.Module):
         if self.skip:
             y_TD = y_TD + free.skipped(x_TD, routing, count, skip=self.skip).to(y_TD.dtype)
         if not self.reporting:
-            return self._beside(x_BLD, rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])), NO_REPORT
+            return self._beside(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
             y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
-        y_BLD = rearrange(y_TD, "(b l) d -> b l d", b=x_BLD.shape[0])
+        y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
         return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:

@@ -13,10 +13,13 @@ from moe.kernels.grouped import grouped_ffn, routed_ffn
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute, reorder
 from parallel.regions import in_region
+from parallel.supposed import pretended
 
 __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn", "slots", "top_k"]
 
 # T tokens, K choices, R rows, E experts, D model
+
+_FEW = 32  # choices
 
 
 def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
@@ -66,9 +69,23 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
     """Rows sorted by expert, then by token."""
+    if expert_TK.numel() <= _FEW and expert_TK.device.type == "cpu" and not pretended(expert_TK):
+        return _plan_of_few(expert_TK, kept_TK, num_experts=num_experts)
     key_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
     counts_E = torch.bincount(key_N, minlength=num_experts + 1)[:num_experts]
     choice_R = torch.argsort(key_N, stable=True)[: int(counts_E.sum())]
     row_N = torch.full_like(key_N, -1)
     row_N[choice_R] = torch.arange(len(choice_R), device=key_N.device)
+    return Plan(choice_R, row_N.view_as(expert_TK), counts_E)
+
+
+def _plan_of_few(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
+    """The same without torch's operations, each of which takes longer than all of this: a text that is continued has few choices."""
+    expert_N, counts = expert_TK.flatten().tolist(), [0] * num_experts
+    choices = sorted((n for n, kept in enumerate(kept_TK.flatten().tolist()) if kept), key=expert_N.__getitem__)
+    rows = [-1] * len(expert_N)
+    for row, choice in enumerate(choices):
+        rows[choice] = row
+        counts[expert_N[choice]] += 1
+    choice_R, row_N, counts_E = (torch.tensor(numbers, dtype=torch.int64) for numbers in (choices, rows, counts))
     return Plan(choice_R, row_N.view_as(expert_TK), counts_E)

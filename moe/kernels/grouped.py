@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
+_FEW = 32  # rows
 _BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small beside the gradients
 
 
@@ -109,9 +110,24 @@ class Rows:
     sums: bool
 
 
-def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool) -> Rows:
-    """Blocks for rows sorted by expert; row r is a copy of source row source_R[r]."""
-    cut = blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
+def one_block(counts: list[int]) -> list[Block]:
+    """All experts with rows as one block, where they are few rows of most experts in between, and padding little more than these.
+
+    For a text that is continued: there each operation takes longer than what it computes.
+    """
+    hit = [expert for expert, count in enumerate(counts) if count]
+    if not hit or sum(counts) > _FEW:
+        return []
+    first, last, each = hit[0], hit[-1] + 1, max(counts)
+    if 4 * len(hit) < 3 * (last - first) or (last - first) * each > 3 * sum(counts):
+        return []  # weights of experts without rows would be read, too
+    return [Block(first, last, each, 0, 0, sum(counts))]
+
+
+def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool, keep: bool = True) -> Rows:
+    """Blocks for rows sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass may follow."""
+    cut = [] if keep or dtype in _HALF else one_block(counts)
+    cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None, sums)
     shifts = [0] * len(counts)
@@ -133,9 +149,55 @@ def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch
     return Rows(cut, source_Q, place_R, real_Q, sums)
 
 
-class _Network(torch.autograd.Function):
-    """Rows through their experts. Results are added to their source rows, weighted by `gate_R`; without gates, each row has its own."""
+class _Kept(NamedTuple):
+    """What the backward pass needs beside the inputs, at padded rows."""
 
+    gate_Q: Tensor | None
+    mask_QF: Tensor | None
+    h_QF: Tensor
+    g_QF: Tensor | None
+
+
+def _network(
+    x_ND: Tensor,
+    gate_R: Tensor | None,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor | None,
+    b1: Tensor | None,
+    b3: Tensor | None,
+    mask_RF: Tensor | None,
+    rows: Rows,
+    ffn: str,
+    swiglu: Swiglu | None,
+    keep: bool,
+) -> tuple[Tensor, _Kept]:
+    """Rows through their experts. Results are added to their source rows, weighted by `gate_R`; without gates, each row has its own."""
+    size, hidden = len(rows.source_Q), w1.shape[2]
+    gate_Q, mask_QF = _spread(gate_R, rows), _spread(mask_RF, rows)
+    h_QF = x_ND.new_empty(size if keep else 0, hidden)
+    g_QF = None if w3 is None else torch.empty_like(h_QF)
+    out = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
+    for b in rows.blocks:
+        x = _gather(x_ND, rows, b)
+        h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
+        _multiply(x, _weights(w1, b, x), h)
+        _add_bias(h, b1, b)
+        g = None
+        if w3 is not None:
+            g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
+            _multiply(x, _weights(w3, b, x), g)
+            _add_bias(g, b3, b)
+        if ffn == "relu":
+            h.relu_()  # relu's derivative can be read off its output, so the output is saved
+        a = _activation(h, g, ffn, swiglu, None if mask_QF is None else mask_QF[b.padded])
+        y = x  # x is not read again, so its memory holds the result
+        _multiply(a, _weights(w2, b, x), y)
+        _put(out, y, rows, b, gate_Q)
+    return out.to(x_ND.dtype), _Kept(gate_Q, mask_QF, h_QF, g_QF)
+
+
+class _Network(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,32 +212,11 @@ class _Network(torch.autograd.Function):
         rows: Rows,
         ffn: str,
         swiglu: Swiglu | None,
-        keep: bool,
     ) -> Tensor:
-        size, hidden = len(rows.source_Q), w1.shape[2]
-        gate_Q, mask_QF = _spread(gate_R, rows), _spread(mask_RF, rows)
-        h_QF = x_ND.new_empty(size if keep else 0, hidden)
-        g_QF = None if w3 is None else torch.empty_like(h_QF)
-        out = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
-        for b in rows.blocks:
-            x = _gather(x_ND, rows, b)
-            h = h_QF[b.padded] if keep else x.new_empty(b.size, hidden)
-            _multiply(x, _weights(w1, b, x), h)
-            _add_bias(h, b1, b)
-            g = None
-            if w3 is not None:
-                g = g_QF[b.padded] if g_QF is not None and keep else torch.empty_like(h)
-                _multiply(x, _weights(w3, b, x), g)
-                _add_bias(g, b3, b)
-            if ffn == "relu":
-                h.relu_()  # relu's derivative can be read off its output, so the output is saved
-            a = _activation(h, g, ffn, swiglu, None if mask_QF is None else mask_QF[b.padded])
-            y = x  # x is not read again, so its memory holds the result
-            _multiply(a, _weights(w2, b, x), y)
-            _put(out, y, rows, b, gate_Q)
-        ctx.save_for_backward(x_ND, gate_Q, w1, w2, w3, mask_QF, h_QF, g_QF)
+        out, kept = _network(x_ND, gate_R, w1, w2, w3, b1, b3, mask_RF, rows, ffn, swiglu, keep=True)
+        ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
         ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, (w1, w2, w3), (b1, b3)
-        return out.to(x_ND.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -197,7 +238,7 @@ class _Network(torch.autograd.Function):
             x = grad_y if owed is not None and not euler else _gather(x_ND, rows, b)  # if deferred, only its shape and dtype matter
             a = _activation(h, g, ctx.ffn, ctx.swiglu, mask)
             grad_a = torch.empty_like(h)
-            _multiply(grad_y, _weights(w2, b, h).transpose(1, 2), grad_a)
+            _multiply(grad_y, _weights(w2, b, h).mT, grad_a)
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
             if owed is None:
@@ -209,9 +250,9 @@ class _Network(torch.autograd.Function):
             _bias_gradient(grad_h, gate, grad_b1, b)
             _bias_gradient(grad_g, gate, grad_b3, b)
             back = torch.empty_like(x)
-            _multiply(grad_h, _weights(w1, b, x).transpose(1, 2), back)
+            _multiply(grad_h, _weights(w1, b, x).mT, back)
             if w3 is not None and grad_g is not None:
-                _multiply(grad_g, _weights(w3, b, x).transpose(1, 2), other := torch.empty_like(x))
+                _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(back, x)  # Euler: y is homogeneous in x for relu, so J x = y and <dX, X> = <dY, Y>
@@ -225,7 +266,7 @@ class _Network(torch.autograd.Function):
         if owed is not None:
             _put_off(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, parts)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
-        return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None, None
+        return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None
 
 
 class _Part(NamedTuple):
@@ -321,15 +362,17 @@ def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) ->
 
 
 def _weights(weight_EIO: Tensor, b: Block, like: Tensor) -> Tensor:
-    return weight_EIO[b.first : b.last].to(like.dtype)
+    """Of the block's experts [n, I, O], or of the only one [I, O]."""
+    held = weight_EIO[b.first] if b.last - b.first == 1 else weight_EIO[b.first : b.last]
+    return held.to(like.dtype)
 
 
-def _multiply(rows_QI: Tensor, weights_nIO: Tensor, out_QO: Tensor) -> None:
-    n = len(weights_nIO)
-    if n == 1:
-        torch.mm(rows_QI, weights_nIO[0], out=out_QO)
+def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
+    if weights.ndim == 2:
+        torch.mm(rows_QI, weights, out=out_QO)
     else:
-        torch.bmm(rows_QI.view(n, -1, rows_QI.shape[1]), weights_nIO, out=out_QO.view(n, -1, out_QO.shape[1]))
+        n = len(weights)
+        torch.bmm(rows_QI.view(n, -1, rows_QI.shape[1]), weights, out=out_QO.view(n, -1, out_QO.shape[1]))
 
 
 def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor | None, out_EIO: Tensor | None, b: Block) -> None:
@@ -348,7 +391,7 @@ def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor | None, out_EIO: Tensor | 
 
 def _add_bias(hidden_QF: Tensor, bias_EF: Tensor | None, b: Block) -> None:
     if bias_EF is not None:
-        hidden_QF.view(b.last - b.first, b.each, -1).add_(_weights(bias_EF, b, hidden_QF).unsqueeze(1))
+        hidden_QF.view(b.last - b.first, b.each, -1).add_(bias_EF[b.first : b.last].to(hidden_QF.dtype).unsqueeze(1))
 
 
 def _bias_gradient_of(bias_EF: Tensor) -> Tensor:
@@ -393,8 +436,8 @@ def grouped_ffn(
     """
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
     rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
-    keep = _recorded(rows_RD, w1, w2, w3, b1, b3)
-    out: Tensor = _Network.apply(rows_RD, None, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu, keep)
+    given = (rows_RD, None, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu)
+    out: Tensor = _Network.apply(*given) if _recorded(rows_RD, w1, w2, w3, b1, b3) else _network(*given, keep=False)[0]
     return out
 
 
@@ -418,8 +461,9 @@ def routed_ffn(
         rows_RD = permute(x_TD, plan)
         rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)
         return combine(rows_RD, gate_TK, plan)
-    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True)
+    keep = _recorded(x_TD, gate_TK, w1, w2, w3, b1, b3)
+    rows = arrange(plan.token_R, counts, row_bytes=_row_bytes(x_TD, w1), dtype=x_TD.dtype, sums=True, keep=keep)
     gate_R = gate_TK.reshape(-1).index_select(0, plan.choice_R)
-    keep = _recorded(x_TD, gate_R, w1, w2, w3, b1, b3)
-    out: Tensor = _Network.apply(x_TD, gate_R, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu, keep)
+    given = (x_TD, gate_R, w1, w2, w3, b1, b3, dropped_RF, rows, ffn, swiglu)
+    out: Tensor = _Network.apply(*given) if keep else _network(*given, keep=False)[0]
     return out

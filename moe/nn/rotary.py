@@ -32,6 +32,18 @@ def _pairs(x_BHLC: Tensor, pairs: str, count: int) -> tuple[Tensor, ...]:
     return turning_BHLC.chunk(2, dim=-1) if pairs == "halves" else turning_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
 
 
+def _rotated(x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor, pairs: str) -> Tensor:
+    count = cos_LC.shape[-1]
+    a, b = _pairs(x_BHLC, pairs, count)
+    out = torch.empty_like(x_BHLC)
+    first, second = _pairs(out, pairs, count)
+    torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
+    torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
+    if 2 * count < x_BHLC.shape[-1]:
+        out[..., 2 * count :] = x_BHLC[..., 2 * count :]
+    return out
+
+
 class _Rotate(torch.autograd.Function):
     """Turn the first channels' pairs; backward turns the gradient the other way."""
 
@@ -39,15 +51,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_BHLC: Tensor, cos_LC: Tensor, sin_LC: Tensor, pairs: str) -> Tensor:
         ctx.save_for_backward(cos_LC, sin_LC)
         ctx.pairs = pairs
-        count = cos_LC.shape[-1]
-        a, b = _pairs(x_BHLC, pairs, count)
-        out = torch.empty_like(x_BHLC)
-        first, second = _pairs(out, pairs, count)
-        torch.mul(a, cos_LC, out=first).addcmul_(b, sin_LC, value=-1)
-        torch.mul(b, cos_LC, out=second).addcmul_(a, sin_LC)
-        if 2 * count < x_BHLC.shape[-1]:
-            out[..., 2 * count :] = x_BHLC[..., 2 * count :]
-        return out
+        return _rotated(x_BHLC, cos_LC, sin_LC, pairs)
 
     @staticmethod
     def backward(ctx: Any, grad_BHLC: Tensor) -> tuple[Tensor, None, None, None]:
@@ -71,7 +75,7 @@ def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) ->
 
 def turned(x_BHLC: Tensor, turns: Turns) -> Tensor:
     """The same, of places whose turns are known."""
-    out: Tensor = _Rotate.apply(x_BHLC, *turns)
+    out: Tensor = _Rotate.apply(x_BHLC, *turns) if torch.is_grad_enabled() else _rotated(x_BHLC, *turns)
     return out
 
 
