@@ -148,6 +148,6 @@ class Attention(nn.Module):
         Without einops, which takes longer than the rest where one token is read.
         """
         y = norm(y) if norm is not None and self.normed == "whole" else y
-        y_BLHC = y.unflatten(2, (-1, self.head_size))
+        y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))
         y_BLHC = norm(y_BLHC) if norm is not None and self.normed == "heads" else y_BLHC
         return (y_BLHC if self.clip is None else y_BLHC.clamp(-self.clip, self.clip)).transpose(1, 2)

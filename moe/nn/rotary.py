@@ -28,7 +28,7 @@ DEFAULT = sections.Rope()
 
 def _pairs(x_BHLC: Tensor, pairs: str, count: int) -> tuple[Tensor, ...]:
     """The first and the second channels of so many pairs, as views."""
-    turning_BHLC = x_BHLC[..., : 2 * count]
+    turning_BHLC = x_BHLC if 2 * count == x_BHLC.shape[-1] else x_BHLC[..., : 2 * count]
     return turning_BHLC.chunk(2, dim=-1) if pairs == "halves" else turning_BHLC.unflatten(-1, (-1, 2)).unbind(-1)
 
 
