@@ -129,7 +129,7 @@ def _check_rope(m: Model) -> None:
         raise BadInput(f"model.rope.{key}", got="it with model.positions=t5", needed="rotary positions", fix=f"remove model.rope.{key}")
     if r.fraction != 1:
         _check_fraction(m)
-    if r.scaling in ("llama3", "yarn") and r.trained_length is None:
+    if r.scaling in ("dynamic", "llama3", "yarn") and r.trained_length is None:
         raise BadInput(
             "model.rope.trained_length", got="null", needed=f"the length before the stretch by {r.scaling}", fix=f"set it to {m.max_length}"
         )
@@ -148,9 +148,16 @@ def _check_rope(m: Model) -> None:
     if r.mscale_all and m.latent.key_rank is None:
         got = f"{r.mscale_all:g} with model.latent.key_rank=null"
         raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
-    if r.scaling in ("none", "linear") and (key := r.changed("trained_length", "low", "high")) is not None:
-        got = f"{getattr(r, key):g} with scaling {r.scaling}"
-        raise BadInput(f"model.rope.{key}", got=got, needed="llama3 or yarn, which alone read it", fix=f"remove model.rope.{key}")
+    unread = {"dynamic": ("low", "high")} | dict.fromkeys(("none", "linear", "ntk"), ("trained_length", "low", "high"))
+    if (key := r.changed(*unread[r.scaling]) if r.scaling in unread else None) is not None:
+        got, readers = (
+            f"{getattr(r, key):g} with scaling {r.scaling}",
+            "dynamic, llama3 or yarn" if key == "trained_length" else "llama3 or yarn",
+        )
+        raise BadInput(f"model.rope.{key}", got=got, needed=f"{readers}, which alone read it", fix=f"remove model.rope.{key}")
+    if r.scaling == "dynamic" and m.latent.key_rank is not None:
+        got, needed = f"dynamic with model.latent.key_rank={m.latent.key_rank}", "yarn, as DeepSeek has it, or ntk"
+        raise BadInput("model.rope.scaling", got=got, needed=needed, fix="set it to yarn")
 
 
 def _check_fraction(m: Model) -> None:

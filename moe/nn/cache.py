@@ -14,6 +14,7 @@ layer does so only where tokens choose their experts and none is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias, attend, masked, repeated, softmax_core
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import Linear
+from moe.nn.routing_record import RoutingRecord
 from parallel.data.tiling import one_by_one
 
 # B sequences, N new tokens, S tokens so far with the new ones, H heads, K key-value heads, C channels of a head
@@ -37,10 +39,11 @@ class KeyValueCache:
         self._of_source: dict[Attention, Sequence[Tensor]] = {}  # products of each cross layer for keys and values
         self._begins_BS: Tensor | None = None  # where documents begin
 
-    def context(self, new_BN: Tensor) -> Context:
-        """Where these tokens stand: behind those that were seen."""
+    def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
+        """Where these tokens stand: behind those that were seen, in texts of so many tokens so far. `record`: where routers write."""
         places = range(self.seen, self.seen + new_BN.shape[1])
-        return Context.of(new_BN, places=places, length=self.length)
+        there = Context.of(new_BN, places=places, length=self.length if record is None else record.length, record_routing=record)
+        return replace(there, length=length)
 
     def attend(
         self,

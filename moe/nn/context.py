@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moe.nn.routing_record import RoutingRecord
 from parallel.errors import BadInput
 from parallel.random import key_of, uniform
 from parallel.recompute import Replay
@@ -24,13 +25,14 @@ class Context:
 
     `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
     rank may hold a slice; None: the sequences are whole, 0 to L - 1. `document_BS` int64: which document of its sequence each token is of,
-    of the whole sequences; None: attention sees across documents. `source`: so many of a sequence's tokens, the first ones, are what an
-    encoder reads, and the others are the decoder's; 0: there is no encoder.
+    of the whole sequences; None: attention sees across documents. `length`: tokens of the whole sequences. `source`: so many of a
+    sequence's tokens, the first ones, are what an encoder reads, and the others are the decoder's; 0: there is no encoder.
 
     `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
     the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
     global batch for those of this pass; None: this pass is the whole batch. `replay` keeps what must be decided once though the pass may
-    be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by.
+    be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by. `record_routing`: where routers write whom they chose;
+    `replay_routing`: what they take instead of choosing.
     """
 
     seed: int
@@ -45,6 +47,9 @@ class Context:
     place_L: Tensor | None = None
     document_BS: Tensor | None = None
     source: int = 0
+    length: int | None = None
+    record_routing: RoutingRecord | None = None
+    replay_routing: RoutingRecord | None = None
     _kept: list[tuple[Tensor, tuple[object, ...], Any]] = field(default_factory=list, compare=False, repr=False)
 
     @staticmethod
@@ -59,13 +64,20 @@ class Context:
         places: Sequence[int] | npt.NDArray[np.int64] | None = None,
         length: int | None = None,
         source: int = 0,
+        record_routing: RoutingRecord | None = None,
+        replay_routing: RoutingRecord | None = None,
     ) -> Context:
         """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
 
-        `places`: which ones of each sequence's `length` tokens these are; None: all L.
+        `places`: which ones of each sequence's `length` tokens these are; None: all L. Raises BadInput for a record of routing
+        that has other sequences.
         """
         batch, columns = tokens_BL.shape
         assert places is None or len(places) == columns
+        for record in (record_routing, replay_routing):
+            if record is not None:
+                last = columns - 1 if places is None else int(max(places))
+                record.check_places(range(first_sequence, first_sequence + batch), last, length or columns)
         sequence_B = torch.arange(first_sequence, first_sequence + batch, device=tokens_BL.device)
         device = tokens_BL.device
         place_L = torch.arange(columns, device=device) if places is None else torch.tensor(places, device=device)
@@ -81,6 +93,9 @@ class Context:
             sequence_B=sequence_B,
             place_L=place_L,
             source=source,
+            length=length or columns,
+            record_routing=record_routing,
+            replay_routing=replay_routing,
         )
 
     @staticmethod

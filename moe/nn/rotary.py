@@ -4,6 +4,10 @@ With a `fraction` below 1 (GPT-NeoX, arXiv 2204.06745) C counts the first channe
 
 none      rate                                                     places as in training
 linear    rate / factor                                            places squeezed together (arXiv 2306.15595)
+ntk       base * factor^(C / (C - 2)): the fastest pair keeps its rate, the slowest turns at rate / factor
+                                                                   "NTK-aware"; YaRN's paper, section 3.1
+dynamic   the same with factor * length / trained_length - (factor - 1), at least 1, of the sequences' length
+                                                                   "Dynamic NTK" as transformers has it; the paper, section 3.3
 llama3    rate where a pair turns more than `high` times in trained_length, rate / factor where less than `low` times,
           and a mixture between, linear in how often it turns      Llama 3.1
 yarn      the same two ends, a mixture linear in the number of the pair; cos and sin times m(mscale) / m(mscale_all), and
@@ -69,7 +73,8 @@ class Turns(NamedTuple):
 
 
 def rotate(x_BHLC: Tensor, position_L: Tensor, rope: sections.Rope = DEFAULT) -> Tensor:
-    """Every head's channel pairs, turned by their places; x's shape and dtype back."""
+    """Every head's channel pairs, turned by their places, of whole sequences; x's shape and dtype back."""
+    rope = rope.at(len(position_L))
     return turned(x_BHLC, turns_of(position_L, rope.turning(x_BHLC.shape[-1]), rope, dtype=x_BHLC.dtype))
 
 
@@ -92,8 +97,9 @@ def rates(rope: sections.Rope, channels: int, *, device: torch.device | str | No
     """Radians a place, fp32 [C/2], the fastest first."""
     half = channels // 2
     pair_C = torch.arange(half, dtype=torch.float32, device=device)
-    rate_C = rope.base ** (-pair_C / half)
-    if rope.scaling == "none":
+    rate_C = rope.base_of(channels) ** (-pair_C / half)
+    assert rope.scaling != "dynamic", "Rope.at says what it is for a length"
+    if rope.scaling in ("none", "ntk"):
         return rate_C
     if rope.scaling == "linear":
         return rate_C / rope.factor

@@ -148,7 +148,7 @@ def _unread_rope(model: Model) -> list[str]:
     stretch, parts = ["model.rope.factor"], ["model.rope.trained_length", "model.rope.low", "model.rope.high"]
     if model.positions == "t5":
         return ["model.rope.base", "model.rope.scaling", *stretch, *parts]
-    return {"none": [*stretch, *parts], "linear": parts}.get(model.rope.scaling, [])
+    return {"none": [*stretch, *parts], "linear": parts, "ntk": parts, "dynamic": parts[1:]}.get(model.rope.scaling, [])
 
 
 def check_allowed(allowed: Sequence[str]) -> None:

@@ -89,11 +89,13 @@ class Rope(Section):
     """Rotary positions: how fast channels turn, and how that is stretched to sequences longer than those of training."""
 
     base: float = Field(10_000.0, gt=1, description="the pair of channels i of C / 2 turns by place / base^(2 i / C)")
-    scaling: Literal["none", "linear", "llama3", "yarn"] = Field(
-        "none", description="linear: all turn slower by factor; llama3, yarn: only those that are slow in trained_length"
+    scaling: Literal["none", "linear", "ntk", "dynamic", "llama3", "yarn"] = Field(
+        "none",
+        description="linear: all turn slower by factor; ntk: the slowest do, by a larger base; dynamic: so beyond trained_length, by each "
+        "sequence's length; llama3, yarn: only those that are slow in trained_length",
     )
     factor: float = Field(1.0, ge=1, description="of scaling: how much longer sequences are")
-    trained_length: int | None = Field(None, gt=0, description="of llama3 and yarn: the length before the stretch")
+    trained_length: int | None = Field(None, gt=0, description="of dynamic, llama3 and yarn: the length before the stretch")
     low: float = Field(1.0, gt=0, description="of llama3 and yarn: a pair that turns fewer times in trained_length is slowed by factor")
     high: float | None = Field(None, gt=0, description="a pair that turns more often stays as it is; null: 4 for llama3, 32 for yarn")
     whole_pairs: bool = Field(True, description="of yarn: the two ends are rounded outwards to whole pairs; GPT-OSS: false")
@@ -110,9 +112,20 @@ class Rope(Section):
 
     @property
     def length(self) -> int:
-        """Before the stretch. Check the recipe first: llama3 and yarn have one."""
+        """Before the stretch. Check the recipe first: dynamic, llama3 and yarn have one."""
         assert self.trained_length is not None
         return self.trained_length
+
+    def base_of(self, channels: int) -> float:
+        """Of a head of which so many channels turn: with ntk a larger one."""
+        return self.base * self.factor ** (channels / (channels - 2)) if self.scaling == "ntk" and channels > 2 else self.base
+
+    def at(self, length: int) -> Rope:
+        """The same for sequences of so many tokens: of dynamic, the fixed stretch by ntk that they get."""
+        if self.scaling != "dynamic":
+            return self
+        factor = max(1.0, self.factor * length / self.length - (self.factor - 1))
+        return self.model_copy(update={"scaling": "ntk", "factor": factor, "trained_length": None})
 
     @property
     def most_turns(self) -> float:

@@ -1,6 +1,7 @@
 """The router: logits W x, scores from logits, the experts of each token, and a gate for each choice.
 
     forward = scores (with gradient) -> decide (no gradient: who is chosen, who gets a slot) -> gates (with gradient)
+                                           \\__ whom a record names is taken instead (moe/nn/routing_record.py)
 
 A Decision is a small value of integers and bools, and is made once. A pass that is computed again to save memory reuses the first
 pass's Decision, so that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a
@@ -185,15 +186,19 @@ class Router(nn.Module):
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
         preferred_TE = self._preferred(scores_TE, logits_TE, num_groups=num_groups, context=context)
+        given_TK = self._given(context)
         if spec.select == "expert_choice":
             assert slots is not None, "check_spec refuses expert choice without a capacity"
             expert_TK, counted_TK = expert_choice(preferred_TE, slots=slots, num_groups=num_groups, valid_T=context.valid_T)
             return Decision(expert_TK, counted_TK, counted_TK, slots, num_groups)
         open_TKE = share_TK = None
         if spec.select == "sparsemixer":
-            expert_TK, open_TKE, share_TK = self._mix(logits_TE, context)
+            expert_TK, open_TKE, share_TK = self._mix(logits_TE, context, given_TK)
         else:
             expert_TK = self._select(preferred_TE, context)
+            expert_TK = expert_TK if given_TK is None else torch.where(given_TK < 0, expert_TK, given_TK)
+        if context.record_routing is not None:
+            context.record_routing.add(self.name, context.position_T, expert_TK)
         active_TK = self._active(scores_TE, expert_TK, context)
         kept_TK = kept_choices(
             expert_TK,
@@ -239,13 +244,23 @@ class Router(nn.Module):
         expert_TK: Tensor = self.kernels.top_k(preferred_TE, k)
         return expert_TK
 
-    def _mix(self, logits_TE: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _given(self, context: Context) -> Tensor | None:
+        """The experts [T, K] of a record, -1 where the router chooses; None: everywhere."""
+        if self.spec.select == "expert_choice" and (context.record_routing or context.replay_routing):
+            needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record, or set router.select to top_k"
+            raise BadInput("record_routing or replay_routing", got="one with router.select expert_choice", needed=needed, fix=fix)
+        if context.replay_routing is None:
+            return None
+        sizes = {"num_choices": self.spec.num_choices, "num_experts": self.num_experts}
+        return context.replay_routing.take(self.name, context.position_T, **sizes)
+
+    def _mix(self, logits_TE: Tensor, context: Context, given_TK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         k, margin = self.spec.num_choices, self.spec.mixer_margin
         if not self.training:
-            expert_TK, _, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=None)
+            expert_TK, _, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=None, given_TK=given_TK)
             return expert_TK, open_TKE, None
         draw = partial(self._uniform_of, context)
-        expert_TK, best_TK, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=draw)
+        expert_TK, best_TK, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=draw, given_TK=given_TK)
         return expert_TK, open_TKE, shares(best_TK, context.uniform(f"{self.name}.midpoint", k))
 
     def _uniform_of(self, context: Context, choice: int) -> Tensor:

@@ -24,10 +24,13 @@ from moe.router.noise import gumbel
 HALFWAY, LEAST = 0.25, 1 / 3  # how often a choice that is not the best counts whole, and as how much it counts otherwise
 
 
-def one_by_one(logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+def one_by_one(
+    logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Experts [T, K] int64, whether each is the best one that was left, and who was open for each choice, bool [T, K, E].
 
     `uniform(k)`: numbers [T, E] by which choice k is drawn; None: the best are taken, of equal ones the first.
+    `given_TK`: experts that are taken instead, and are open with any logit; -1: none.
     """
     left_TE, experts, best, near = logits_TE, [], [], []
     for choice in range(k):
@@ -36,6 +39,10 @@ def one_by_one(logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[i
         chosen_T1 = first_T1
         if uniform is not None:
             chosen_T1 = (logits_TE + gumbel(uniform(choice))).masked_fill(~open_TE, -torch.inf).argmax(1, keepdim=True)
+        if given_TK is not None:
+            given_T1 = given_TK[:, choice : choice + 1]
+            chosen_T1 = torch.where(given_T1 < 0, chosen_T1, given_T1)
+            open_TE = open_TE.scatter(1, chosen_T1, True)
         left_TE = left_TE.scatter(1, chosen_T1, -torch.inf)
         experts.append(chosen_T1)
         best.append(chosen_T1 == first_T1)

@@ -22,7 +22,9 @@ from moe.model.transformer import Block, Output, Transformer, moe_layers
 from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
+from moe.nn.routing_record import RoutingRecord
 from moe.train.sampling import Sampling
+from parallel.errors import BadInput
 
 # B texts, S tokens of a context, V vocabulary
 
@@ -56,10 +58,25 @@ class Recomputed:
 class Cached:
     """A whole model on one device, which keeps the keys and values of what it has read of a context, of at most `max_length` tokens.
 
-    `source`: so many tokens, the first ones, are an encoder's, which reads them once; `max_length` is that of the others.
+    `source`: so many tokens, the first ones, are an encoder's, which reads them once; `max_length` is that of the others. `record`: the
+    experts of each token that is read are written there (not of an encoder-decoder, nor of texts longer than a context).
     """
 
-    def __init__(self, model: Transformer, *, source: int = 0, max_length: int | None = None, at_once: int = 512) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        source: int = 0,
+        max_length: int | None = None,
+        at_once: int = 512,
+        record: RoutingRecord | None = None,
+    ) -> None:
+        if record is not None and source:
+            needed = "a decoder alone: an encoder-decoder's halves have places of their own"
+            raise BadInput(
+                "record", got="one of an encoder-decoder", needed=needed, fix="record a pass over encoder's and decoder's tokens"
+            )
+        self.record = record
         self.model, self.source, self.max_length = model, source, max_length or model.config.max_length
         self.at_once = at_once  # tokens: a long prompt needs no more memory for its logits than these
         self.cache, self.start = KeyValueCache(0, 0), -1
@@ -72,15 +89,25 @@ class Cached:
         read_BS, context_BS = context_BS.tensor_split([self.source], dim=1)
         if start != self.start or len(context_BS) != self.cache.batch or context_BS.shape[1] <= self.cache.seen:
             assert start == 0 or not self.source, "an encoder's text is read whole"
+            if start and self.record is not None:
+                needed = f"texts of at most {self.max_length} tokens: a longer one begins anew, and its tokens are routed twice"
+                raise BadInput("record", got=f"a text that begins anew with token {start}", needed=needed, fix="ask for fewer tokens")
             self.cache, self.start = KeyValueCache(len(context_BS), self.max_length), start
             self.source_BSD = self.model.encoded(read_BS) if self.source else None
+        if self._turned_anew(context_BS.shape[1]):
+            self.cache = KeyValueCache(len(context_BS), self.max_length)
         with self._reading():
             for new_BN in context_BS[:, self.cache.seen :].split(self.at_once, dim=1):
-                given = new_BN, self.cache.context(new_BN)
+                given = new_BN, self.cache.context(new_BN, length=context_BS.shape[1], record=self.record)
                 found = self.model(*given) if self.source_BSD is None else self.model.written(*given, self.source_BSD)
                 logits_BV: Tensor = found.logits_BLV[:, -1]
                 self.cache.seen += new_BN.shape[1]
         return logits_BV
+
+    def _turned_anew(self, length: int) -> bool:
+        """Whether all places turn otherwise in a text of so many tokens than in a shorter one: then nothing of it is still true."""
+        rope = self.model.config.rope
+        return rope.scaling == "dynamic" and length > rope.length
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -277,7 +277,7 @@ def _some_turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
 def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     """Rotary positions: the pair of channels (i, i + C/2) as a complex number, times exp(i place rate)."""
     half = x.shape[-1] // 2
-    rate = torch.tensor([_rate(rope, pair, half) for pair in range(half)], dtype=torch.float64)
+    rate = torch.tensor([_rate(rope, pair, half, x.shape[-2]) for pair in range(half)], dtype=torch.float64)
     angle = torch.arange(x.shape[-2], dtype=torch.float64).unsqueeze(1) * rate
     length = 1.0
     if rope.scaling == "yarn":
@@ -290,9 +290,15 @@ def _turned(x: Tensor, rope: Rope, cast: Rounding) -> Tensor:
     return cast(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
 
 
-def _rate(rope: Rope, pair: int, half: int) -> float:
+def _rate(rope: Rope, pair: int, half: int, length: int) -> float:
     """Radians a place: 1 / base^(2i/C), or 1 / factor of that, or between the two (Llama 3.1; YaRN, arXiv 2309.00071)."""
     rate = math.pow(rope.base, -pair / half)
+    if rope.scaling in ("ntk", "dynamic"):  # the slowest of several pairs is slowed by the factor, others by a power of it
+        factor = rope.factor
+        if rope.scaling == "dynamic":
+            assert rope.trained_length is not None
+            factor = 1 + rope.factor * max(0.0, length / rope.trained_length - 1)
+        return rate * math.pow(factor, -pair / max(half - 1, 1))
     if rope.scaling in ("none", "linear"):
         return rate / rope.factor
     assert rope.trained_length is not None

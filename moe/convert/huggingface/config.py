@@ -69,9 +69,10 @@ def _recipe_values(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
             raise BadInput(f"config.json: {key}", got=value, needed="a key that is known here", fix=fix)
     if family.halves:
         return nested(values | encoder_decoder.recipe_values(family, config, values))
-    values["model.max_length"] = min(values["model.max_length"], LONGEST)
     values |= _windows(family, config)
     values |= {f"model.rope.{key}": value for key, value in _rope(config, family).items()}
+    longer = values["model.rope.factor"] if values["model.rope.scaling"] == "dynamic" else 1
+    values["model.max_length"] = min(int(values["model.max_length"] * longer), LONGEST)
     if family.leading:
         values |= deepseek.recipe_values(config, *_LEADING[str(config["model_type"])])
     elif family.experts is not None:
@@ -104,12 +105,16 @@ def config_of(run: Run, model_type: str, *, ends: int | None = None) -> dict[str
         config[key.theirs[0]] = back.get(values[key.ours], values[key.ours]) if back else values[key.ours]
     if family.halves:
         return config | encoder_decoder.config_of(family, run) | {"eos_token_id": ends}
-    config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope)}
+    turning = m.rope.turning(m.head_size or m.d_model // m.num_heads) if m.latent.key_rank is None else m.latent_sizes.rotary
+    config = {"attention_bias": False} | config | {"hidden_act": "silu", "rope_parameters": _rope_parameters(m.rope, turning)}
+    if m.rope.scaling == "dynamic":  # stretches what is longer than this
+        config["max_position_embeddings"] = m.rope.length
     if family.turning is not None:
         config["rope_parameters"]["partial_rotary_factor"] = m.rope.fraction
     config |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # without them a family's own would be filled in
     config |= _windows_of(family, m)
-    config |= {"rope_theta": m.rope.base} | ({"rope_scaling": config["rope_parameters"]} if m.rope.scaling != "none" else {})
+    parameters = config["rope_parameters"]
+    config |= {"rope_theta": parameters["rope_theta"]} | ({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})
     if family.leading:
         return config | deepseek.config_of(run, model_type)
     if family.picks_layers:
@@ -192,11 +197,13 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
         given_first = given.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")
         found["fraction"] = next((float(share) for share in given_first if share is not None), family.turning)
     kind = "none" if kind == "default" else kind
-    if kind not in ("none", "linear", *_LOWS):
-        _refuse("rope_type", kind, "default, linear, llama3 or yarn")
+    if kind not in ("none", "linear", *_LOWS) and (kind != "dynamic" or family.latent):
+        _refuse("rope_type", kind, f"default, linear, {'' if family.latent else 'dynamic, '}llama3 or yarn")
     found["scaling"] = kind
     if kind != "none":
         found["factor"] = float(given.pop("factor"))
+    if kind == "dynamic":  # which goes by the model's length alone
+        found["trained_length"] = int(config["max_position_embeddings"])
     if kind in _LOWS:
         found["trained_length"] = given.pop("original_max_position_embeddings", None) or config["max_position_embeddings"]
         for ours, theirs in zip(("low", "high"), _LOWS[kind], strict=True):
@@ -216,9 +223,11 @@ def _rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     return found
 
 
-def _rope_parameters(rope: Rope) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_theta": rope.base, "rope_type": "default" if rope.scaling == "none" else rope.scaling}
-    if rope.scaling != "none":
+def _rope_parameters(rope: Rope, channels: int) -> dict[str, Any]:
+    """Of heads of so many channels. NTK's fixed stretch has no name there: it is a larger base."""
+    kind = {"none": "default", "ntk": "default"}.get(rope.scaling, rope.scaling)
+    found: dict[str, Any] = {"rope_theta": rope.base_of(channels), "rope_type": kind}
+    if kind != "default":
         found["factor"] = rope.factor
     if rope.scaling in _LOWS:
         found["original_max_position_embeddings"] = rope.trained_length

@@ -39,7 +39,8 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rms_norm_eps": 1e-5, "attention_bias": True},
-    "Mistral": {"head_dim": 10, "sliding_window": 16},
+    "Mistral": {"head_dim": 10, "sliding_window": 16, "max_position_embeddings": 20}
+    | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}},
     "Qwen3": {"head_dim": 10, "tie_word_embeddings": True, "rope_parameters": YARN},
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "Qwen3Moe": EXPERTS
@@ -229,7 +230,11 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
         ({"hidden_act": "gelu"}, {}, "config.json: hidden_act: got gelu, needed silu"),
         ({"layer_types": ["sliding_attention"] * 2}, {}, "config.json: layer_types: got .*needed full_attention for all"),
         ({"logit_softcap": 30.0}, {}, "config.json: logit_softcap: got 30.0, needed a key that is known"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, {}, "config.json: rope_type: got dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            {},
+            "config.json: rope_type: got longrope, needed default, .* dynamic",
+        ),
         ({"num_hidden_layers": 3}, {}, "no tensor for layers.2.attention_norm.weight, needed model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, {}, "tensor model.layers.1.input_layernorm.weight and 8 more: got it in the files"),
         ({"intermediate_size": 41}, {}, r"tensor model.layers.0.mlp.gate_proj.weight: got shape \[40, 24\], needed \[41, 24\]"),
@@ -283,6 +288,11 @@ def test_broken_values_of_a_config_are_one_line() -> None:
         ("Llama", {"rope_parameters": scaled | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "rope_parameters.mscale: got 1.0"),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("Llama", {"partial_rotary_factor": 0.5}, "config.json: partial_rotary_factor: got 0.5, needed null or 1.0"),
+        (
+            "DeepseekV2",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_type: got dynamic, needed default, linear, llama3",
+        ),
         ("DeepseekV2", {"topk_group": None}, "config.json: topk_group: got nothing, needed how many of 4 groups a token may use"),
     ]
     for family, values, said in cases:
@@ -294,6 +304,16 @@ def test_broken_values_of_a_config_are_one_line() -> None:
     harmless = {"attention_factor": 0.1 * math.log(2) + 1, "mscale": 0, "partial_rotary_factor": 1.0, "truncate": True, "finetuned": True}
     plain = recipe_values(config("Llama", rope_parameters=scaled))
     assert recipe_values(config("Llama", rope_parameters=scaled | harmless)) == plain
+
+
+def test_a_fixed_stretch_by_ntk_is_written_as_a_larger_base() -> None:
+    """Of the channels that turn."""
+    rope = {"scaling": "ntk", "factor": 3.0, "fraction": 0.5}
+    model = {"d_model": 24, "num_heads": 3, "head_size": 12, "moe_layers": [1], "num_layers": 2, "positions": "rotary", "rope": rope}
+    run = build_run({"model": model | {"norm": "rmsnorm", "ffn": "swiglu"}, "router": {"preset": "deepseek_v3"}})
+    given = config_of(run, "glm4_moe")
+    assert given["rope_theta"] == given["rope_parameters"]["rope_theta"] == pytest.approx(1e4 * 3 ** (6 / 4))
+    assert given["rope_parameters"]["rope_type"] == "default" and "rope_scaling" not in given
 
 
 def test_a_config_without_a_base_has_its_familys(tmp_path: Path) -> None:

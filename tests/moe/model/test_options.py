@@ -15,7 +15,7 @@ import torch
 
 from moe.checks.together import check_run
 from moe.model.transformer import Transformer
-from moe.nn.rotary import rates, rotate
+from moe.nn.rotary import DEFAULT, rates, rotate
 from moe.recipe.load import build_run
 from moe.recipe.sections import Model, Rope, Run, Scales
 from moe.train.decode import Cached, Recomputed
@@ -28,6 +28,8 @@ from parallel.errors import BadInput
 ROPES: dict[str, dict[str, Any]] = {
     "none": {"base": 400.0},
     "linear": {"scaling": "linear", "factor": 3.0, "fraction": 0.45, "pairs": "neighbours"},  # 2.7 of 6 channels, so 2
+    "ntk": {"scaling": "ntk", "factor": 3.0, "fraction": 2 / 3},
+    "dynamic": {"base": 300.0, "scaling": "dynamic", "factor": 2.5, "trained_length": 7, "pairs": "neighbours"},  # of 10 tokens
     "llama3": {"fraction": 2 / 3, "base": 300.0, "scaling": "llama3", "factor": 4.0, "trained_length": 9, "low": 0.25, "high": 0.75},
     "yarn": {"base": 700.0, "scaling": "yarn", "factor": 4.0, "trained_length": 40, "low": 1.0, "high": 3.0},
 }
@@ -60,7 +62,10 @@ def farthest(case: Chosen, ran: Any, twin: Case) -> float:
     return max(value for name, value in numbers.items() if not (case.biased and name == "update"))
 
 
-@pytest.mark.parametrize(("rope", "qk_norm"), [("none", "heads"), ("linear", "whole"), ("llama3", "none"), ("yarn", "heads")])
+@pytest.mark.parametrize(
+    ("rope", "qk_norm"),
+    [("none", "heads"), ("linear", "whole"), ("llama3", "none"), ("yarn", "heads"), ("ntk", "whole"), ("dynamic", "none")],
+)
 def test_ten_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
     case = Chosen("dense", "ddp", 1, 1, 1, "fp32", rope=rope, qk_norm=qk_norm, biased=rope == "yarn")
     assert farthest(case, compute(case), case) < 1e-5
@@ -76,13 +81,14 @@ def test_ten_steps_on_ranks_are_the_plain_twins(world: int) -> None:
             Chosen("dense", "fsdp", 2, 1, 1, "fp32", biased=True),
             Chosen("dense", "zero3", 2, 1, 1, "fp32", biased=True),
             Chosen("dense", "ddp", 2, 1, 1, "fp32", sp=2, attention="contiguous"),
+            Chosen("dense", "ddp", 2, 1, 1, "fp32", sp=2, attention="contiguous", rope="dynamic"),
         ]
     else:
         cases = [Chosen("dense", "ddp", 4, 1, 1, "fp32", tp=4, tensor=tensor) for tensor in ("1d", "2d")]
     for case, ran in run_world(cases, world):
         assert not isinstance(ran, str), ran
         assert isinstance(case, Chosen)
-        assert farthest(case, ran[0], replace(twin, biased=case.biased)) < 1e-5, case.layout
+        assert farthest(case, ran[0], replace(twin, biased=case.biased, rope=case.rope)) < 1e-5, case.layout
 
 
 def test_rates_are_transformers() -> None:
@@ -91,6 +97,8 @@ def test_rates_are_transformers() -> None:
     names = {"base": "rope_theta", "factor": "factor", "trained_length": "original_max_position_embeddings"}
     lows = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
     for kind, values in ROPES.items():
+        if kind in ("ntk", "dynamic"):
+            continue  # the next test's
         rope = Rope(**values)
         theirs = {"rope_theta": rope.base, "rope_type": "default" if kind == "none" else kind}
         theirs |= {names[key]: value for key, value in values.items() if key in names}
@@ -102,6 +110,25 @@ def test_rates_are_transformers() -> None:
             want, size = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
         torch.testing.assert_close(rates(rope, 24), want, rtol=1e-6, atol=0)
         assert size == pytest.approx(1.1386294 if kind == "yarn" else 1.0)  # 0.1 ln 4 + 1
+
+
+def test_dynamic_turns_as_transformers_module() -> None:
+    """On lengths below, at and above the trained one. A fixed stretch by ntk is what dynamic comes to at one length, and a larger base."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama", reason="pip install moe-parallel[hf]")
+    theirs = {"rope_theta": 300.0, "rope_type": "dynamic", "factor": 2.5}
+    config = modeling.LlamaConfig(hidden_size=72, num_attention_heads=3, head_dim=24, max_position_embeddings=16, rope_parameters=theirs)
+    rope = Rope(base=300.0, scaling="dynamic", factor=2.5, trained_length=16)
+    x_BHLC = torch.randn(2, 3, 80, 24, generator=torch.Generator().manual_seed(2))
+    for length in (9, 16, 17, 32, 80):
+        x = x_BHLC[:, :, :length]
+        place_L = torch.arange(length)
+        cos, sin = modeling.LlamaRotaryEmbedding(config)(x, place_L[None])
+        want, _ = modeling.apply_rotary_pos_emb(x, x, cos, sin)
+        torch.testing.assert_close(rotate(x, place_L, rope), want, rtol=1e-4, atol=2e-5)
+    fixed = Rope(base=300.0, scaling="ntk", factor=2.5 * 80 / 16 - 1.5)
+    torch.testing.assert_close(rotate(x, place_L, fixed), want, rtol=1e-4, atol=2e-5)
+    assert torch.equal(rotate(x, place_L, fixed), rotate(x, place_L, Rope(base=fixed.base_of(24))))
+    assert rates(Rope(scaling="ntk", factor=8.0), 24)[-1] == pytest.approx(rates(DEFAULT, 24)[-1].item() / 8)
 
 
 def test_the_channels_that_turn_are_transformers() -> None:
@@ -137,6 +164,19 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
     ("values", "said"),
     [
         ({"model": {"rope": {"scaling": "yarn"}}}, "model.rope.trained_length: got null"),
+        ({"model": {"rope": {"scaling": "dynamic"}}}, "model.rope.trained_length: got null"),
+        (
+            {"model": {"rope": {"scaling": "dynamic", "trained_length": 8, "low": 2}}},
+            "model.rope.low: got 2 .* llama3 or yarn, which alone",
+        ),
+        (
+            {"model": {"rope": {"scaling": "ntk", "trained_length": 8}}},
+            "model.rope.trained_length: got 8 .* dynamic, llama3 or yarn, which",
+        ),
+        (
+            {"model": {"rope": {"scaling": "dynamic", "trained_length": 8}, "latent": {"key_rank": 8}}},
+            "model.rope.scaling: got dynamic with model.latent.key_rank=8",
+        ),
         ({"model": {"rope": {"factor": 2.0}}}, "model.rope.factor: got 2 with scaling none"),
         ({"model": {"rope": {"base": 9.0}, "positions": "t5"}}, "model.rope.base: got it with model.positions=t5"),
         ({"model": {"rope": {"scaling": "llama3", "trained_length": 8, "low": 5.0}}}, "model.rope.high: got 4, needed more than .*low=5"),

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from moe.model.transformer import Transformer
+from moe.nn.context import Context
 from moe.nn.core import softmax_core
+from moe.nn.routing_record import RoutingRecord
 from moe.recipe import sections
 from moe.train.decode import Cached, Recomputed, Written, can_cache, continued, for_continuing, start_of
 from moe.train.sampling import Sampling
@@ -32,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
         {"select": "group_limited", "expert_groups": 2, "num_choices": 2},
     ),
+    "longer than trained": ({"rope": {"scaling": "dynamic", "factor": 3.0, "trained_length": 7}}, {}, {"num_choices": 2}),
     "dense, bf16": ({"moe_every": 0}, {}, {}),
 }
 HALVES: dict[str, Any] = {"kind": "encoder_decoder", "positions": "t5", "num_layers": 5, "encoder_layers": 2}
@@ -61,6 +64,30 @@ def test_logits_of_tokens_read_in_runs_are_those_of_all_read_at_once(name: str) 
     want_BV = model(context_BS[:, 7:10]).logits_BLV[:, -1]
     assert (again_BV - want_BV).abs().max() < bound * want_BV.abs().max()
     assert all(layer.attention.core.func is softmax_core for layer in model.layers)  # and the model is as it was
+
+
+@pytest.mark.parametrize("name", ["glam, key-value heads", "documents", "longer than trained"])
+def test_the_experts_of_a_text_written_token_by_token_are_those_of_the_whole_read_at_once(name: str) -> None:
+    """But for the last token, which nobody has read."""
+    model = made(name)
+    for_continuing(model)
+    written, whole = RoutingRecord(2, LENGTH - 1), RoutingRecord(2, LENGTH - 1)
+    prompts = [[3, 1, 4], [1, 5, 9]]
+    options: dict[str, Any] = {"num_tokens": LENGTH - 4, "max_length": LENGTH, "vocab_size": VOCABULARY, "seeds": [0, 1]}
+    steps = list(continued(Cached(model, at_once=2, record=written), prompts, sampling=Sampling(), **options))
+    texts_BL = torch.cat([torch.tensor(prompts), torch.tensor(steps).T], dim=1)
+    model(texts_BL, Context.of(texts_BL, record_routing=whole))
+    for layer, experts in whole.experts.items():
+        assert (written.experts[layer][:, :-1] == experts[:, :-1]).all() and (written.experts[layer][:, -1] == -1).all()
+
+
+def test_a_record_of_texts_longer_than_a_context_is_refused() -> None:
+    model = made("documents")
+    cached = Cached(model, record=RoutingRecord(1, 20))
+    with pytest.raises(BadInput, match="record: got a text that begins anew with token 7, needed texts of at most 14 tokens"):
+        list(continued(cached, [[3]], num_tokens=20, max_length=LENGTH, vocab_size=VOCABULARY, sampling=Sampling(), seeds=[0]))
+    with pytest.raises(BadInput, match="record: got one of an encoder-decoder"):
+        Cached(model, source=3, record=RoutingRecord(1, 20))
 
 
 @pytest.mark.parametrize("name", ["switch, few slots", "t5 places, documents"])

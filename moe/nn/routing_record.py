@@ -1,0 +1,121 @@
+"""The experts that one pass chose, by layer, sequence and place, for another pass to take: Rollout Routing Replay (R3, arXiv 2510.11370).
+
+    record = RoutingRecord(sequences=2, length=8)
+    model(tokens_BL, Context.of(tokens_BL, record_routing=record))      the old policy, or whatever wrote the texts
+    record.experts[3]                                                   of layer 3: int32 [2, 8, K]; -1: nobody has routed that token here
+    model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new one: the same experts, and gates of its own logits
+
+Only who is chosen is kept. Tokens are known by where they stand in the whole batch, so another layout, other micro-batches and other
+slices of the sequences find theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel.errors import BadInput
+
+# B sequences, L length, T tokens of a pass, K choices
+
+Experts = Mapping[int, Any]  # of each layer an array or tensor of integers [B, L, K]
+_ROWS = "rows of different experts, or of -1 alone, where the router chooses"
+
+
+class RoutingRecord:
+    """Of so many `sequences`, each `length` tokens long; `experts` are those recorded so far, by the number of the layer."""
+
+    def __init__(self, sequences: int, length: int) -> None:
+        self.sequences, self.length = sequences, length
+        self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
+        self._largest: dict[str, int] = {}  # of what was given, so that no pass has to wait for a device to tell
+
+    @staticmethod
+    def of(*parts: Experts) -> RoutingRecord:
+        """Of experts that others recorded; `parts` are put together, such as those of ranks that had different sequences.
+
+        Each maps the number of a layer to integers [B, L, K], the same B and L everywhere: experts in the order in which they were chosen.
+        A token's row of -1 leaves it to the router. Raises BadInput for what cannot be a record.
+        """
+        arrays = [{layer: _checked(layer, given) for layer, given in part.items()} for part in parts]
+        shapes = {array.shape[:2] for part in arrays for array in part.values()}
+        if len(shapes) != 1:
+            got = "no layer" if not shapes else " and ".join(f"[{b}, {n}, ...]" for b, n in sorted(shapes))
+            raise _refused(got, "arrays [B, L, K] of the same sequences for each layer with experts", "give every layer's")
+        record = RoutingRecord(*shapes.pop())
+        for part in arrays:
+            for layer, array in part.items():
+                record._join(layer, array)
+        return record
+
+    @property
+    def experts(self) -> dict[int, npt.NDArray[np.int32]]:
+        """Int32 [B, L, K] of each layer that was recorded, on the host."""
+        shape = (self.sequences, self.length, -1)
+        return {
+            int(name.split(".")[1]): chosen.cpu().numpy().reshape(shape) for name, chosen in sorted(self._chosen.items(), key=_by_number)
+        }
+
+    def check_places(self, sequences: range, last_place: int, length: int) -> None:
+        """Refuse a pass whose tokens stand elsewhere. Raises BadInput."""
+        if length != self.length or last_place >= length or sequences.stop > self.sequences:
+            got = f"a record of {self.sequences} sequences of {self.length} tokens"
+            needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
+            raise _refused(got, needed, "say where the tokens stand: Context.of(tokens, first_sequence=..., places=..., length=...)")
+
+    def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
+        """What the router called `name` chose for the tokens at these places of the batch."""
+        if name not in self._chosen:
+            shape = (self.sequences * self.length, expert_TK.shape[1])
+            self._chosen[name] = torch.full(shape, -1, dtype=torch.int32, device=expert_TK.device)
+        self._chosen[name][position_T] = expert_TK.int()
+        self._largest.pop(name, None)
+
+    def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
+        """The experts int64 [T, K] for the router called `name`; rows of -1 are its own to choose. Raises BadInput for another router's."""
+        if name not in self._chosen:
+            got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
+            raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record it by a model of the same layers")
+        chosen = self._chosen[name] = self._chosen[name].to(position_T.device)
+        largest = self._largest.setdefault(name, int(chosen.max()))
+        if chosen.shape[1] != num_choices or largest >= num_experts:
+            got = f"{chosen.shape[1]} choices of experts up to {largest} in layer {name.split('.')[1]}"
+            raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it by a model of the same router")
+        return chosen[position_T].long()
+
+    def _join(self, layer: int, array: npt.NDArray[np.int32]) -> None:
+        name, new = f"layers.{layer}.router", torch.from_numpy(array.reshape(-1, array.shape[-1]))
+        old = self._chosen.get(name, torch.full_like(new, -1))
+        if old.shape != new.shape or ((old >= 0) & (new >= 0) & (old != new)).any():
+            raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token's once")
+        self._chosen[name] = torch.maximum(old, new)
+
+
+def _by_number(item: tuple[str, Tensor]) -> int:
+    return int(item[0].split(".")[1])
+
+
+def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
+    array = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
+    what, integers = f"of layer {layer} {array.dtype} of shape {list(array.shape)}", np.issubdtype(array.dtype, np.integer)
+    if not integers or array.ndim != 3 or 0 in array.shape:
+        raise _refused(what, "integers [B, L, K]", "for example: numpy.int32, one row of experts for each token")
+    if array.max() >= 2**31 or array.min() < -1:
+        raise _refused(f"expert {array.min() if array.min() < -1 else array.max()} in layer {layer}", _ROWS, "count experts from 0")
+    ordered = np.sort(array.astype(np.int32), axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    wrong = twice.any(-1) | (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
+    if wrong.any():
+        sequence, place = (int(x) for x in np.argwhere(wrong)[0])
+        got = f"{array[sequence, place].tolist()} for place {place} of sequence {sequence} in layer {layer}"
+        raise _refused(got, _ROWS, "record the choices of each token whole")
+    return array.astype(np.int32)
+
+
+def _refused(got: str, needed: str, fix: str) -> BadInput:
+    return BadInput("replay_routing", got=got, needed=needed, fix=fix)
