@@ -107,7 +107,8 @@ def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
         raise _refused(what, "integers [B, L, K]", "for example: numpy.int32, one row of experts for each token")
     if array.max() >= 2**31 or array.min() < -1:
         raise _refused(f"expert {array.min() if array.min() < -1 else array.max()} in layer {layer}", _ROWS, "count experts from 0")
-    ordered = np.sort(array.astype(np.int32), axis=-1)
+    ordered = array.astype(np.int32)
+    ordered.sort(axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     wrong = twice.any(-1) | (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
     if wrong.any():
