@@ -99,6 +99,21 @@ class Bytes(Tokenizer):
     def describe(self) -> dict[str, Any]:
         return {"kind": self.name, "vocab_size": self.vocab_size, "separator": self.separator}
 
+    @staticmethod
+    def for_others() -> dict[str, Any]:
+        """The same as a tokenizer.json: byte-level BPE that merges nothing, and the separator as a token of its own."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
+
+        library = Library(
+            models.BPE(vocab={SEPARATOR_TEXT if byte == SEPARATOR else held: byte for held, byte in _BYTE_OF.items()}, merges=[])
+        )
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens([SEPARATOR_TEXT])
+        found: dict[str, Any] = json.loads(library.to_str())
+        return found
+
 
 @final
 class Bpe(Tokenizer):

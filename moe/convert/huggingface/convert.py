@@ -259,7 +259,7 @@ def from_run(source: Path, out: Path) -> list[str]:
         for name in _BESIDE:
             if (kept / name).is_file():
                 shutil.copyfile(kept / name, part / name)
-        said = _write_tokenizer(part, reader.state["tokenizer"])
+        said = _write_tokenizer(part, reader.state["tokenizer"], came=(kept / "config.json").is_file())
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
         write(part, tensors, sizes)
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
@@ -291,14 +291,16 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
-def _write_tokenizer(part: Path, described: dict[str, Any]) -> list[str]:
-    reads = {Bytes.name: "plain bytes", Ids.name: "ids"}.get(described["kind"])
-    if reads is not None:
-        return [] if (part / "tokenizer.json").is_file() else [f"no tokenizer.json: this run reads {reads}"]
+def _write_tokenizer(part: Path, described: dict[str, Any], *, came: bool) -> list[str]:
+    """`came`: from files of transformers; then bytes are what texts were read as because its tokenizer could not be used."""
     tokenizer = load_tokenizer(described)
-    assert isinstance(tokenizer, Bpe | Given)
+    if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
+        reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"
+        return [] if (part / "tokenizer.json").is_file() else [f"no tokenizer.json: this run reads {reads}"]
+    assert isinstance(tokenizer, Bytes | Bpe | Given)
     if not (part / "tokenizer.json").is_file():
-        (part / "tokenizer.json").write_text(json_text.dumps(described["model"], ensure_ascii=False) + "\n")
+        model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
+        (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
         ends = tokenizer.token_bytes[tokenizer.separator].decode()
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
         (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")

@@ -21,7 +21,7 @@ from moe.convert.huggingface import convert, tensors
 from moe.convert.huggingface.config import config_of, recipe_values
 from moe.convert.huggingface.convert import from_run, to_run
 from moe.data import load as load_tokenizer
-from moe.data.tokenizer import Given, Ids, check_separator
+from moe.data.tokenizer import Bytes, Given, Ids, check_separator
 from moe.recipe.load import build_run, load
 from moe.train.restore import load_model
 from parallel.errors import BadInput
@@ -213,6 +213,18 @@ def test_a_converted_run_generates_evaluates_and_trains(home: Path, tmp_path: Pa
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     assert fast(text)["input_ids"] == library.encode(text).ids and fast.eos_token_id == 7
     assert not all(torch.equal(x, y) for x, y in zip(files(tmp_path / "a").values(), files(tmp_path / "b").values(), strict=True))
+
+
+def test_plain_bytes_are_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    """Of a run that was trained on them; one whose own tokenizer could not be used says that there is none."""
+    made(tmp_path / "a", "Mixtral")
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    assert from_run(tmp_path / "run", tmp_path / "none")[1:] == ["no tokenizer.json: this run reads plain bytes"]
+    (tmp_path / "run/huggingface/config.json").unlink()
+    assert len(from_run(tmp_path / "run", tmp_path / "b")) == 1
+    library, text = transformers.AutoTokenizer.from_pretrained(tmp_path / "b"), "abc  de'f\théé 雪\r\n\u0100"
+    assert library(text)["input_ids"] == Bytes().encode(text).tolist() and library.decode(library(text)["input_ids"]) == text
+    assert library.eos_token_id == 0 and Given.read(Bytes.for_others(), 0).encode(text).tolist() == Bytes().encode(text).tolist()
 
 
 def changed(folder: Path, **config: Any) -> None:
