@@ -95,7 +95,8 @@ def _written(
 def _about(run: Run, cluster: Cluster) -> str:
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
     memory = cluster.device.memory_gib
-    batch = f"{run.train.global_batch} sequences of {run.model.max_length} tokens a step"
+    written = f" read and {run.model.target_length} written" if run.model.target_length else ""
+    batch = f"{run.train.global_batch} sequences of {run.model.max_length} tokens{written} a step"
     return f"{cluster.world} x {cluster.device.name}, {memory:.0f} GiB each ({nodes}); {batch}"
 
 

@@ -39,7 +39,7 @@ def lines(made: Planned) -> list[str]:
 
     (ranked,), run, device = made.found.ranked, made.runs[0], made.cluster.device
     fits = "fits" if made.found.fitting else f"does not fit {device.memory_gib:.0f} GiB"
-    tflops = counted_training(run) * run.train.global_batch * run.model.max_length / made.cluster.world / ranked.seconds / 1e12
+    tflops = counted_training(run) * run.train.global_batch * run.model.read_length / made.cluster.world / ranked.seconds / 1e12
     said = [
         f"the recipe's own plan: {described(ranked.plan)}",
         f"{ranked.seconds:.4g} s a step, {tflops:.0f} TFLOP/s a device; {ranked.held_bytes / _GIB:.1f} GiB on the fullest rank: {fits}",

@@ -160,11 +160,15 @@ def in_runs(model: sections.Model, *, layer: int) -> bool:
 def counted_training(run: sections.Run) -> float:
     """Training FLOPs per token as speeds are published: 6 for each active matrix weight, and 12 w L for each layer's attention.
 
-    Of a decoder. All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B), but
-    with a sliding window no more keys than it holds; recomputation does not.
+    All pairs of positions count, those that a causal token does not see too (PaLM, arXiv 2204.02311, appendix B), but with a sliding
+    window no more keys than it holds; recomputation does not. Of an encoder-decoder for each token that either half reads.
     """
     m = run.model
     counted = size(m, run.experts, run.router, vocab_size=run.vocab_size).training
+    if m.kind == "encoder_decoder":  # both halves and cross attention count whole pairs but for the decoder's past
+        written = m.target_length
+        unseen = 4.0 * (written - 1) / 2 * core_width(m) * written / m.read_length
+        return counted + 3 * (m.num_layers - m.decoder_begins) * unseen
     width = core_width(m)
     for layer in range(m.num_layers + m.ahead):
         keys = min(m.window_of(layer) or m.max_length, m.max_length)

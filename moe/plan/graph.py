@@ -28,7 +28,7 @@ _LETTERS = {
 
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
-    """The operators of a forward pass of so many sequences, of all replicas together. Raises BadInput for latents and tokens ahead."""
+    """The operators of a forward pass of so many sequences, of all replicas. Raises BadInput for latents, tokens ahead, an encoder."""
     import torch
 
     from moe.experts.layer import MoELayer
@@ -42,6 +42,9 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
             "take another recipe; moe plan without --search prices this one",
         )
         raise BadInput("model.latent.key_rank", got=run.model.latent.key_rank, needed=needed, fix=fix)
+    if run.model.kind != "decoder":
+        needed, fix = "decoder: an operator of two sequences has no rule here", "take moe plan without --search, which prices both halves"
+        raise BadInput("model.kind", got=run.model.kind, needed=needed, fix=fix)
     if run.model.ahead:
         needed, fix = "0: an operator that predicts further tokens has no rule here", "take moe plan without --search, which prices them"
         raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)

@@ -12,7 +12,6 @@ from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
-from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
 from parallel.plan.job import Experts, Latent, Network, Plan, Router
@@ -20,13 +19,32 @@ from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENT
 
 
 def network_of(run: Run) -> Network:
-    """The recipe's model. Layers that have different numbers of experts count by their mean. Raises BadInput for what it cannot
-    count: an encoder-decoder."""
+    """The recipe's model. Layers that have different numbers of experts count by their mean."""
     m = run.model
-    if m.kind != "decoder":
-        needed = "decoder: the planner counts one run of layers over one sequence"
-        fix = "take another recipe, or measure a few steps: moe train RECIPE --train.steps 5"
-        raise BadInput("model.kind", got=m.kind, needed=needed, fix=fix)
+    decoder = _decoder(run)
+    if m.kind == "decoder":
+        return decoder
+    begins, sparse = m.decoder_begins, m.layers_with_experts()
+    encoder = replace(
+        decoder,
+        layers=begins,
+        shared_buckets=True,
+        sees="all",
+        sparse_layers=tuple(layer for layer in sparse if layer < begins),
+    )
+    return replace(
+        decoder,
+        layers=m.num_layers - begins,
+        length=m.target_length,
+        shared_buckets=True,
+        sparse_layers=tuple(layer - begins for layer in sparse if layer >= begins),
+        encoder=encoder,
+    )
+
+
+def _decoder(run: Run) -> Network:
+    """As if all its layers were a decoder's."""
+    m = run.model
     return Network(
         layers=m.num_layers,
         width=m.d_model,

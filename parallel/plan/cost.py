@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import inf
 
 from parallel.pipeline.schedules.catalog import Placed, placed
@@ -68,7 +69,7 @@ class Time:
         return {name: getattr(self, name) for name in PARTS}
 
 
-Counts = tuple[int, int]  # dense layers, sparse layers
+Counts = tuple[int, ...]  # dense layers, sparse layers; of an encoder-decoder those of the encoder before those of the decoder
 PARTS = tuple(f.name for f in fields(Time) if f.name not in ("hidden", "joules"))
 
 
@@ -115,10 +116,10 @@ def step_time(
     ranks, last = rank_layers(network, plan), head_rank(plan)
     again = ranks if plan.recompute_every == 1 else rank_layers(network, plan, every=plan.recompute_every)
     kinds = [(*both, i == 0, i == last) for i, both in enumerate(zip(ranks, again, strict=True))]  # few: what they share is computed once
-    held = {kind: _held(network, plan, *kind[0], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
+    held = {kind: _held(network, plan, kind[0], first=kind[2], last=kind[3]) for kind in dict.fromkeys(kinds)}
     adds = {kind: _accumulated(plan, cluster, program, *own) for kind, own in held.items()}
     if last != plan.pp - 1:  # both ends are here: a matrix that they share is added to by each
-        both = _held(_untied(network), plan, *ranks[last], first=True, last=True)
+        both = _held(_untied(network), plan, ranks[last], first=True, last=True)
         adds[kinds[last]] = _accumulated(plan, cluster, program, *both)
     made = {kind: _stage(network, plan, cluster, program, imbalance, *kind[:2], kind[3], more) for kind, more in adds.items()}
     stages = [made[kind] for kind in kinds]
@@ -158,12 +159,12 @@ def step_time(
 
 def _by_stage(network: Network, plan: Plan, cluster: Cluster, program: Program, imbalance: float) -> tuple[list[float], list[float]]:
     """Seconds of a micro-batch's forward and backward pass on each stage, of which ranks have several."""
-    sizes = sizes_of(network.layers, plan.pp * plan.chunks, plan.stage_layers)
+    sizes = sizes_of(network.depth, plan.pp * plan.chunks, plan.stage_layers)
     kinds = [(*both, i == 0, i == len(sizes) - 1) for i, both in enumerate(_kinds(network, plan, sizes))]
     made = {}
     for kind in dict.fromkeys(kinds):
         layers, again, first, last = kind
-        adds = _accumulated(plan, cluster, program, *_held(network, plan, *layers, first=first, last=last))
+        adds = _accumulated(plan, cluster, program, *_held(network, plan, layers, first=first, last=last))
         made[kind] = _stage(network, plan, cluster, program, imbalance, layers, again, last, adds)
     return [made[kind].ahead for kind in kinds], [made[kind].back for kind in kinds]
 
@@ -174,7 +175,7 @@ def stage_times(network: Network, plan: Plan, cluster: Cluster, counts: tuple[in
     found = []
     for i, (layers, again) in enumerate(_kinds(network, plan, counts)):
         last = i == len(counts) - 1
-        held = _held(network, plan, *layers, first=i == 0, last=last)
+        held = _held(network, plan, layers, first=i == 0, last=last)
         found.append(_stage(network, plan, cluster, program, 1.0, layers, again, last, _accumulated(plan, cluster, program, *held)))
     return found
 
@@ -201,33 +202,35 @@ def _untied(network: Network) -> Network:
 
 
 def rank_layers(network: Network, plan: Plan, *, every: int = 1) -> tuple[Counts, ...]:
-    """(dense layers, sparse layers) of each rank of a pipeline, whose stages count together; of each stage where two ranks hold it.
+    """Layers of each kind on each rank of a pipeline, whose stages count together; of each stage where two ranks hold it.
 
     Of layers 0, `every`, 2 `every`, ... alone.
     """
     where = placed(plan.schedule)
+    layers = network.depth, network.with_experts, network.before
     if where == "both_ways":
-        return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, "line", plan.pp, 1, every)
-    return _of_ranks(network.layers, network.sparse_layers, plan.stage_layers, where, plan.pp, plan.chunks, every)
+        return _of_ranks(*layers, plan.stage_layers, "line", plan.pp, 1, every)
+    return _of_ranks(*layers, plan.stage_layers, where, plan.pp, plan.chunks, every)
 
 
 @lru_cache(maxsize=5_000)
 def _of_ranks(
-    layers: int, sparse: tuple[int, ...], given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
+    layers: int, sparse: tuple[int, ...], before: int, given: tuple[int, ...] | None, where: Placed, pp: int, chunks: int, every: int
 ) -> tuple[Counts, ...]:
     homes = homes_at(where, pp, chunks)
-    found, at = [[0, 0] for _ in range(1 + max(max(ranks) for ranks in homes))], 0
+    found, at = [[0] * (4 if before else 2) for _ in range(1 + max(max(ranks) for ranks in homes))], 0
     with_experts = set(sparse)
     for size, (rank,) in zip(sizes_of(layers, len(homes), given), homes, strict=True):
         for layer in range(at, at + size):
-            found[rank][layer in with_experts] += repeats(layer, every)
+            found[rank][(layer in with_experts) + (2 if 0 < before <= layer else 0)] += repeats(layer, every)
         at += size
-    return tuple((dense, experts) for dense, experts in found)
+    return tuple(map(tuple, found))
 
 
 def _kinds(network: Network, plan: Plan, counts: tuple[int, ...]) -> list[tuple[Counts, Counts]]:
-    """(dense layers, sparse layers) of each of so many layers one after another, and the same of those that are computed again."""
-    whole, again = (_of_ranks(network.layers, network.sparse_layers, counts, "line", len(counts), 1, n) for n in (1, plan.recompute_every))
+    """Layers of each kind in each of so many stages one after another, and of those that are computed again."""
+    layers = network.depth, network.with_experts, network.before
+    whole, again = (_of_ranks(*layers, counts, "line", len(counts), 1, n) for n in (1, plan.recompute_every))
     return list(zip(whole, again, strict=True))
 
 
@@ -246,10 +249,10 @@ def _cached(
 ) -> Stage:
     """`repeated`: of its layers those that are computed again; `ahead`: of further tokens' layers those that are."""
     forward, backward, again, weights = Pass(), Pass(), Pass(), 0.0
-    for count, times, kind in zip(layers, repeated, (False, True), strict=True):
+    for count, times, (run, sparse) in zip(layers, repeated, product(network.halves, (False, True)), strict=True):
         if count == 0:
             continue
-        layer = layer_time(network, plan, cluster, program, sparse=kind, imbalance=imbalance)
+        layer = layer_time(run, plan, cluster, program, sparse=sparse, imbalance=imbalance)
         forward, backward, weights = (
             forward + layer.forward.times(count),
             backward + layer.backward.times(count),
@@ -338,17 +341,17 @@ def transfer_time(network: Network, plan: Plan, cluster: Cluster, program: Progr
     return one
 
 
-def _held(network: Network, plan: Plan, plain: int, sparse: int, *, first: bool, last: bool) -> tuple[float, float]:
-    """(dense, expert) parameters of a rank with so many layers without and with experts and these ends, as tp and ep cut them."""
-    found = _counted(network, of_layer(plan), plain, sparse, first, last)
+def _held(network: Network, plan: Plan, layers: Counts, *, first: bool, last: bool) -> tuple[float, float]:
+    """(dense, expert) parameters of a rank with so many layers of each kind and these ends, as tp and ep cut them."""
+    found = _counted(network, of_layer(plan), layers, first, last)
     return found.dense, found.expert
 
 
 @lru_cache(maxsize=20_000)
-def _counted(network: Network, plan: Plan, plain: int, sparse: int, first: bool, last: bool) -> counts.Elements:
+def _counted(network: Network, plan: Plan, layers: Counts, first: bool, last: bool) -> counts.Elements:
     found = counts.ends(network, plan, first=first, last=last)
-    for number, index in ((plain, -1), (sparse, network.sparse_layers[0] if sparse else -1)):  # layers of a kind are alike
-        found += counts.layer(network, plan, index).times(number)
+    for number, (run, sparse) in zip(layers, product(network.halves, (False, True)), strict=True):  # layers of a kind are alike
+        found += counts.layer(run, plan, run.sparse_layers[0] if number and sparse else -1).times(number)
     return found
 
 
@@ -386,7 +389,7 @@ def _sharing(
         return exposed, gathered, max(0.0, reduced - exposed)
     again = gathered if plan.reshard else 0.0
     backward, hidden_backward = _beside(again + reduced, stage.back, program)
-    first = gathered / max(1, network.layers)
+    first = gathered / max(1, network.depth)
     return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)
 
 

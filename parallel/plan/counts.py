@@ -48,9 +48,10 @@ def heads_over(plan: Plan) -> int:
 
 
 def layer(network: Network, plan: Plan, index: int) -> Elements:
-    """One layer's."""
+    """One layer's, `index` of its run."""
     n, t = network, split_of(plan)
-    dense = attention(n, t, over=heads_over(plan)) + 2 * norm(n)
+    attentions = 2 if n.source else 1  # each with a norm
+    dense = attentions * attention(n, t, over=heads_over(plan)) + (attentions + 1) * norm(n)
     if n.experts is None or index not in n.sparse_layers:
         return Elements(dense + network_elements(n, n.hidden, gated=n.gated) / t + (n.width + n.hidden / t if n.biases else 0))
     e = n.experts
@@ -79,7 +80,7 @@ def attention(network: Network, t: int, *, over: int) -> float:
     keys = max(n.groups, over) / t * n.channels
     biases = (inner / t + 2 * keys + n.width) if n.biases else (inner / t + 2 * keys) if n.qkv_biases else 0
     latents = n.latent.query_rank + n.latent.key_rank if n.latent else 0  # their norms' gains
-    beside = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + n.buckets)
+    beside = (n.width if n.out_bias else 0) + n.heads / t * (n.sinks + (0 if n.shared_buckets else n.buckets))
     return attention_matrices(n, t, over=over) + biases + gains(n) + latents + beside
 
 
@@ -105,13 +106,18 @@ def embedding(network: Network, plan: Plan) -> float:
 
 
 def ends(network: Network, plan: Plan, *, first: bool, last: bool) -> Elements:
-    """What a rank holds beside layers, if it has the first stage, the last, or both."""
+    """What a rank holds beside layers, if it has the first stage, the last, or both. A run's norm and shared bias are at its end."""
     table = embedding(network, plan)
     tables = (1 if first else 0) + (1 if last else 0) - (1 if first and last and network.tied else 0)
     tables += last and not first and network.ahead > 0 and not network.tied  # of both ends: tokens ahead are looked up
     positions = network.length * network.width if network.learned_positions and first else 0
-    found = Elements(tables * table + positions + (norm(network) if last else 0))
+    runs = (run for run in network.halves if (last if run is network else first))
+    found = Elements(tables * table + positions + sum(norm(run) + _shared_bias(run, plan) for run in runs))
     return found + ahead(network, plan).times(network.ahead) if last and network.ahead else found
+
+
+def _shared_bias(run: Network, plan: Plan) -> float:
+    return run.heads / split_of(plan) * run.buckets if run.shared_buckets else 0
 
 
 def ahead(network: Network, plan: Plan) -> Elements:
@@ -124,18 +130,19 @@ def held(network: Network, plan: Plan, stages: Sequence[range], mine: Sequence[i
     found = ends(network, plan, first=0 in mine, last=len(stages) - 1 in mine)
     for stage in mine:
         for index in stages[stage]:
-            found += layer(network, plan, index)
+            run, number = network.at(index)
+            found += layer(run, plan, number)
     return found
 
 
 def parameters(network: Network) -> float:
     """Of the whole model."""
-    return held(network, Plan(), (range(network.layers),), (0,)).total
+    return held(network, Plan(), (range(network.depth),), (0,)).total
 
 
 def stages_of(network: Network, plan: Plan, count: int) -> tuple[range, ...]:
     """The layers of each of `count` stages."""
-    sizes = sizes_of(network.layers, count, plan.stage_layers)
+    sizes = sizes_of(network.depth, count, plan.stage_layers)
     return tuple(range(a, b) for a, b in pairwise((0, *accumulate(sizes))))
 
 

@@ -75,9 +75,13 @@ class Latent:
 @hashed_once
 @dataclass(frozen=True)
 class Network:
-    """A decoder-only Transformer. `head_size` None: width / heads; `activation`: without a gate. `sparse_layers`: those
+    """A run of Transformer layers over sequences of one length, with the vocabulary's matrices: a decoder, or of an encoder-decoder
+    (`encoder`) its decoder, whose layers also look across to what the encoder's give. Both are runs (`halves`).
+
+    `head_size` None: width / heads; `activation`: without a gate. `sees`: the tokens before each, or all. `sparse_layers`: those
     that have experts instead of a dense network. `biases`: of all products and norms. `qk_norm`: of queries and keys, of each head or
-    all. `buckets`: distances that have a bias of their own for each head (T5). `sinks`: a logit a head. `clipped`: queries, keys and
+    all. `buckets`: distances that have a bias of their own for each head (T5), in each layer or in one of a run's (`shared_buckets`).
+    `sinks`: a logit a head. `clipped`: queries, keys and
     values are, and kept as they were before. `ahead`: further tokens that are predicted in training, each by a dense layer behind the
     last, a product of its two inputs, and the head. `core_work`: pairs of tokens that attention computes, over a causal one's, in the
     mean over layers; `windows_in_runs`: the share of layers with sliding windows that are computed by runs of tokens, which keep keys
@@ -99,6 +103,7 @@ class Network:
     qkv_biases: bool = False
     out_bias: bool = False
     buckets: int = 0
+    shared_buckets: bool = False
     sinks: bool = False
     clipped: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"
@@ -110,6 +115,39 @@ class Network:
     ahead: int = 0
     core_work: float = 1.0
     windows_in_runs: float = 0.0
+    sees: Literal["past", "all"] = "past"
+    encoder: Network | None = None
+
+    @property
+    def halves(self) -> tuple[Network, ...]:
+        """The runs of layers, one after another: layers are numbered through all of them."""
+        return (self,) if self.encoder is None else (self.encoder, self)
+
+    @property
+    def before(self) -> int:
+        """Layers of the encoder."""
+        return 0 if self.encoder is None else self.encoder.layers
+
+    @property
+    def depth(self) -> int:
+        """Layers of all runs."""
+        return self.before + self.layers
+
+    @property
+    def source(self) -> int:
+        """Tokens of a sequence that each layer sees across; 0 without an encoder."""
+        return 0 if self.encoder is None else self.encoder.length
+
+    @property
+    def with_experts(self) -> tuple[int, ...]:
+        """Layers with experts, by their numbers among all."""
+        if self.encoder is None:
+            return self.sparse_layers
+        return (*self.encoder.sparse_layers, *(self.before + layer for layer in self.sparse_layers))
+
+    def at(self, index: int) -> tuple[Network, int]:
+        """The run of one of all layers, and the layer's number in it."""
+        return (self, index - self.before) if self.encoder is None or index >= self.before else (self.encoder, index)
 
     @property
     def channels(self) -> int:

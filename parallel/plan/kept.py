@@ -47,10 +47,13 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["norm_outputs"] = c * n.width * (at.read + (at.read if n.latent is None else at.between))
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
     parts["attention"] += _latents(n, plan, stack, at)
-    if n.buckets and stack.biased == "scores":  # and int64 buckets with a causal mask
-        parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length) + 9 * n.length**2
+    if n.buckets and stack.biased == "scores":  # and int64 buckets, with a causal mask where only the past is seen
+        parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
+        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
+    if n.encoder is not None:
+        parts["cross"] = _cross(n, n.encoder, plan, stack)
     if stack.masks == "always" or n.dropout:
         parts["masks"] = 2 * _mask(stack, c) * n.width * at.between
     if n.experts is None or index not in n.sparse_layers:
@@ -63,6 +66,17 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     return parts
 
 
+def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
+    """Of attention to what the encoder gave: keys and values are of its tokens. What they are made of all layers share (`ends_kept`)."""
+    c, at, read = plan.compute_bytes, tokens_of(n, plan, stack), tokens_of(encoder, plan, stack)
+    inner, keys = n.heads * n.channels, (n.heads if stack.keys == "repeated" else n.groups) * n.channels
+    of_norm = (_norm(n, stack, c) * n.width + 2 * stack.statistics) * at.between + c * n.width * at.read
+    core = (2 * c + 1) * n.heads * encoder.length if stack.core == "scores" else 0
+    kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
+    kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
+    return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
+
+
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
     """Bytes per element that a norm keeps of its input."""
     return max(stack.norm, itemsize) + (stack.rms if n.norm == "rmsnorm" else 0)
@@ -72,10 +86,15 @@ def _head_norms(n: Network, stack: Stack, itemsize: int) -> float:
     """What norms of queries and keys keep of a token: their inputs, and a statistic for each head or one for all."""
     if n.qk_norm == "none":
         return 0.0
-    heads = n.heads + n.groups
-    return _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels + stack.statistics * (
-        heads if n.qk_norm == "heads" else 2
-    )
+    return sum(_head_norm(n, stack, itemsize, heads) for heads in (n.heads, n.groups))
+
+
+def _head_norm(n: Network, stack: Stack, itemsize: int, heads: int) -> float:
+    """The same of queries or of keys alone, which have so many heads."""
+    if n.qk_norm == "none":
+        return 0.0
+    of_input = _norm(replace(n, norm="rmsnorm"), stack, itemsize) * heads * n.channels
+    return of_input + stack.statistics * (heads if n.qk_norm == "heads" else 1)
 
 
 def _mask(stack: Stack, itemsize: int) -> int:
@@ -180,13 +199,13 @@ def casts_kept(plan: Plan, stack: Stack) -> bool:
 
 
 def cast_weights(network: Network, plan: Plan, index: int) -> float:
-    """Bytes of one layer's weights in the compute dtype, where they are kept: of dense products that are not computed again."""
-    n, e, recompute = network, network.experts, recompute_of(plan, index)
+    """Bytes of one of all layers' weights in the compute dtype, where they are kept: of dense products that are not computed again."""
+    (n, number), e, recompute = network.at(index), network.experts, recompute_of(plan, index)
     if recompute == "full":
         return 0.0
-    elements = attention_matrices(n, split_of(plan), over=heads_over(plan))
+    elements = (2 if n.source else 1) * attention_matrices(n, split_of(plan), over=heads_over(plan))
     if recompute == "none":
-        sparse = e is not None and index in n.sparse_layers
+        sparse = e is not None and number in n.sparse_layers
         second = network_elements(n, e.shared_hidden, gated=e.gated) if e and sparse else network_elements(n, n.hidden, gated=n.gated)
         elements += second / split_of(plan)
     return plan.compute_bytes * elements
@@ -198,16 +217,26 @@ def cast_ahead(network: Network, plan: Plan) -> float:
 
 
 def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: bool) -> float:
-    """Bytes of the embedding's dropout, and of the last norm and the loss."""
+    """Bytes of the embedding's dropout, and of the last norm and the loss; of an encoder also its norm and what it gives."""
     at, c = tokens_of(network, plan, stack), plan.compute_bytes
     total = 0.0
     if first and (stack.masks == "always" or network.dropout):
-        total += _mask(stack, c) * network.width * at.between
+        total += sum(_mask(stack, c) * network.width * tokens_of(run, plan, stack).between for run in network.halves)
+    if first and network.encoder is not None:
+        total += _last_norm(network.encoder, stack, c) * tokens_of(network.encoder, plan, stack).between
     if last:
-        total += ((_norm(network, stack, c) + c) * network.width + 2 * stack.statistics) * at.between
+        total += _last_norm(network, stack, c) * at.between
         total += logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0
         total += sum(_ahead(network, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return total
+
+
+def _last_norm(run: Network, stack: Stack, itemsize: int) -> float:
+    """Bytes of a token: the norm's input and output, and behind it a mask where runs are halves of one model."""
+    masked = run.dropout and (run.encoder is not None or run.sees == "all")
+    return (
+        (_norm(run, stack, itemsize) + itemsize) * run.width + 2 * stack.statistics + (_mask(stack, itemsize) * run.width if masked else 0)
+    )
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:

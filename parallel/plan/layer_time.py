@@ -5,6 +5,7 @@
     products forward    n x D x (A + 2K)/t    n x A/t x D    n x D x F/t (twice with a gate)    n x F/t x D
     backward            two for each: of the input's gradient, and of the weights'
     streamed            norms 4 D, sums of residuals 6 D (dropout's mask 1 more), activation 4 F/t (6 with a gate): bytes of 16 bits
+    cross attention     the same of the encoder's tokens for keys and values, one norm and one sum of the residual
     scores              where attention writes them: 6 bytes a score forward, 5 more with dropout; about twice that backward
     1d                  2 all-reduces of n D forward, 2 backward; sliced: 2 gathers and 2 reduce-scatters each way
 
@@ -80,7 +81,8 @@ def layer_time(network: Network, plan: Plan, cluster: Cluster, program: Program,
 @lru_cache(maxsize=100)
 def _only(network: Network, sparse: bool) -> Network:
     """What a layer depends on, so that networks of several depths share it."""
-    return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None)
+    encoder = None if network.encoder is None else _only(network.encoder, sparse=False)
+    return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None, encoder=encoder)
 
 
 def of_layer(plan: Plan) -> Plan:
@@ -106,6 +108,9 @@ def _layer(network: Network, plan: Plan, cluster: Cluster, program: Program, spa
     else:
         ffn = _ffn(network, plan, cluster, network.hidden, network.gated, program)
     tensor_forward, tensor_backward = _tensor(network, plan, cluster, program, sparse=sparse)
+    if network.encoder is not None:
+        cross = _cross(network, network.encoder, plan, cluster, program)
+        forward, backward, weights = forward + cross[0], backward + cross[1], weights + cross[2]
     return Layer(
         forward + core_forward + ffn[0] + tensor_forward,
         backward + core_backward + ffn[1] + tensor_backward,
@@ -246,7 +251,6 @@ def _ffn(
 
 def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
     """Attention between q, k and v, with what it sends over sp."""
-    device, kind = cluster.device, KIND[plan.compute_bytes]
     rows, parts = _sides(plan)
     heads = network.heads / (parts if plan.tensor != "copied" else 1)
     batch = plan.microbatch / rows
@@ -254,20 +258,55 @@ def _core(network: Network, plan: Plan, cluster: Cluster, program: Program) -> t
     key = network.channels + (network.latent.rotary_size if network.latent else 0)
     scores = batch * heads * network.length**2 / plan.sp
     if program.attention == "fused":
-        pairs = scores / 2 * network.core_work * _uneven(plan)  # causal: half of the scores
-        flops = 2 * (key + value) * pairs
-        forward = device.fused_attention(flops, pairs, kind=kind)
-        backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
-        passes = Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
+        pairs = scores / 2 * network.core_work * _uneven(plan) * (2 if network.sees == "all" else 1)  # causal: half of the scores
+        passes = _fused(pairs, key + value, plan, cluster)
     else:
-        count, length = batch * heads, network.length
-        product = device.product(length / plan.sp, length, network.channels, count=count, kind=kind)
-        value_time = device.product(length / plan.sp, network.channels, length, count=count, kind=kind)
-        drop = 5 if network.dropout else 0
-        forward = product + value_time + device.stream((4 + drop) * scores, kernels=2)
-        backward = 2 * (product + value_time) + device.stream((6 + drop) * scores, kernels=2)
-        passes = Pass(compute=forward, kernels=8), Pass(compute=backward, kernels=10)
+        passes = _scores(network, plan, cluster, count=batch * heads, keys=network.length)
     return _over_sequence(network, plan, cluster, program, *passes)
+
+
+def _fused(pairs: float, channels: float, plan: Plan, cluster: Cluster) -> tuple[Pass, Pass]:
+    """Attention in one kernel each way; `channels`: of a key and a value."""
+    device, kind, flops = cluster.device, KIND[plan.compute_bytes], 2 * channels * pairs
+    forward = device.fused_attention(flops, pairs, kind=kind)
+    backward = device.fused_attention(2.5 * flops, pairs, backward=True, kind=kind)
+    return Pass(compute=forward, kernels=3), Pass(compute=backward, kernels=4)
+
+
+def _scores(network: Network, plan: Plan, cluster: Cluster, *, count: float, keys: int) -> tuple[Pass, Pass]:
+    """Attention of `count` heads that writes its scores."""
+    device, kind, length = cluster.device, KIND[plan.compute_bytes], network.length / plan.sp
+    product = device.product(length, keys, network.channels, count=count, kind=kind)
+    value_time = device.product(length, network.channels, keys, count=count, kind=kind)
+    drop, scores = 5 if network.dropout else 0, count * (network.length * keys) / plan.sp
+    forward = product + value_time + device.stream((4 + drop) * scores, kernels=2)
+    backward = 2 * (product + value_time) + device.stream((6 + drop) * scores, kernels=2)
+    return Pass(compute=forward, kernels=8), Pass(compute=backward, kernels=10)
+
+
+def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
+    """Attention to what the encoder gave, with its norm and its sum of the residual: keys and values are made of the encoder's tokens."""
+    kind, device = _kind(plan, program), cluster.device
+    n, read, d = tokens_of(network, plan), tokens_of(encoder, plan), network.width
+    t = 1 if plan.tensor == "copied" else plan.tp
+    a, k = network.heads * network.channels / t, max(network.groups / t, 1) * network.channels
+    products = [(n, a, d), (read, 2 * k, d), (n, d, a)]
+    times = [_three(cluster, kind, *product) for product in products]
+    inside = 2 * _streamed_bytes(plan, program) * (a * n + 2 * k * read)
+    stream = (_between(network, plan, program) / 2 + inside) * program.pointwise
+    casts = [device.stream(of) for of in _casts(program, products)]
+    count = plan.microbatch * network.heads / t
+    if program.attention == "fused":
+        core = _fused(count * network.length * encoder.length, 2 * network.channels, plan, cluster)
+    else:
+        core = _scores(network, plan, cluster, count=count, keys=encoder.length)
+    forward = sum(f for f, _, _ in times) + device.stream(stream, kernels=5) + casts[0]
+    backward = sum(x + w for _, x, w in times) + device.stream(BACKWARD_STREAM * stream, kernels=7) + casts[1]
+    return (
+        Pass(compute=forward, kernels=9 + len(times)) + core[0],
+        Pass(compute=backward, kernels=12 + 2 * len(times)) + core[1],
+        sum(w for _, _, w in times),
+    )
 
 
 def _uneven(plan: Plan) -> float:

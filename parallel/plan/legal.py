@@ -125,6 +125,15 @@ def _grid(network: Network, plan: Plan) -> Iterator[str]:
         yield f"a side of tp's grid, {side}, is more than the vocabulary's {network.vocab}"
 
 
+def _halves(network: Network, plan: Plan) -> Iterator[str]:
+    if network.encoder is None:
+        return
+    for name in ("pp", "sp", "tp"):
+        size = getattr(plan, name)
+        if size > 1 and not (name == "tp" and plan.tensor == "copied"):
+            yield f"degrees.{name}={size} does not go with model.kind=encoder_decoder"
+
+
 def _ahead(network: Network, plan: Plan) -> Iterator[str]:
     if not network.ahead:
         return
@@ -219,4 +228,4 @@ def _engine(network: Network, plan: Plan) -> Iterator[str]:
             yield f"offload of the {what} to {place} needs zero stage {lowest}, not {plan.engine}"
 
 
-RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (_ahead, _tensor, _sequence, _experts, _stages, _batch, _engine)
+RULES: tuple[Callable[[Network, Plan], Iterator[str]], ...] = (_halves, _ahead, _tensor, _sequence, _experts, _stages, _batch, _engine)

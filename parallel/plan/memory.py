@@ -229,10 +229,10 @@ def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
     return _Beside(
         {(first, last): counts.ends(network, plan, first=first, last=last) for first, last in ends},
         {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
-        plan.compute_bytes * network.width * tokens_of(network, plan, stack).between,
+        plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
         _loss(network, plan, stack),
         _gathered_input(network, plan),
-        2 * sent_of(network, plan) * network.width * plan.compute_bytes,
+        2 * max(sent_of(run, plan) for run in network.halves) * network.width * plan.compute_bytes,
         counts.embedding(network, plan),
         counts.ahead(network, plan).total if network.ahead else 0.0,
         cast_ahead(network, plan) if network.ahead else 0.0,
@@ -247,7 +247,7 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
     job = _Job(network, plan, stack, stages, casts)
     if which == "all":
         return tuple(job.of_rank(number, rank) for number, rank in enumerate(ranks))
-    sparse = network.sparse_layers if network.experts else ()
+    sparse = network.with_experts if network.experts else ()
     fullest = _fullest(plan.schedule, plan.pp, plan.microbatches, plan.chunks, tuple(map(len, stages)), sparse, plan.recompute_every)
     return tuple(job.of_rank(number, ranks[number]) for number in fullest)
 
@@ -271,21 +271,22 @@ class _Job:
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
-        self.sparse = frozenset(network.sparse_layers) if network.experts else frozenset()
-        self.kinds: dict[tuple[bool, bool], _Layer] = {}
+        self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
+        self.kinds: dict[tuple[bool, bool, bool], _Layer] = {}
         self.beside = _beside(network, _of_microbatch(plan), stack)
 
     def layer(self, index: int) -> _Layer:
-        kind = (index in self.sparse, repeats(index, self.plan.recompute_every))
+        kind = (index < self.network.before, index in self.sparse, repeats(index, self.plan.recompute_every))
         if kind not in self.kinds:
-            made = _layer(self.network, _of_layer(self.plan, index), self.stack, kind[0])
+            run, number = self.network.at(index)
+            made = _layer(run, _of_layer(self.plan, index), self.stack, kind[1])
             casts = cast_weights(self.network, self.plan, index) if self.casts else 0.0
             self.kinds[kind] = replace(made, kept=made.kept + casts) if casts else made
         return self.kinds[kind]
 
     def kinds_of(self, stage: range) -> list[tuple[_Layer, int]]:
         """The kinds of layers of a stage, and how many of each."""
-        if not self.sparse and self.plan.recompute_every == 1:
+        if not self.sparse and self.plan.recompute_every == 1 and self.network.encoder is None:
             return [(self.layer(stage.start), len(stage))] if stage else []
         return list(Counter(map(self.layer, stage)).items())
 

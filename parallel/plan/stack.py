@@ -10,6 +10,8 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
     network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
     activation      c a F                        comes out of the activation
     masks           2 D                          of dropout behind attention and network; `always`: even where it is 0
+    cross           all of these for attention to an encoder: a norm, its output, q and attention's output of a token, k and v of each
+                    of the encoder's tokens, a mask; with `scores` those of all pairs
     experts         c (rows D + n F) + maps      for each of a token's choices, and 8 bytes a token and expert for the router
 
 `selective`: the share of each part that selective recomputation keeps; parts not named are kept. Sources: Korthikanti et al. (arXiv
@@ -23,8 +25,8 @@ from typing import Literal
 
 from parallel.plan.hashed import hashed_once
 
-Part = Literal["norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts"]
-PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "network", "activation", "masks", "experts")
+Part = Literal["norm_inputs", "norm_outputs", "attention", "core", "cross", "network", "activation", "masks", "experts"]
+PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "cross", "network", "activation", "masks", "experts")
 
 
 @hashed_once

@@ -32,6 +32,16 @@ def test_the_chosen_plan_is_a_recipe_of_all_devices(tmp_path: Path, capsys: pyte
     assert all(row["reason"] and row["count"] > 0 for row in written["refused"])
 
 
+def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, table = tmp_path / "plan.yaml", tmp_path / "plan.json"
+    assert main(["plan", "switch_t5_tiny", "--cluster", "a100-80-8", "--out", str(out), "--json", str(table)]) == 0
+    assert "16 sequences of 256 tokens read and 58 written a step" in capsys.readouterr().out
+    written = json.loads(table.read_text())
+    assert described(plan_of(check_run(load(str(out))[0], 8))) == written["chosen"]["plan"]
+    assert {(row["pp"], row["tp"], row["sp"]) for row in written["ranked"]} == {(1, 1, 1)}
+    assert any("degrees.tp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
+
+
 @pytest.mark.parametrize("search", ["alpa", "flexflow", "mesh-tf", "gspmd"])
 def test_a_search_ends_in_a_recipe(search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe.model.transformer import Transformer, moe_layers
+from moe.nn.context import Context
 from moe.plan.flops import Size, counted_training, size
 from moe.plan.job import network_of
 from moe.recipe import load as recipe
 from moe.recipe import sections
+from parallel.plan.cluster import load_cluster
+from parallel.plan.cost import step_time
 from parallel.plan.counts import parameters
+from parallel.plan.job import Plan
+from parallel.plan.program import OWN
 
 RECIPES: dict[str, dict[str, Any]] = {
     "dense": {"model": {"moe_every": 0}},
@@ -54,6 +60,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "a token ahead": {"model": {"moe_every": 2, "ahead": 2, "tied_embeddings": False}},
     "t5, wide heads": {
         "model": {"moe_every": 2, "positions": "t5", "head_size": 10, "num_kv_heads": 1, "qk_norm": "heads", "norm": "layernorm"}
+    },
+    "an encoder and a decoder": {
+        "model": {
+            **{"kind": "encoder_decoder", "encoder_layers": 1, "positions": "t5", "moe_layers": (0, 2), "ffn": "geglu"},
+            **{"head_size": 10, "num_kv_heads": 2, "qk_norm": "heads"},
+        }
     },
 }
 EVERY = pytest.mark.parametrize("values", [pytest.param(v, id=name) for name, v in RECIPES.items()])
@@ -110,8 +122,12 @@ def products(model: Transformer, tokens: torch.Tensor, *, backward: bool) -> int
     return sum(n for operation, n in counted.items() if "mm" in str(operation) and "attention" not in str(operation))
 
 
-# what a forward pass alone does not run, or what data decide: further tokens, and choices that cost nothing
-PRODUCTS = [pytest.param(v, id=name) for name, v in RECIPES.items() if not v["model"].get("ahead") and not v.get("experts", {}).get("skip")]
+# what a forward pass alone does not run, or what data decide: further tokens, choices that cost nothing; two lengths are below
+PRODUCTS = [
+    pytest.param(v, id=name)
+    for name, v in RECIPES.items()
+    if not v["model"].get("ahead") and not v.get("experts", {}).get("skip") and "kind" not in v["model"]
+]
 
 
 @pytest.mark.parametrize("values", PRODUCTS)
@@ -134,6 +150,36 @@ def test_flops_are_the_products_that_run(values: dict[str, Any]) -> None:
     attention = sum(4 * min(t + 1, window or L) * width for t in range(L) for window in windows) / L
     assert products(made, tokens, backward=False) == pytest.approx(2 * L * (found.forward - attention), rel=1e-9)
     assert products(made, tokens, backward=True) == pytest.approx(2 * L * (found.training - 3 * attention), rel=1e-9)
+
+
+@pytest.mark.parametrize("moe", [(), (0, 2, 4)], ids=["dense", "experts"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_flops_of_both_halves_are_the_products_that_run(tied: bool, moe: tuple[int, ...]) -> None:
+    """Attention too, by torch's plain products: whole squares, of which a decoder's token sees its past. The planner's seconds on a device
+    that does so many operations a second and streams for nothing are those operations, the past as half of a square."""
+    model = {"kind": "encoder_decoder", "num_layers": 5, "encoder_layers": 2, "positions": "t5", "head_size": 10, "tied_embeddings": tied}
+    parts = sections_of({"model": {**model, "moe_every": 0, "moe_layers": moe or None, "num_kv_heads": 2}})
+    sizes, read, batch = parts[0], parts[0].read_length, 3
+    run = sections.Run(model=sizes.model_copy(update={"vocab_size": V}), experts=parts[1], router=parts[2])
+    tokens = torch.randint(V, (batch, read), generator=torch.Generator().manual_seed(0))
+    made = Transformer(*parts, vocab_size=V)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss = made(tokens, Context.of(tokens, source=L)).logits_BLV.sum()
+        forward = counter.get_total_flops()
+        loss.backward()
+    assert counter.get_total_flops() == pytest.approx(batch * read * counted_training(run), rel=1e-9)
+    written = sizes.target_length
+    unseen = 3 * 4 * 40 * batch * sum(written - 1 - place for place in range(written))
+    assert forward - unseen == pytest.approx(batch * read * size(*parts, vocab_size=V).forward, rel=1e-9)
+    if not moe:  # rows of each expert are whole numbers there
+        rates = {"fp32": {1.0: 1.0}}
+        device = replace(
+            load_cluster("h100-8").device, peak_tflops={"fp32": 1.0}, sustained=1.0, attention=(1.0, 1.0), rates=rates,
+            memory_gb_s=1e30, launch_us=0.0,
+        )  # fmt: skip
+        plan = Plan(microbatch=batch, compute_bytes=4)
+        time = step_time(network_of(run), plan, replace(load_cluster("h100-8"), device=device), OWN)
+        assert time.forward * 1e12 == pytest.approx(forward - 3 * 4 * 40 * batch * written**2 / 2, rel=1e-6)
 
 
 def test_a_depth_ahead_is_counted_as_a_layer_the_head_and_a_product() -> None:

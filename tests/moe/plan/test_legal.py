@@ -36,20 +36,25 @@ SPACE = Space(
 )
 
 
-def run_of(*, sparse: bool) -> Run:
-    more = {"moe_every": 2} if sparse else {}
+def run_of(*, sparse: bool, halves: bool = False) -> Run:
+    more: dict[str, Any] = {"moe_every": 2} if sparse else {}
     router = {"router": {"preset": "mixtral"}, "experts": {"num_experts": 6, "d_ff": 24}} if sparse else {}
     train = {"global_batch": 48, "eval_sequences": 48 * 12}
-    return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router})
+    more |= {"kind": "encoder_decoder", "positions": "t5"} if halves else {}
+    data = {"data": {"objective": "span_corruption"}} if halves else {}
+    return build_run({"model": {**MODEL, "tied_embeddings": False, **more}, "train": train, **router, **data})
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool) -> None:
-    run = run_of(sparse=sparse)
+@pytest.mark.parametrize(("sparse", "halves"), [(False, False), (True, False), (True, True)], ids=["dense", "sparse", "halves"])
+def test_what_the_planner_refuses_is_what_the_checks_refuse(sparse: bool, halves: bool) -> None:
+    run = run_of(sparse=sparse, halves=halves)
     network, draw = network_of(run), random.Random(7)
     accepted = refused = 0
     for world in (4, 6, 8, 12, 16):
         plans = list(candidates(network, world=world, global_batch=48, base=plan_of(run.resolve(1)), space=SPACE))
+        if halves:  # few of all run
+            alone = [plan for plan in plans if plan.pp * plan.tp * plan.sp == 1]
+            plans = alone + draw.sample(plans, len(alone))
         for plan in draw.sample(plans, min(40, len(plans))):
             plan = as_stored(plan, run)
             try:
