@@ -49,7 +49,7 @@ class Order:
     inner: int = 1
 
     def __post_init__(self) -> None:
-        parts = self.size * self.inner * (2 if self.kind == "zigzag" else 1)
+        parts = self.size * self.inner * (2 if self.kind == "zigzag" and not self._alone else 1)
         if self.length % parts:
             words = "2 * degrees.sp" if self.kind == "zigzag" else "degrees.sp"
             raise BadInput(
@@ -59,6 +59,11 @@ class Order:
                 fix=f"set it to {max(1, round(self.length / parts)) * parts}",
             )
 
+    @property
+    def _alone(self) -> bool:
+        """One rank has all places, of any length."""
+        return self.size * self.inner == 1
+
     def runs(self, rank: int) -> tuple[range, ...]:
         """The places that a rank of size * inner holds, as runs in its order."""
         outer, part = divmod(rank, self.inner)
@@ -67,7 +72,7 @@ class Order:
 
     def _outer(self, rank: int) -> tuple[range, ...]:
         each = self.length // self.size
-        if self.kind == "contiguous":
+        if self.kind == "contiguous" or self._alone:
             return (range(rank * each, (rank + 1) * each),)
         if self.kind == "striped":
             return (range(rank, self.length, self.size),)

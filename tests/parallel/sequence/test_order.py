@@ -13,7 +13,7 @@ from parallel.sequence.order import ORDERS, Order, cut
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-@pytest.mark.parametrize(("size", "inner", "each"), [(1, 1, 6), (2, 1, 4), (3, 1, 8), (5, 2, 4), (2, 3, 12)])
+@pytest.mark.parametrize(("size", "inner", "each"), [(1, 1, 6), (1, 1, 7), (2, 1, 4), (3, 1, 8), (5, 2, 4), (2, 3, 12)])
 def test_every_place_is_held_once_and_blocks_are_the_causal_pairs(kind: str, size: int, inner: int, each: int) -> None:
     order = Order(kind, size, size * each * inner, inner)
     places = [order.places(rank) for rank in range(size * inner)]
