@@ -47,6 +47,7 @@ EXPERTS: dict[str, Any] = {
     "experts": {"num_experts": 8},
     "router": {"preset": "switch", "capacity_factor": None},
 }
+HALVES: dict[str, Any] = {"model": {"kind": "encoder_decoder", "positions": "t5"}, "data": {"objective": "span_corruption"}}
 SEQUENCES, STEPS, TIMEOUT_S = 16, 3, 300.0
 
 
@@ -87,6 +88,10 @@ CASES: dict[str, dict[str, Any]] = {
     "pp 2 zb_v": layout(2, pp=2, schedule="zb_v", microbatches=4),
     "ep 2": layout(2, ep=2, **EXPERTS),
     "experts, dp 2": layout(2, **EXPERTS),
+    "t5, dp 2": layout(2, **HALVES),
+    "t5, full recompute": layout(2, **HALVES, recompute={"kind": "full"}),
+    "t5, fsdp": layout(2, **HALVES, **FSDP),
+    "t5, ep 2": layout(2, ep=2, **(HALVES | EXPERTS | {"model": EXPERTS["model"] | HALVES["model"]})),
     "ddp, dp 4": layout(4),
     "fsdp, dp 4": layout(4, **FSDP),
     "zero1, dp 4": layout(4, **zero(1)),

@@ -55,15 +55,21 @@ def _check_model(run: Run) -> None:
 
 def _check_layout(run: Run) -> None:
     d = run.degrees
-    for degree in ("pp", "sp", "tp"):
+    for degree in ("pp", "sp"):
         value = getattr(d, degree)
-        if value != 1 and not (degree == "tp" and run.tensor.kind == "copied"):
+        if value != 1:
             raise BadInput(
                 f"degrees.{degree}",
                 got=f"{value} with model.kind=encoder_decoder",
-                needed=f"1: {_HALVES}; dp, ep, etp, fsdp and zero share its weights and its work",
+                needed=f"1: {_HALVES}; dp, tp, ep, etp, fsdp and zero share its weights and its work",
                 fix=f"set degrees.{degree} to 1",
             )
+    if d.tp > 1 and run.tensor.kind not in ("1d", "copied"):
+        needed, fix = f"1d: {_HALVES}", "set tensor.kind to 1d"
+        raise BadInput("tensor.kind", got=f"{run.tensor.kind} with model.kind=encoder_decoder", needed=needed, fix=fix)
+    if d.tp > 1 and run.tensor.sequence_parallel:
+        needed, fix = "false: between its halves sequences are whole", "set tensor.sequence_parallel to false"
+        raise BadInput("tensor.sequence_parallel", got="true with model.kind=encoder_decoder", needed=needed, fix=fix)
     if run.optimizer.kind == "kfac":
         needed = "adamw, muon, adafactor or sgd: a factor of a cross layer would be of two inputs"
         raise BadInput("optimizer.kind", got="kfac with model.kind=encoder_decoder", needed=needed, fix="set optimizer.kind to adamw")

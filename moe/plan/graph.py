@@ -29,13 +29,6 @@ _LETTERS = {
 
 def graph_of(run: Run, *, sequences: int) -> Graph:
     """The operators of a forward pass of so many sequences, of all replicas. Raises BadInput for latents, tokens ahead, an encoder."""
-    import torch
-
-    from moe.experts.layer import MoELayer
-    from moe.model.transformer import Transformer
-    from moe.nn.attention import Attention
-    from moe.nn.linear import FeedForward, Norm
-
     if run.model.latent.key_rank is not None:
         needed, fix = (
             "null: an operator of latent attention has no rule here",
@@ -48,6 +41,13 @@ def graph_of(run: Run, *, sequences: int) -> Graph:
     if run.model.ahead:
         needed, fix = "0: an operator that predicts further tokens has no rule here", "take moe plan without --search, which prices them"
         raise BadInput("model.ahead", got=run.model.ahead, needed=needed, fix=fix)
+    import torch
+
+    from moe.experts.layer import MoELayer
+    from moe.model.transformer import Transformer
+    from moe.nn.attention import Attention
+    from moe.nn.linear import FeedForward, Norm
+
     with torch.device("meta"):
         model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size).eval()
         tokens_BL = torch.empty(sequences, run.model.max_length, dtype=torch.int64)

@@ -55,10 +55,11 @@ def _matrices(run: Run) -> Iterator[Matrices]:
     if m.latent.key_rank is not None:
         yield from _latents(m)
     else:
-        yield Matrices("inner", 2 * m.num_layers, m.num_heads * head, width)
-        yield Matrices("inner", 2 * m.num_layers, (m.num_kv_heads or m.num_heads) * head, width)
+        attentions = m.num_layers + (0 if m.kind == "decoder" else m.num_layers - m.decoder_begins)  # across, too
+        yield Matrices("inner", 2 * attentions, m.num_heads * head, width)
+        yield Matrices("inner", 2 * attentions, (m.num_kv_heads or m.num_heads) * head, width)
     if m.positions == "t5":
-        yield Matrices("outer", m.num_layers, T5_BUCKETS, m.num_heads)
+        yield Matrices("outer", m.num_layers if m.kind == "decoder" else 2, T5_BUCKETS, m.num_heads)
     sparse = m.layers_with_experts()
     yield _network("inner", m.num_layers - len(sparse), width, m.d_ff, m.ffn)
     ffn, hidden = x.ffn or m.ffn, x.d_ff or m.d_ff

@@ -452,9 +452,19 @@ def tensor_cases(nproc: int) -> list[Case]:
     options = partial(Case, world=2, tp=2, ep=2, kind="ddp", microbatches=1)
     mixed = [options("mixer", tensor="sliced", precision=precision) for precision in ("fp32", "bf16")]
     found += [*mixed, options("gpt_oss", tensor="dtensor", precision="fp32")] if nproc >= 2 else []
+    found += _halves_tensor_cases(nproc)
     return (
         found + _sliced_cases(nproc) + _overlapped_cases(nproc) + _dtensor_cases(nproc) + _staged_tensor_cases(nproc) + _grid_cases(nproc)
     )
+
+
+def _halves_tensor_cases(nproc: int) -> list[Case]:
+    """Cross attention and a bias that the layers of a half share, by heads; in fp32: what 16 bits may differ by is not measured of them."""
+    one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
+    found = [one("t5", world=2, tp=2, ep=2), one("t5_untied", world=2, tp=2, ep=1, recompute="full")] if nproc >= 2 else []
+    more = [one("t5", kind="fsdp", world=4, tp=2, ep=2, recompute="selective"), one("t5_untied", kind="zero1", world=4, tp=2, ep=2, etp=2)]
+    more += [one("t5", world=4, tp=4, ep=2, tiles=5, head_tiles=3, chunks=7), replace(one("t5", world=4, tp=2, ep=4), tensor="overlapped")]
+    return found + (more if nproc >= 4 else [])
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks

@@ -302,11 +302,20 @@ def _cross(network: Network, encoder: Network, plan: Plan, cluster: Cluster, pro
         core = _scores(network, plan, cluster, count=count, keys=encoder.length)
     forward = sum(f for f, _, _ in times) + device.stream(stream, kernels=5) + casts[0]
     backward = sum(x + w for _, x, w in times) + device.stream(BACKWARD_STREAM * stream, kernels=7) + casts[1]
+    sums = _cross_sums(n, read, d, plan, cluster, program) if t > 1 else (Pass(), Pass())
     return (
-        Pass(compute=forward, kernels=9 + len(times)) + core[0],
-        Pass(compute=backward, kernels=12 + 2 * len(times)) + core[1],
+        Pass(compute=forward, kernels=9 + len(times)) + core[0] + sums[0],
+        Pass(compute=backward, kernels=12 + 2 * len(times)) + core[1] + sums[1],
         sum(w for _, _, w in times),
     )
+
+
+def _cross_sums(n: float, read: float, width: int, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass]:
+    """Of 1D: its output's forward; backward the gradients of what the decoder and the encoder gave."""
+    group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
+    own, other = (all_reduce(cluster, group, tokens * width * plan.compute_bytes) for tokens in (n, read))
+    left = 1 - program.tensor_beside
+    return Pass(tensor=left * own, kernels=0.5), Pass(tensor=left * (own + other), kernels=1)
 
 
 def _uneven(plan: Plan) -> float:

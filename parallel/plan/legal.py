@@ -90,7 +90,7 @@ def _tensor(network: Network, plan: Plan) -> Iterator[str]:
 
 
 def _line(network: Network, plan: Plan) -> Iterator[str]:
-    tp, dense = plan.tp, len(network.sparse_layers) < network.layers or network.ahead > 0
+    tp, dense = plan.tp, len(network.with_experts) < network.depth or network.ahead > 0
     for what, size in (("model.num_heads", network.heads), ("model.d_ff", network.hidden if dense else 0)):
         if size % tp:
             yield f"degrees.tp={tp} does not divide {what}={size}"
@@ -128,10 +128,12 @@ def _grid(network: Network, plan: Plan) -> Iterator[str]:
 def _halves(network: Network, plan: Plan) -> Iterator[str]:
     if network.encoder is None:
         return
-    for name in ("pp", "sp", "tp"):
-        size = getattr(plan, name)
-        if size > 1 and not (name == "tp" and plan.tensor == "copied"):
+    for name, size in (("pp", plan.pp), ("sp", plan.sp)):
+        if size > 1:
             yield f"degrees.{name}={size} does not go with model.kind=encoder_decoder"
+    if plan.tp > 1 and plan.tensor not in ("1d", "copied"):
+        words = "tensor.sequence_parallel" if plan.tensor == "sliced" else f"tensor.kind={plan.tensor}"
+        yield f"{words} does not go with model.kind=encoder_decoder"
 
 
 def _ahead(network: Network, plan: Plan) -> Iterator[str]:

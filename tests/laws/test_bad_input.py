@@ -136,8 +136,12 @@ CASES: list[tuple[str, str, str]] = [
     # an encoder-decoder
     ("train switch_t5_tiny --nproc 2 --degrees.pp 2", "degrees.pp: got 2 with model.kind=encoder_decoder", "set degrees.pp to 1"),
     ("train switch_t5_tiny --nproc 2 --degrees.sp 2", "degrees.sp: got 2 with model.kind=encoder_decoder", "set degrees.sp to 1"),
-    ("train switch_t5_tiny --nproc 2 --degrees.tp 2", "degrees.tp: got 2 with model.kind=encoder_decoder", "set degrees.tp to 1"),
-    ("plan switch_t5_tiny --cluster h100-8 --search alpa", "model.kind: got encoder_decoder, needed decoder", "moe plan without --search"),
+    (
+        "train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.kind dtensor",
+        "tensor.kind: got dtensor with model.kind",
+        "tensor.kind to 1d",
+    ),
+    ("train switch_t5_tiny --nproc 2 --degrees.tp 2 --tensor.sequence_parallel true", "true with model.kind=encoder_decoder", "to false"),
     ("train switch_t5_tiny --data.objective next_token", "data.objective: got next_token with", "set data.objective to span_corruption"),
     ("train switch_t5_tiny --model.positions rotary", "model.positions: got rotary, needed t5", "set model.positions to t5"),
     ("train switch_t5_tiny --model.encoder_layers 8", "model.encoder_layers: got 8, needed below", "set it to null"),

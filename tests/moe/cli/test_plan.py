@@ -38,8 +38,8 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
     assert "16 sequences of 256 tokens read and 58 written a step" in capsys.readouterr().out
     written = json.loads(table.read_text())
     assert described(plan_of(check_run(load(str(out))[0], 8))) == written["chosen"]["plan"]
-    assert {(row["pp"], row["tp"], row["sp"]) for row in written["ranked"]} == {(1, 1, 1)}
-    assert any("degrees.tp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
+    assert {(row["pp"], row["sp"], row["tensor"]) for row in written["ranked"]} == {(1, 1, "1d")}
+    assert any("degrees.sp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
 
 
 @pytest.mark.parametrize("search", ["alpa", "flexflow", "mesh-tf", "gspmd"])
@@ -65,6 +65,7 @@ def test_the_guide_says_each_rule_with_numbers(capsys: pytest.CaptureFixture[str
         ([*WORDS, "--out", "plan.txt"], "--out: got plan.txt, needed a recipe, *.yaml; fix: --out plan.yaml"),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
+        (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),
         (["plan", "glam_8b_64e", "--cluster", "v100-8"], "GiB a device too much for the smallest plan"),
     ],
 )

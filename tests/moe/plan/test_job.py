@@ -184,6 +184,17 @@ def test_counted_matrices_are_those_that_a_rank_holds(tensor: str, tp: int, kv_h
     assert counted == sum(math.prod(row["here"]) for row in rows)
 
 
+@pytest.mark.parametrize("kv_heads", [6, 1])
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_both_halves_a_rank_of_tp_holds_what_is_counted(tied: bool, kv_heads: int) -> None:
+    model = MODEL | {"kind": "encoder_decoder", "positions": "t5", "vocab_size": 300, "tied_embeddings": tied, "num_kv_heads": kv_heads}
+    values = {"model": model, "data": {"objective": "span_corruption"}, "degrees": {"dp": 1, "tp": 2}, "optimizer": {"kind": "adamw"}}
+    run = build_run(values).resolve(2)
+    network = network_of(run)
+    rows = plan_rows(run, rank=1)
+    assert held(network, plan_of(run), (range(network.depth),), (0,)).total == sum(math.prod(row["here"]) for row in rows)
+
+
 LATENTS = [{"key_rank": 20, "query_rank": 28, "rotary_size": 6, "value_size": 10}, {"key_rank": 20, "rotary_size": 6, "value_size": 10}]
 
 

@@ -58,7 +58,7 @@ def trained(values: dict[str, Any], folder: Path, steps: int, found: Path | None
         assert state.resume(held, executor.engine, mesh, whole=whole, **told)
     losses, shard = [], shard_of(run, mesh, 12)
     for step in range(counters.step, steps):
-        tokens = shard.of_batch(batch(step, length=10, size=12))
+        tokens = shard.of_batch(batch(step, length=run.model.read_length, size=12))
         micro = run.pipeline.microbatches
         numbers = accumulate(executor, tokens, shard=shard, microbatches=micro, seed=0, step=step, loss_scale=scale.value)
         finish(executor.engine, numbers, world=mesh.axis("world"), scale=scale, lr=run.optimizer.lr, clip_norm=1.0, device=CPU)
@@ -85,6 +85,10 @@ def tensors(folder: Path) -> dict[tuple[str, str], Tensor]:
 
 
 FSDP = {"kind": "fsdp"}
+HALVES: dict[str, Any] = {
+    "model": BASE["model"] | {"kind": "encoder_decoder", "num_layers": 3, "encoder_layers": 1, "positions": "t5", "vocab_size": 262},
+    "data": {"objective": "span_corruption"},
+}
 LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("muon", 2, {"degrees": {"dp": 2, "ep": 2}}),
     ("muon", 4, {"degrees": {"dp": 2, "tp": 2, "ep": 2, "etp": 2}}),
@@ -93,6 +97,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("muon", 2, {"degrees": {"dp": 1, "pp": 2, "ep": 1}, "pipeline": {"microbatches": 2}}),
     ("adafactor", 2, {"degrees": {"dp": 2, "ep": 2}}),
     ("sgd", 2, {"degrees": {"dp": 2, "ep": 1}, "sharding": FSDP}),
+    ("sgd", 2, HALVES | {"degrees": {"dp": 1, "tp": 2, "ep": 2}}),
 ]
 
 
@@ -104,7 +109,8 @@ def test_a_layout_gives_what_one_process_gives_and_takes_its_checkpoint(
 
     Newton-Schulz makes the smallest singular values 3.44^5 = 480 times as large, and what sums in another order have rounded with them.
     """
-    plain = trained({"optimizer": KINDS[kind]}, tmp_path / "alone", 3)
+    model = {section: layout[section] for section in ("model", "data") if section in layout}
+    plain = trained(model | {"optimizer": KINDS[kind]}, tmp_path / "alone", 3)
     for losses in run_on_ranks(on_ranks, world, world, layout | {"optimizer": KINDS[kind]}, tmp_path, timeout_s=100):
         assert losses == pytest.approx(plain, rel=1e-5)
     expected, found, again = (tensors(tmp_path / name) for name in ("alone", "ranks", "again"))
@@ -137,10 +143,11 @@ PLANNED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kind", ["adamw", *KINDS])
-@pytest.mark.parametrize("more", PLANNED, ids=["sparse", "dense", "latents", "latents of queries"])
+@pytest.mark.parametrize("more", [*PLANNED, HALVES["model"]], ids=["sparse", "dense", "latents", "latents of queries", "halves"])
 def test_the_planner_counts_the_bytes_that_an_optimizer_keeps(kind: str, more: dict[str, Any]) -> None:
     model = BASE["model"] | more
-    run = check_run(Run.model_validate(BASE | {"model": model, "optimizer": {"kind": kind}}), 1)
+    data = HALVES["data"] if "kind" in more else {}
+    run = check_run(Run.model_validate(BASE | {"model": model, "optimizer": {"kind": kind}, "data": data}), 1)
     module, layouts = build(run, Mesh.of(run.mesh_degrees()), device=CPU)
     rule, held = optimizer_of(run.optimizer), {"dense": [0, 0], "expert": [0, 0]}
     for name, parameter in module.named_parameters():
