@@ -91,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "t5, dp 2": layout(2, **HALVES),
     "t5, full recompute": layout(2, **HALVES, recompute={"kind": "full"}),
     "t5, fsdp": layout(2, **HALVES, **FSDP),
+    "t5, tp 2": layout(2, tp=2, **HALVES),
     "t5, ep 2": layout(2, ep=2, **(HALVES | EXPERTS | {"model": EXPERTS["model"] | HALVES["model"]})),
     "ddp, dp 4": layout(4),
     "fsdp, dp 4": layout(4, **FSDP),

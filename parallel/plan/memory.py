@@ -313,11 +313,15 @@ class _Job:
         if self.casts and last in layers:
             ends[-1] += self.network.ahead * beside.casts
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
-        work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+        second = self.kinds_of(range(self.network.before, self.network.depth)) if self.network.encoder is not None else []
+        work = max([of.work for mine in layers.values() for of, _ in second or mine], default=0.0)
         found: list[Moment] = []
         for count in rank.most:
             kept, of_ends = sum(map(mul, count, bodies)), sum(map(mul, count, ends))
             found.append((kept, of_ends, 0.0, work))
+            if second:  # the encoder's layers work when what the decoder's kept is gone
+                read = max(of.work for of, _ in self.kinds_of(range(self.network.before)))
+                found.append((kept - sum(n * of.kept for of, n in second), of_ends, 0.0, read))
             if last in layers:
                 found.append((kept, of_ends + beside.loss, 0.0, beside.gathered_input))
             if 0 in layers:
