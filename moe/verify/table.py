@@ -1,6 +1,7 @@
 """The rows of `moe verify --json FILE`: written while they are made, so that a table of hours that was interrupted goes on.
 
 FILE with rows that passed   --go_on-->   they are kept, each with the commit that made it; the others are run
+no FILE yet                  --go_on-->   all are run: a script can always say it
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EVERY_S = 10.0  # between two writings of the whole table
 class Table:
     """Rows of these cases, in their order. `file`: where they go, None: nowhere; `go_on`: begin with those in it that passed.
 
-    Raises BadInput where there is nothing to go on from.
+    Raises BadInput where it is no such table.
     """
 
     def __init__(self, chosen: Sequence[Case], file: str | None, *, go_on: bool) -> None:
@@ -31,7 +32,8 @@ class Table:
         self.commits: set[str] = set()
         self._rows: dict[int, dict[str, Any]] = {}  # by place among the chosen
         self._written = time.monotonic()
-        if go_on:
+        self.begun = go_on and (file is None or Path(file).exists())
+        if self.begun:
             self._keep(_read(file))
 
     def _keep(self, before: dict[str, Any]) -> None:
@@ -51,6 +53,8 @@ class Table:
 
     def begins(self, now: str | None) -> str:
         """What to say of the rows that were kept, at the commit `now`."""
+        if not self.begun:
+            return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
         made = f", made at {', '.join(others)}, which say nothing of what changed since" if others else ""
         return f"{self.kept} rows kept from {self.file}{made}; {len(self.chosen) - self.kept} left"

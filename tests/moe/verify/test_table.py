@@ -94,13 +94,17 @@ def test_a_finished_table_starts_no_rank(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads(Path(file).read_text())["tolerances"] == {"switch bf16": {"loss": 0.5}}
 
 
-@pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"verb": "bench fit"}', '{"verb": "verify", "rows": [{}], "tolerances": {}, "commit": ""}']
-)
-def test_without_such_a_table_there_is_nothing_to_go_on_from(text: str | None, tmp_path: Path) -> None:
+def test_a_script_that_always_goes_on_begins_where_there_is_no_table_yet(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
-    if text is not None:
-        file.write_text(text)
+    table = Table(chosen(), str(file), go_on=True)
+    assert table.begins("abc") == f"{file} is not there yet: all {len(chosen())} rows are to be made"
+    assert len([case for world in (1, 2) for case in table.left(world)]) == len(chosen())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"verb": "bench fit"}', '{"verb": "verify", "rows": [{}], "tolerances": {}, "commit": ""}'])
+def test_without_such_a_table_there_is_nothing_to_go_on_from(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "verify.json"
+    file.write_text(text)
     with pytest.raises(BadInput, match="--go_on: got .*, needed --json FILE with the table that an interrupted run has left; fix: leave"):
         Table(chosen(), str(file), go_on=True)
     with pytest.raises(BadInput, match="--go_on: got no --json, needed .*; fix: --json docs/benchmarks/verify-hybrid.json"):
