@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ from parallel.meet import NotMet, meet
 from parallel.mesh import Axis, Degrees, Mesh
 from parallel.record import Record
 
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: an interface's IPv4 address
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: an interface's IPv4 address; for an IPv6 one there is a table
 LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # for how long ranks wait for one another; the second is torch's own
 
 _NAMES = {
@@ -156,9 +158,12 @@ def interface_to(host: str) -> str | None:
     gloo asks the name of this machine instead, which on many is a loopback address that no other machine can reach.
     """
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: the system chooses the address that it would send from
             mine = probe.getsockname()[0]
+            if family == socket.AF_INET6:
+                return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode())
                 with contextlib.suppress(OSError):  # one without an address
@@ -167,6 +172,13 @@ def interface_to(host: str) -> str | None:
     except OSError:
         return None
     return None
+
+
+def _with_address(address: ipaddress.IPv6Address) -> str | None:
+    """The interface that has it, in Linux's table: the address in hexadecimal, four numbers, the name."""
+    table = Path("/proc/net/if_inet6")
+    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
+    return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)
 
 
 def _last_resort_s() -> float:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from glob import glob
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +120,8 @@ def test_16_bits_are_known_by_the_processors_own_flags(flags: str, bf16: bool, f
 
 def test_the_interface_is_the_one_by_which_the_master_is_reached() -> None:
     assert interface_to("127.0.0.1") == "lo"
+    if Path("/proc/net/if_inet6").exists():
+        assert interface_to("::1") == "lo"
     assert interface_to("no.such.host.invalid") is None
 
 

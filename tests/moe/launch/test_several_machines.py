@@ -191,10 +191,16 @@ def test_a_machine_shares_the_folder_if_it_sees_the_token_of_the_launch(tmp_path
     assert capsys.readouterr().out.splitlines() == ["1 here", f"1 {folder} is another folder there"]
 
 
-@pytest.mark.parametrize("host", ["worker-[0-2]", "exec:worker-0", "^hosts", "a,b", "::1"])
-def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "needed"),
+    [
+        *((host, "NAME slots=N") for host in ("worker-[0-2]", "^hosts", "a,b")),
+        *((host, "a name, or an IPv4 address: .*; fix: give an IPv6") for host in ("exec:worker-0", "::1", "me@2001:db8::1")),
+    ],
+)
+def test_a_host_is_one_and_pdsh_takes_it_for_nothing_else(host: str, needed: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(f"{host} slots=1\n")
-    with pytest.raises(BadInput, match="line 1: got .*, needed NAME slots=N"):
+    with pytest.raises(BadInput, match=f"line 1: got .*, needed {needed}"):
         start.read_hostfile(tmp_path / "hosts")
 
 
