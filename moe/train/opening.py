@@ -157,7 +157,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     if source is not None:
         progress.note(f"begins with the weights and the tokenizer of {source.path}")
         records.write({"kind": "event", "event": "begun", "step": 0, "from": str(source.path)} | resumed.recorded())
-    elif asked.init_from is not None:
+    elif asked.init_from is not None and not (run.lora.rank and _moved(asked)):
         progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
