@@ -17,7 +17,7 @@ from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
-from moe.router.checks import check_causal, check_read, check_spec
+from moe.router.checks import check_causal, check_read, check_slots, check_spec
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
 from parallel.mesh import Degrees, check_world, divisors
@@ -304,6 +304,9 @@ def _check_batch(run: Run) -> None:
             needed=f"a divisor of the {held} sequences in one rank's micro-batch",
             fix=f"set router.group to one of {divisors(held)}",
         )
+    if run.model.layers_with_experts():
+        sequences = group if isinstance(group, int) else held if group == "rank" else 1
+        check_slots(run.router.spec, group_tokens=sequences * run.model.max_length, num_experts=min(run.experts.counts))
     # where evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
     grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp

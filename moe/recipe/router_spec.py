@@ -27,6 +27,7 @@ class Key:
     above: float | None = None
     least: float | None = None
     below: float | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class RouterSpec:
         Literal["none", "rmsnorm"], Key("of the router's input, with a gain; experts read the input as it is (Gemma 4)")
     ] = "none"
     logits: Annotated[Literal["linear", "affine"], Key("W x, or W x + b with a learned b")] = "linear"
-    logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", above=0)] = None
+    logit_cap: Annotated[float | None, Key("c of c tanh(l / c), which bounds logits; null: none", least=1e-3)] = None
     score: Annotated[Literal["softmax", "sigmoid", "sqrt_softplus"] | Plugin, Key("of a logit")] = "softmax"
     softmax_over: Annotated[Literal["all", "chosen"], Key("all experts, or the chosen ones after selection")] = "all"
     jitter: Annotated[float, Key("the router's input times uniform(1 - jitter, 1 + jitter), train only", least=0, below=1)] = 0.0
@@ -85,9 +86,9 @@ class RouterSpec:
         "two_best"
     )
     second: Annotated[Literal["always", "random"], Key("the second of top-2; random: with probability 2 g_2")] = "always"
-    bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0)] = None
+    bias_rate: Annotated[float | None, Key("step of the selection bias (aux-loss-free balance); null: no bias", least=0, most=10)] = None
     gates: Annotated[Literal["as_is", "before_drop", "after_drop"], Key("when gates are made to sum to 1")] = "as_is"
-    gate_scale: Annotated[float, Key("factor on all gates", above=0)] = 1.0
+    gate_scale: Annotated[float, Key("factor on all gates", least=1e-6, most=1e6)] = 1.0
     expert_scale: Annotated[Literal["none", "learned"], Key("what gates are multiplied with: a number of each expert (Gemma 4)")] = "none"
     gate_on: Annotated[Literal["output", "input"], Key("what a gate is multiplied with: what its expert gives, or what it reads")] = (
         "output"
@@ -96,15 +97,15 @@ class RouterSpec:
         Literal["sequence", "rank"] | int,
         Key("tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)", above=0),
     ] = "sequence"
-    capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
-    eval_capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
+    capacity_factor: Annotated[float | None, Key("null: dropless", least=1e-3)] = None
+    eval_capacity_factor: Annotated[float | None, Key("null: dropless", least=1e-3)] = None
     min_capacity: Annotated[int, Key(least=0)] = 0
     capacity_counts: Annotated[Literal["choices", "tokens"], Key("whether k is a factor of the capacity")] = "choices"
     capacity_rounding: Annotated[Literal["ceil", "floor", "round"], Key()] = "ceil"
     capacity_multiple: Annotated[int, Key("slots are rounded up to a multiple of it", above=0)] = 1
     drop: Annotated[Literal["position", "lowest_gate", "random"], Key("who has no slot")] = "position"
     queue: Annotated[Literal["choices_first", "tokens_first"], Key("all first choices before second ones, or not")] = "choices_first"
-    balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0)] = 0.0
+    balance_weight: Annotated[float, Key("Switch eq. 4, summed over layers", least=0, most=1e9)] = 0.0
     balance_counts: Annotated[
         Literal["all", "first", "unbiased"],
         Key("what counts as load: all choices, the first (GShard), or the top k of all scores without bias or groups (DeepSeek-V3)"),
@@ -113,11 +114,11 @@ class RouterSpec:
         Literal["sequence", "micro_batch", "global_batch"],
         Key("tokens over which balance is asked: a capacity group, a rank's micro-batch (not layout-free) or a step"),
     ] = "sequence"
-    importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0)] = 0.0
+    importance_weight: Annotated[float, Key("squared variation of the experts' gates (Shazeer et al. 2017)", least=0, most=1e9)] = 0.0
     load_weight: Annotated[
-        float, Key("squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", least=0)
+        float, Key("squared variation of the experts' expected loads under the noise (Shazeer et al. 2017)", least=0, most=1e9)
     ] = 0.0
-    z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0)] = 0.0
+    z_weight: Annotated[float, Key("ST-MoE: 0.001", least=0, most=1e9)] = 0.0
 
     @property
     def vectors(self) -> int:

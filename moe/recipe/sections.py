@@ -135,9 +135,9 @@ class Rope(Section):
 class Swiglu(Section):
     """How swiglu networks gate: h = min(x w1, limit), g = x w3 within +-limit, and (h sigmoid(alpha h)) (g + offset)."""
 
-    alpha: float = Field(1.0, gt=0, description="GPT-OSS: 1.702")
-    limit: float | None = Field(None, gt=0, description="null: none; GPT-OSS: 7")
-    offset: float = Field(0.0, description="GPT-OSS: 1")
+    alpha: float = Field(1.0, gt=0, le=1e3, description="GPT-OSS: 1.702")
+    limit: float | None = Field(None, ge=1e-3, description="null: none; GPT-OSS: 7")
+    offset: float = Field(0.0, ge=-1e3, le=1e3, description="GPT-OSS: 1")
 
     @property
     def bound(self) -> float:
@@ -147,10 +147,10 @@ class Swiglu(Section):
 class Scales(Section):
     """Factors in the stream of a model (Granite), which let the learning rate of a small model do for a large one."""
 
-    embedding: float = Field(1.0, gt=0, description="on what the embedding gives (Granite)")
-    residual: float = Field(1.0, gt=0, description="on what attention, network and experts add to the stream")
-    attention: float | None = Field(None, gt=0, description="on attention's logits; null: 1 / sqrt(channels of a head)")
-    head: float = Field(1.0, gt=0, description="logits of the vocabulary are divided by it")
+    embedding: float = Field(1.0, ge=1e-6, le=1e6, description="on what the embedding gives (Granite)")
+    residual: float = Field(1.0, ge=1e-6, le=1e6, description="on what attention, network and experts add to the stream")
+    attention: float | None = Field(None, ge=1e-6, le=1e6, description="on attention's logits; null: 1 / sqrt(channels of a head)")
+    head: float = Field(1.0, ge=1e-6, le=1e6, description="logits of the vocabulary are divided by it")
 
 
 class Latent(Section):
@@ -182,7 +182,7 @@ class Model(Section):
     kind: Literal["decoder", "encoder_decoder"] = Field("decoder", description="encoder_decoder: as T5 and Switch, with data.objective")
     vocab_size: int | None = Field(None, gt=0, description="null: the tokenizer's, and the objective's sentinels")
     num_layers: int = Field(4, gt=0, le=10_000, description="of encoder_decoder: those of both halves, the encoder's first")
-    encoder_layers: int | None = Field(None, gt=0, description="of encoder_decoder: so many of num_layers; null: half of them")
+    encoder_layers: int | None = Field(None, gt=0, le=10_000, description="of encoder_decoder: so many of num_layers; null: half of them")
     d_model: int = Field(256, gt=0)
     num_heads: int = Field(4, gt=0)
     num_kv_heads: int | None = Field(None, gt=0, description="grouped-query attention; null: as many as num_heads")
@@ -191,13 +191,13 @@ class Model(Section):
     ffn: Literal["relu", "gelu", "geglu", "swiglu"] = "gelu"
     swiglu: Swiglu = Swiglu()
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float | None = Field(None, gt=0, description="added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm")
+    norm_eps: float | None = Field(None, gt=0, le=1, description="added to the mean square; null: 1e-6 for rmsnorm, 1e-5 for layernorm")
     qk_norm: Literal["none", "heads", "whole"] = Field(
         "none", description="RMSNorm of queries and of keys: of each head (Qwen3), or of all heads' channels together (OLMoE)"
     )
     qkv_bias: bool = Field(False, description="a bias behind the products that make queries, keys and values (Qwen2)")
     clip_qkv: float | None = Field(
-        None, gt=0, description="queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are"
+        None, ge=1e-3, description="queries, keys and values are kept within +-this (OLMo, DBRX); null: as they are"
     )
     out_bias: bool = Field(False, description="a bias behind attention's last product (GPT-OSS)")
     attention_sinks: bool = Field(
@@ -218,9 +218,9 @@ class Model(Section):
     moe_layers: tuple[int, ...] | None = Field(None, description="layers with experts by number, instead of moe_every")
     tied_embeddings: bool = True
     ahead: int = Field(0, ge=0, le=16, description="so many tokens after the next one are predicted too, in training (DeepSeek-V3: 1)")
-    ahead_weight: float = Field(0.3, ge=0, description="of their loss; DeepSeek-V3: 0.3, later 0.1")
+    ahead_weight: float = Field(0.3, ge=0, le=1e6, description="of their loss; DeepSeek-V3: 0.3, later 0.1")
     dropout: float = Field(0.0, ge=0, lt=1)
-    init_scale: float = Field(1.0, gt=0, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
+    init_scale: float = Field(1.0, ge=1e-12, le=1e6, description="s of sigma = sqrt(s / fan_in), truncated normal; Switch: 0.1")
 
     def layers_with_experts(self) -> tuple[int, ...]:
         if self.moe_layers is not None:
@@ -351,7 +351,7 @@ def _router_keys() -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for name, hint in get_type_hints(RouterSpec, include_extras=True).items():
         kind, key = get_args(hint)
-        limits = {"gt": key.above, "ge": key.least, "lt": key.below}
+        limits = {"gt": key.above, "ge": key.least, "lt": key.below, "le": key.most}
         parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         names = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
         numbers = [Annotated[part, Field(**limits)] if part in (int, float) else part for part in parts if get_origin(part) is not Literal]
@@ -534,7 +534,7 @@ class Data(Section):
 class Kfac(Section):
     """Settings of K-FAC: how its factors are estimated and damped."""
 
-    damping: float = Field(0.3, gt=0, description="added to each factor, whose mean eigenvalue is 1: its square root")
+    damping: float = Field(0.3, gt=0, le=1e6, description="added to each factor, whose mean eigenvalue is 1: its square root")
     ema: float = Field(0.5, ge=0, lt=1, description="what remains of the old factors at a refresh")
     refresh_every: int = Field(5, gt=0, description="steps from one taking of factors to the next; inverses are stale between")
     delay: int = Field(0, ge=0, description="steps until new inverses are used: time in which bubbles can do the work")
@@ -548,7 +548,7 @@ class Muon(Section):
     nesterov: bool = True
     iterations: int = Field(5, gt=0, le=100, description="of Newton-Schulz")
     scale: Literal["rms", "spectral"] = Field("rms", description="rms: steps as large as AdamW's; spectral: sqrt(max(1, out / in))")
-    lr_factor: float = Field(1.0, gt=0, description="times optimizer.lr: the rate of matrices")
+    lr_factor: float = Field(1.0, gt=0, le=1e6, description="times optimizer.lr: the rate of matrices")
 
 
 class Adafactor(Section):
@@ -575,11 +575,11 @@ class Optimizer(Section):
         "adamw",
         description="kfac: K-FAC's direction with AdamW's length; muon: orthogonal steps of matrices; given: from Python",
     )
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, le=1e3)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: float = Field(0.1, ge=0, le=1e3)
     warmup_steps: int = Field(50, ge=0)
     schedule: Literal["cosine", "wsd", "constant", "linear", "inverse_sqrt"] | Plugin = "cosine"
     decay_share: float = Field(0.2, gt=0, le=1, description="wsd: the last share of the steps, where the rate falls")
@@ -600,7 +600,7 @@ class Lora(Section):
     """Adapters: two narrow matrices beside frozen ones, which begin as those of another run (--init_from)."""
 
     rank: int = Field(0, ge=0, le=100_000, description="W + alpha / rank B A in the place of W; 0: none, and everything is trained")
-    alpha: float = Field(16.0, gt=0)
+    alpha: float = Field(16.0, gt=0, le=1e6)
     targets: Annotated[tuple[Literal["attention", "experts", "dense"], ...], OneOrMore] = Field(
         ("attention",), description="whose matrices; dense: networks that are no experts, shared and residual ones too"
     )

@@ -207,6 +207,17 @@ def _check_capacity(s: RouterSpec) -> None:
             )
 
 
+def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
+    """That experts take something at all: with a small factor, rounded down, a whole run would route nothing. Raises BadInput."""
+    choices = s.num_choices if s.capacity_counts == "choices" else 1
+    for key, factor in (("capacity_factor", s.capacity_factor), ("eval_capacity_factor", s.eval_capacity_factor)):
+        exact = 1.0 if factor is None else group_tokens * choices * factor / num_experts
+        none = {"ceil": False, "floor": round(exact, 9) < 1, "round": round(exact, 9) <= 0.5}[s.capacity_rounding]
+        if none and not s.min_capacity:
+            got = f"{factor:g}, which is {exact:.2g} slots of an expert for {group_tokens} tokens, {s.capacity_rounding} 0"
+            raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix="set router.min_capacity to 1")
+
+
 def _check_losses(s: RouterSpec, num_experts: int) -> None:
     if s.load_weight and (s.noise != "noisy_top_k" or s.select != "top_k"):
         raise BadInput(
