@@ -13,6 +13,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -26,6 +27,7 @@ from parallel.errors import BadInput
 from parallel.files import read_text
 
 METRICS, SUMMARY, TENSORBOARD = "metrics.jsonl", "summary.json", "tensorboard"
+_STEP = re.compile(rb'"step":\s*([0-9]{1,18})\b')
 _LAST_SECOND = 2**36  # in the year 4147
 PREVIOUS, PREVIOUS_SUMMARY = "metrics.previous.jsonl", "summary.previous.json"
 
@@ -221,8 +223,28 @@ def cut_after(path: Path, step: int) -> None:
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
     """The lines that `cut_after` keeps of any step: no half-written or damaged ones. None where there is no file yet. Raises BadInput."""
+    return [line for _, line in _whole(_there(path))]
+
+
+def latest_lines(path: Path, step: int, *, key: str) -> list[dict[str, Any]]:
+    """Of `whole_lines`, those after `step`, and those that have `key`. No others are parsed: a run of many steps is to go on at once."""
+    named, found = f'"{key}"'.encode(), []
+    for text in _there(path).split(b"\n"):
+        steps = _STEP.findall(text)
+        line = _parse(text) if named in text or not steps or max(map(int, steps)) > step else None
+        found += [line] if line is not None and (line["step"] > step or key in line) else []
+    return found
+
+
+def first_time(path: Path) -> float | None:
+    """When the first line was written, as it says; None where no line does."""
+    return next((line["time"] for _, line in _whole(_there(path)) if line.get("time")), None)
+
+
+def _there(path: Path) -> bytes:
+    """The whole file; nothing where there is none yet. Raises BadInput."""
     try:
-        return [line for _, line in _whole(_regular(path).read_bytes())] if path.exists() else []
+        return _regular(path).read_bytes() if path.exists() else b""
     except OSError as error:
         raise BadInput(str(path), got=error.strerror or error, needed=f"a run's {METRICS}", fix="move it away, or --out DIR") from None
 

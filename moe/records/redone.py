@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from moe.records.metrics import METRICS, whole_lines
+from moe.records.metrics import METRICS, first_time, latest_lines
 
 NOTHING = {"resumes": 0, "restarts": 0, "steps": 0, "seconds": 0.0}
 _RESTART = "MOE_RESTART"  # "NUMBER SINCE WHY", from `moe train --restarts` to its ranks
@@ -50,7 +50,7 @@ class Restart:
 
     def has_records(self, out: Path) -> bool:
         """Whether the records in `out` are of this run's earlier lives, or there are none."""
-        first = next((line["time"] for line in whole_lines(out / METRICS) if line.get("time")), None)
+        first = first_time(out / METRICS)
         return first is None or first >= self.since
 
 
@@ -63,7 +63,7 @@ def _parent_began() -> float:
 
 def going_on(out: Path, step: int, restart: Restart | None) -> dict[str, Any]:
     """The fields of the event `resumed` for a run that goes on from `step`, read before the lines after that step are removed."""
-    lines = whole_lines(out / METRICS)
+    lines = latest_lines(out / METRICS, step, key="so_far")
     gone = [line.get("step_seconds") or 0.0 for line in lines if line.get("kind") == "train" and line["step"] > step]
     before = sums(lines)
     so_far = {

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, scalars, write_summary
+from moe.records import metrics
+from moe.records.metrics import METRICS, PREVIOUS, Records, finite, read, read_summary, scalars, whole_lines, write_summary
 from moe.records.redone import going_on
 from moe.records.summary import summary_rows
 from parallel.errors import BadInput
@@ -235,6 +236,22 @@ def test_what_was_made_again_is_counted_from_whole_lines_alone(tmp_path: Path) -
     os.mkfifo(tmp_path / METRICS)
     with pytest.raises(BadInput, match="not a regular file, needed a run's metrics.jsonl; fix: move it away"):
         going_on(tmp_path, 3, None)
+
+
+def test_a_run_that_goes_on_reads_the_lines_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as a filter of all lines, of which only those that may count are parsed."""
+    path, lines = tmp_path / METRICS, [dict(line) for line in run_lines(40, eval_every=7)]
+    lines[3] |= {"so_far": {"resumes": 1}}
+    lines[5] = {"step": 60, "kind": "train", "note": '"step": 3'}  # of a file that somebody has changed
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "ki')
+    wanted = [line for line in whole_lines(path) if line["step"] > 35 or "so_far" in line]
+    parsed: list[bytes] = []
+    parse = metrics._parse
+    monkeypatch.setattr(metrics, "_parse", lambda text: parsed.append(text) or parse(text))
+    assert metrics.latest_lines(path, 35, key="so_far") == wanted and len(wanted) > 6
+    assert len(parsed) <= len(wanted) + 2  # the last, which is cut off, and what is behind it
+    parsed.clear()
+    assert metrics.first_time(path) == lines[0]["time"] and len(parsed) == 1
 
 
 @pytest.mark.parametrize("redone", [[1], {"resumes": "x"}, {"resumes": None}, 7])
