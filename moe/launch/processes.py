@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,17 +147,17 @@ def send(ranks: list[Rank], number: int) -> int:
     return sent
 
 
-def kill_all(session: int | None, token: str, *, wait_s: float = 10.0) -> list[int]:
+def kill_all(session: int | None, *tokens: str, spared: int | None = None, wait_s: float = 10.0) -> list[int]:
     """SIGKILL every process of a launch until none is left. Returns the ids of those alive after `wait_s` (stuck in the kernel).
 
-    `session`: that of the launcher, where it runs on this machine.
+    `session`: that of the launcher, where it runs on this machine; `spared`: a process that stays.
     """
     until = time.monotonic() + wait_s
     while True:
         if session is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, signal.SIGKILL)
-        left = _members(session, token)
+        left = _members(session, tokens, spared)
         if not left or time.monotonic() > until:
             return left
         for pid in left:
@@ -166,13 +166,13 @@ def kill_all(session: int | None, token: str, *, wait_s: float = 10.0) -> list[i
         time.sleep(0.05)
 
 
-def _members(session: int | None, token: str) -> list[int]:
-    """Living processes in the launcher's session, or with the launch's token."""
+def _members(session: int | None, tokens: Collection[str], spared: int | None) -> list[int]:
+    """Living processes in the launcher's session, or with one of the launch's tokens."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
-            mine = os.getsid(process.pid) == session or _environment(process).get(TOKEN) == token
-            if mine and process.status() != psutil.STATUS_ZOMBIE:
+            mine = os.getsid(process.pid) == session or _environment(process).get(TOKEN) in tokens
+            if mine and process.pid != spared and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 

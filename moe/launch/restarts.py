@@ -78,12 +78,16 @@ class Restarts:
         """What the ranks of the next life are told in their environment."""
         return Restart(self._count, self._why, self._since).variables() if self._count else {}
 
+    def saved(self) -> bool:
+        """Whether this life has made a checkpoint."""
+        newest = _newest(self._checkpoints)
+        return newest is not None and newest != self._newest
+
     def after(self, end: End) -> int | None:
         """The exit code where the run is over, None where it begins again. One line says which and why, unless no restart was asked for."""
         if end.code != FAILED or not self._limit:
             return end.code
-        newest = _newest(self._checkpoints)
-        saved = newest is not None and newest != self._newest
+        newest, saved = _newest(self._checkpoints), self.saved()
         said = tuple(sorted({str(word.get("error")) for word in end.left.values() if not word.get("of_all")}))
         own_words = bool(end.left) and all("pid" in word for word in end.left.values())
         if saved:

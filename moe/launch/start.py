@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from moe.launch.environment import child_environment, devices, devices_without, 
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.hosts import Hosts
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
+from moe.launch.ready import Forked, Ready
 from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
@@ -42,6 +44,7 @@ Launcher = Literal["deepspeed", "torchrun"]
 _POLL_S = 0.1
 _FIND_S = 0.5
 _LEAVE_S = 5.0  # what is left of a run after a rank failed may say so, and is then ended: launchers wait half a minute for each
+_KILLED = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)]
 _WORDS_S = 5.0  # until what ranks on other machines have written is seen here, and where all of them have: NFS looks once a minute
 _ALL_WORDS_S = 65.0
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
@@ -51,7 +54,7 @@ _SAME_SIGNAL_S = 1.0  # `timeout` and shells may deliver one request twice
 class Launch:
     """One life of a run: `words` for its `world` ranks and the `environment` of the command, `nproc` of them here or on each host.
 
-    `caught`: the signals that have come meanwhile, each with its time; `module`: what a rank runs.
+    `caught`: the signals that have come meanwhile, each with its time; `module`: what a rank runs; `ready`: ranks kept for it.
     """
 
     words: list[str]
@@ -64,6 +67,7 @@ class Launch:
     module: str
     grace_s: float
     caught: list[tuple[int, float]]
+    ready: Ready | None = None
 
 
 def start(
@@ -114,16 +118,20 @@ def start(
         elastic=elastic,
     )
     again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
-    with alone_in(out), _tidied(out, made), _caught_signals() as caught:
+    may_be_forked = restarts and hostfile is None and module == "moe.launch.launch" and sys.platform.startswith("linux")
+    with alone_in(out), _tidied(out, made), _caught_signals() as caught, contextlib.ExitStack() as left:
+        ready = left.enter_context(closing(Ready(given.words(), environment, world, wanted=again.saved))) if may_be_forked else None
         while True:
             words, told = replace(given, fresh=again.fresh()).words(), environment | again.variables()
-            end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught))
+            end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught, ready))
             code = end.code if caught else again.after(end)
             if code is not None:
                 break
             if again.processes not in (None, nproc):
                 environment |= devices_without(again.gone, environment, world)
                 world = nproc = again.processes or world
+                if ready is not None:  # what it has loaded is for other cores and devices
+                    ready.close()
             if not again.wait(caught):
                 code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
                 break
@@ -149,12 +157,16 @@ def _run(launch: Launch) -> End:
     if visible:
         del env["CUDA_VISIBLE_DEVICES"]  # DeepSpeed's launcher sets it again, from its own arguments
     port = port_from(launch.environment, local=here)
-    command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
-    print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
-    # nothing is written to what is read on other machines: it ends with this process
-    stdin = subprocess.DEVNULL if here else subprocess.PIPE
-    process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
     ranks: list[Rank] = []
+    process: subprocess.Popen[bytes] | Forked
+    if (forked := _from_ready(launch, env, visible, port)) is not None:
+        process, ranks = forked, forked.ranks
+    else:
+        command = _command(launch.launcher, nproc, launch.hostfile, visible, port=port, module=launch.module, words_of_ranks=folder)
+        print(f"waiting for {launch.launcher} to start {_processes(world)}: it loads torch first, and so does each of them", flush=True)
+        # nothing is written to what is read on other machines: it ends with this process
+        stdin = subprocess.DEVNULL if here else subprocess.PIPE
+        process = subprocess.Popen(command + launch.words, env=env, stdin=stdin, start_new_session=True)
     left: set[int] = set()  # ranks that are ended here
     also: list[str] = []
     try:
@@ -172,10 +184,23 @@ def _run(launch: Launch) -> End:
             rank.look()
         left |= {rank.rank for rank in ranks if rank.pid and rank.ended_at is None}
         uncertain = [] if hosts is None else hosts.end()
-        stuck = kill_all(process.pid, token)
-        process.wait()
+        if isinstance(process, Forked) and launch.ready is not None:
+            stuck = launch.ready.end(process, token)
+        else:
+            stuck = kill_all(process.pid, token)
+        code = process.wait()
     uncertain += [f"process {pid} could not be ended" for pid in stuck]
-    return _end(launch, ranks, process.returncode, how=how, ended_here=left, also=also, uncertain=uncertain)
+    return _end(launch, ranks, code, how=how, ended_here=left, also=also, uncertain=uncertain)
+
+
+def _from_ready(launch: Launch, environment: Mapping[str, str], visible: str | None, port: int) -> Forked | None:
+    """The ranks of this life as forks of a process that was kept ready; None where there is none."""
+    if launch.ready is None:
+        return None
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "WORLD_SIZE": f"{launch.world}", "LOCAL_WORLD_SIZE": f"{launch.world}"}
+    devices = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
+    told = {**environment, **place, **devices}
+    return launch.ready.begin(launch.words, told, launch.world, no_more=lambda: bool(launch.caught))
 
 
 def _end(
@@ -245,7 +270,9 @@ def _command(
     return [*command, "--module", module]
 
 
-def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None) -> Watched:
+def _watch(
+    launch: Launch, process: subprocess.Popen[bytes] | Forked, ranks: list[Rank], folder: Path, *, hosts: Hosts | None = None
+) -> Watched:
     """Wait until the launcher ends; meanwhile find ranks, note their ends, pass signals on. Returns whether it ended, or is to be killed.
 
     `ranks` gets them as they are found; those on other machines when a signal is passed on to them.
@@ -275,6 +302,9 @@ def _watch(launch: Launch, process: subprocess.Popen[bytes], ranks: list[Rank], 
             looked = now
             if _failed_elsewhere(folder, hosts.token, seen, now):
                 return "killed"
+        if launch.ready is not None and not asked and now - looked > _FIND_S:
+            looked = now
+            launch.ready.look()
         wait(ranks, _POLL_S)
     return "ended"
 
@@ -287,7 +317,7 @@ def _failed_before(ranks: list[Rank], folder: Path, now: float) -> bool:
         assert rank.ended_at is not None
         word = left.get(rank.rank, {})
         failed = word.get("exit", FAILED if rank.code is None else rank.code) not in (DONE, STOPPED)
-        if failed and now - rank.ended_at > _leave_s(word):
+        if failed and now - rank.ended_at > _leave_s(word, rank.code):
             return True
     return False
 
@@ -302,8 +332,9 @@ def _failed_elsewhere(folder: Path, token: str, seen: dict[object, float], now: 
     return any(since > leave_s for since, leave_s in waited.values())
 
 
-def _leave_s(word: Mapping[str, Any]) -> float:
-    return _LEAVE_S / 10 if word.get("of_all") else _LEAVE_S
+def _leave_s(word: Mapping[str, Any], code: int | None = None) -> float:
+    """For how long the others may speak: what a rank has said for all, or what killed it, they would only repeat."""
+    return _LEAVE_S / 10 if word.get("of_all") or (not word and code in _KILLED) else _LEAVE_S
 
 
 def _asked_again(caught: Sequence[tuple[int, float]]) -> bool:

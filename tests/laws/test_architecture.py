@@ -33,6 +33,7 @@ READS_THE_ENVIRONMENT = {
     "moe/launch/launch.py": "which rank reports",
     "moe/launch/processes.py": "the marks by which a launch finds its processes",
     "moe/launch/start.py": "what the launcher inherits",
+    "moe/launch/ready.py": "who started it; and it sets what its forks inherit, as a launcher does",
     "moe/launch/hosts.py": "where this program's modules are, for the other machines",
     "moe/launch/pdsh.py": "what goes along to the other machines",
     "moe/data/tokens.py": "the user's cache folder",

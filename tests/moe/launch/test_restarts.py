@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,8 +16,9 @@ import psutil
 import pytest
 
 from moe.cli.main import main as command
-from moe.launch import restarts, start
+from moe.launch import launch, ready, restarts, start, status
 from moe.launch.launch import main as rank_main
+from moe.launch.processes import Rank, wait
 from moe.launch.restarts import End, Restarts
 from moe.records import metrics
 from moe.records.redone import Restart
@@ -162,6 +164,82 @@ def test_the_command_starts_again_until_the_ranks_finish(
     assert said.count("restart ") == 2
     code, lives = run(tmp_path / "again", monkeypatch, deaths=9, limit=2)
     assert code == 1 and len(lives) == 3
+
+
+class Fork:
+    """`subprocess.Popen` of the process that is kept ready, as a fork of this one: no import is waited for."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], **_: object) -> None:
+        self.pid, self.returncode = os.fork(), None
+        if not self.pid:
+            code = 99
+            try:
+                os.setsid()
+                os.environ.clear()
+                os.environ.update(env)
+                sys.argv = command[3:]
+                code = ready.main()
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+@pytest.mark.timeout(60)
+def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lives: in the first, rank 1 is killed and rank 0 is left for the parent to end; in the second, all end well."""
+    loaded = tmp_path / "loaded"
+
+    def live(words: list[str]) -> int:
+        told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MOE_RESTART", "OLD")}
+        (tmp_path / f"{words[0]}-{os.environ['RANK']}").write_text(json.dumps([words, told]))
+        if words[0] == "first":
+            os.kill(os.getpid(), signal.SIGKILL) if told["RANK"] == "1" else time.sleep(60)
+        return 0
+
+    monkeypatch.setattr(ready.subprocess, "Popen", Fork)
+    monkeypatch.setattr(ready, "_load", lambda words: loaded.write_text(loaded.read_text() + "x" if loaded.exists() else "x"))
+    monkeypatch.setattr(launch, "main", live)
+    saved: list[bool] = []
+    kept = ready.Ready(["recipe"], {"OLD": "1"}, 2, wanted=lambda: bool(saved))
+    told = {"WORLD_SIZE": "2", "MOE_RESTART": "1 0 why"}
+
+    def begin(word: str) -> ready.Forked | None:
+        return kept.begin([word, "--a=b"], told, 2, no_more=lambda: False)
+
+    with contextlib.closing(kept):
+        kept.look()
+        assert begin("none") is None  # nothing was saved: the launcher starts the next life
+        saved.append(True)
+        kept.look()
+        first = begin("first")
+        assert first is not None
+        while first.ranks[1].ended_at is None:
+            wait(first.ranks, 0.1)
+        assert first.ranks[1].code == -signal.SIGKILL and first.poll() is None and first.ranks[0].ended_at is None
+        assert kept.end(first, "no such token") == [] and first.wait() == -signal.SIGKILL
+        first.ranks[0].look()
+        assert first.ranks[0].ended_at is not None
+        second = begin("second")
+        assert second is not None and second.wait() == 0 and [rank.code for rank in second.ranks] == [0, 0]
+        assert second.pid != first.pid and loaded.read_text() == "x"
+    for word, rank in (("first", 0), ("first", 1), ("second", 0), ("second", 1)):
+        expected = {"RANK": str(rank), "OLD": None, **told}
+        assert json.loads((tmp_path / f"{word}-{rank}").read_text()) == [[word, "--a=b"], expected]
+    assert begin("late") is None
+
+
+def test_who_was_killed_is_waited_for_no_longer_than_who_spoke_for_all(tmp_path: Path) -> None:
+    """The others can only say that it is missing; of an error without a word they may know more."""
+    for code, waits in ((-signal.SIGKILL, False), (-signal.SIGSEGV, False), (-signal.SIGABRT, True), (1, True), (None, True)):
+        assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 11.0) is not waits, code
+        assert start._failed_before([Rank(0, 5, ended_at=10.0, code=code)], tmp_path, 15.1)
+    status.leave(tmp_path, 0, 1, "an error")
+    assert not start._failed_before([Rank(0, 5, ended_at=10.0, code=1)], tmp_path / status.NAME, 11.0)
 
 
 def test_a_signal_while_it_waits_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,210 @@
+"""The ranks of a run's next life, kept ready: a process that has loaded what ranks load, and forks them when they are needed.
+
+    moe train --restarts N -> launcher -> ranks            the first life
+                           -> this                         from its first checkpoint on; loads torch and the trainer, once
+                           -> this -> leader -> ranks      every later life, in a tenth of a second instead of ten
+
+A fork has its parent's memory and none of its threads, so this process has no thread, process group or GPU of its own; where loading has
+taken a GPU, the next life comes from the launcher. The leader stands for the launcher: ranks die with it, it ends when all have, and its
+session is theirs. One line of JSON goes each way: what to start -> the processes; and one more says how the leader ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from moe.launch.arguments import parse
+from moe.launch.environment import child_environment
+from moe.launch.exit_codes import DONE, FAILED
+from moe.launch.processes import PARENT, TOKEN, Rank, kill_all
+from moe.recipe.load import load
+from parallel.parent import die_with
+
+_FORK_S, _LEAVE_S, _LOOK_S = 10.0, 10.0, 0.1
+# what a rank imports only as it comes to it: torch's optimizers ask for the compiler, rank 0 for TensorBoard
+_LATER = ("torch._dynamo", "torch.utils.tensorboard")
+_BY_SHARDING = {"zero": ("parallel.data.deepspeed", "deepspeed"), "fsdp": ("torch.distributed.fsdp",)}
+
+
+class Forked:
+    """A life's leader as `subprocess.Popen` would show it, and its ranks."""
+
+    def __init__(self, pids: Sequence[int], hear: Callable[[float], dict[str, Any] | None]) -> None:
+        self.pid, self.ranks = pids[0], [Rank(number, pid) for number, pid in enumerate(pids[1:])]
+        self.returncode: int | None = None
+        self._hear = hear
+
+    def poll(self, wait_s: float = 0.0) -> int | None:
+        while self.returncode is None and (word := self._hear(wait_s)) is not None:
+            for rank, code in zip(self.ranks, word.get("codes", ()), strict=False):
+                rank.code = code  # where it was not seen in time
+            if "codes" not in word:
+                self.returncode = int(word.get("ended", FAILED))
+        return self.returncode
+
+    def wait(self) -> int:
+        code = self.poll(_LEAVE_S)
+        return FAILED if code is None else code
+
+
+class Ready:
+    """The process that waits, from the first moment at which `wanted()` until `close`. `words`, `environment`, `nproc`: of the ranks."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], nproc: int, *, wanted: Callable[[], bool]) -> None:
+        self._words, self._environment, self._nproc, self._wanted = list(words), environment, nproc, wanted
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._token, self._loaded, self._unread = secrets.token_hex(8), False, b""
+
+    def look(self) -> None:
+        """Start it, where it is time. Called now and then while a life is under way."""
+        if self._process is not None or not self._wanted():
+            return
+        self._channel, theirs = socket.socketpair()
+        env = child_environment(self._environment, self._nproc) | {TOKEN: self._token}
+        command = [sys.executable, "-u", "-m", "moe.launch.ready", str(theirs.fileno()), *self._words]
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+        theirs.close()
+
+    def begin(self, words: Sequence[str], environment: Mapping[str, str], world: int, *, no_more: Callable[[], bool]) -> Forked | None:
+        """Ranks with these words and variables, already under way; None where they are to be started from nothing.
+
+        What is still loading is waited for, unless `no_more` says so: it is ahead of any other start.
+        """
+        while self._channel is not None and not self._loaded and not no_more():
+            self._loaded = self._hear(_LOOK_S) == {"loaded": True}
+            if not self._loaded and self._process is not None and self._process.poll() is not None:
+                self.close()
+        if self._channel is None or not self._loaded:
+            return None
+        with contextlib.suppress(OSError):
+            self._channel.sendall(json.dumps({"words": list(words), "environment": dict(environment), "world": world}).encode() + b"\n")
+            pids = (self._hear(_FORK_S) or {}).get("pids")
+            if pids:
+                return Forked(pids, self._hear)
+        self.close()
+        return None
+
+    def end(self, leader: Forked, token: str) -> list[int]:
+        """End what is left of a life, and the process that waits not. Returns processes that could not be ended."""
+        assert self._process is not None
+        return kill_all(leader.pid, token, self._token, spared=self._process.pid)
+
+    def close(self) -> None:
+        if self._process is not None and self._channel is not None:
+            self._channel.close()
+            kill_all(self._process.pid, self._token)
+            self._process.wait()
+        self._channel = None  # it is not started again
+
+    def _hear(self, wait_s: float) -> dict[str, Any] | None:
+        """The next line of the process that waits, or of its end; None where none comes in so long."""
+        assert self._channel is not None
+        until = time.monotonic() + wait_s
+        while b"\n" not in self._unread:
+            if not select.select([self._channel], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            with contextlib.suppress(ConnectionResetError):
+                if some := self._channel.recv(4096):
+                    self._unread += some
+                    continue
+            return {}
+        line, _, self._unread = self._unread.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def main() -> int:
+    """Load, then fork a life for each line that comes. In a rank of such a life, the rank's exit code."""
+    die_with(int(os.environ[PARENT]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    with _silent():
+        _load(sys.argv[2:])
+    _say(channel, loaded=True)
+    for line in channel.makefile():
+        this = os.getpid()
+        leader = os.fork()
+        if not leader:
+            os.setsid()
+            die_with(this)
+            return _lead(channel, **json.loads(line))
+        _say(channel, ended=os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1]))
+    return DONE
+
+
+def _load(words: list[str]) -> None:
+    """Import what ranks with these words do, once for all of them."""
+    given = parse(words)
+    run, _ = load(given.recipe, given.overrides)
+    for name in ("moe.launch.launch", "moe.train.trainer", *_LATER, *_BY_SHARDING.get(run.sharding.kind, ())):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that holds an object
+
+
+def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, str], world: int) -> int:
+    """Fork the ranks, wait until all have ended, and end as the first of them that failed; in a rank, its life."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():  # loading has taken a GPU, which a fork cannot use
+        _say(channel, pids=[])
+        return FAILED
+    os.environ.clear()
+    os.environ.update(environment)
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if not pid:
+            channel.close()
+            return _live(rank, words)
+        pids.append(pid)
+    _say(channel, pids=[os.getpid(), *pids])
+    for pid in pids:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the parent can read how it ended until it is waited for
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    _say(channel, codes=codes)
+    return next((code if code > 0 else 128 - code for code in codes if code), DONE)
+
+
+def _live(rank: int, words: list[str]) -> int:
+    from moe.launch import launch
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = [launch.__file__, *words]
+    return launch.main(words)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What libraries say as they are loaded does not come into the midst of a run's lines."""
+    nowhere, before = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
+    try:
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        yield
+    finally:
+        for stream, kept in zip((1, 2), before, strict=True):
+            os.dup2(kept, stream)
+            os.close(kept)
+        os.close(nowhere)
+
+
+def _say(channel: socket.socket, **word: Any) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more: this process is about to be killed
+        channel.sendall(json.dumps(word).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
