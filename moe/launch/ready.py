@@ -181,8 +181,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
 def _live(rank: int, words: list[str]) -> int:
     from moe.launch import launch
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    sys.argv = [launch.__file__, *words]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     return launch.main(words)
 
 

@@ -29,6 +29,7 @@ CHANGED = {
     "moe/bench/hangs.py: sys.stdout": "of a forked rank, whose output goes into a file",
     "moe/bench/hangs.py: sys.stderr": "likewise",
     "moe/bench/hangs.py: os.environ": "a forked rank gets its place there, as from a launcher",
+    "moe/launch/ready.py: os.environ": "a forked rank gets its variables there, as from a launcher",
     "moe/bench/hang_faults.py: dist.isend": "a fault put into a forked rank, and ended with it",
     "moe/bench/hang_faults.py: collectives._reduce": "likewise",
     "moe/bench/hang_faults.py: collectives._exchange": "likewise",
