@@ -178,6 +178,12 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
         _remove(final)
     unnamed.rename(final)
     _fsync(folder)
+    keep_newest(folder, step, keep)
+
+
+def keep_newest(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to that of `step`, which is good, the newest `keep` stay. Also for a run that goes on: the one before may
+    have died between a commit and this."""
     # only lower numbers: a higher one was passed over as damaged, and must not push out the one just written
     older = [path for number, path in sorted(numbered(folder)) if number < step]
     for old in older[: max(0, len(older) - (keep - 1))]:

@@ -41,6 +41,7 @@ from moe.train.rebalance import Rebalancer, nothing_to_move
 from moe.train.resume import Resumed
 from moe.train.state import Counters
 from parallel import process
+from parallel.checkpoint import keep_newest
 from parallel.data.engine import Rule
 from parallel.mesh import Mesh
 from parallel.outcome import of_all
@@ -162,6 +163,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
+    if found is not None and first:
+        keep_newest(saver.folder, counters.step, run.train.keep)
     auditor = Auditor(
         executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
     )

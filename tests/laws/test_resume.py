@@ -279,6 +279,7 @@ def test_a_finished_run_started_again_keeps_its_summary(
     whole, _ = left("dp 1")
     out = copied(whole, tmp_path / "run")
     before = trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
+    shutil.copytree(out / "checkpoints/step-9", out / "checkpoints/step-3")  # one too many: killed between a commit and the removal
     summary = trainer.train(recipe(home), out=out, world=World(), display=True)
     assert summary == metrics.read_summary(whole)
     assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
