@@ -26,6 +26,7 @@ from parallel.parent import die_with
 TOKEN = "MOE_LAUNCH"
 PARENT = "MOE_LAUNCH_PARENT"
 STDIN = "MOE_LAUNCH_STDIN"  # set where this process's input ends with `moe train`, on whatever machine that runs
+_NAMED = "moe rank "
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
 
 
@@ -114,7 +115,7 @@ def wait(ranks: list[Rank], wait_s: float) -> None:
 def find_ranks(ancestor: int) -> list[Rank]:
     """The ranks among the descendants of a launcher, in order of rank."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return _ranks({p.pid: _environment(p) for p in psutil.Process(ancestor).children(recursive=True)})
+        return _ranks({p.pid: _environment(p) | _named(p) for p in psutil.Process(ancestor).children(recursive=True)})
     return []
 
 
@@ -122,6 +123,19 @@ def ranks_of(token: str) -> list[Rank]:
     """The ranks of a launch on this machine, in order of rank."""
     environments = {process.pid: _environment(process) for process in psutil.process_iter()}
     return _ranks({pid: found for pid, found in environments.items() if found.get(TOKEN) == token})
+
+
+def name_rank(rank: int) -> None:
+    """Called in a rank that is a fork, whose environment the system still shows as that of the process it came from."""
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/comm").write_text(f"{_NAMED}{rank}")
+
+
+def _named(process: psutil.Process) -> dict[str, str]:
+    with contextlib.suppress(psutil.Error):
+        name: str = process.name()
+        return {"RANK": name.removeprefix(_NAMED)} if name.startswith(_NAMED) else {}
+    return {}
 
 
 def _ranks(family: Mapping[int, Mapping[str, str]]) -> list[Rank]:

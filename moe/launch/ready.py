@@ -28,7 +28,7 @@ from typing import Any
 from moe.launch.arguments import parse
 from moe.launch.environment import child_environment
 from moe.launch.exit_codes import DONE, FAILED
-from moe.launch.processes import PARENT, TOKEN, Rank, kill_all
+from moe.launch.processes import PARENT, TOKEN, Rank, kill_all, name_rank
 from moe.recipe.load import load
 from parallel.parent import die_with
 
@@ -181,6 +181,7 @@ def _lead(channel: socket.socket, *, words: list[str], environment: dict[str, st
 def _live(rank: int, words: list[str]) -> int:
     from moe.launch import launch
 
+    name_rank(rank)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     return launch.main(words)
 

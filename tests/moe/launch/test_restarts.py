@@ -18,7 +18,7 @@ import pytest
 from moe.cli.main import main as command
 from moe.launch import launch, ready, restarts, start, status
 from moe.launch.launch import main as rank_main
-from moe.launch.processes import Rank, wait
+from moe.launch.processes import Rank, find_ranks, wait
 from moe.launch.restarts import End, Restarts
 from moe.records import metrics
 from moe.records.redone import Restart
@@ -220,6 +220,7 @@ def test_ranks_of_later_lives_are_forks_of_one_process_that_has_loaded_everythin
         assert first is not None
         while first.ranks[1].ended_at is None:
             wait(first.ranks, 0.1)
+        assert {rank.rank: rank.pid for rank in find_ranks(first.pid)}[0] == first.ranks[0].pid
         assert first.ranks[1].code == -signal.SIGKILL and first.poll() is None and first.ranks[0].ended_at is None
         assert kept.end(first, "no such token") == [] and first.wait() == -signal.SIGKILL
         first.ranks[0].look()
