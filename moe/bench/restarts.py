@@ -1,7 +1,7 @@
 """ETTR, for `moe bench faults --only restarts`: the productive share of wall time of a run whose ranks are killed now and then.
 
     moe train --nproc 2 --restarts 3, as a user types it; a random rank gets SIGKILL once in each BETWEEN checkpoint intervals, at a
-    random moment of them
+    random step of them
 
     ETTR = 1 - (seconds between lives / seconds of all)
     seconds of all            from the first step to the last, saves included
@@ -13,6 +13,7 @@ start weighs more than the aim allows: the row says what it was. How many steps 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -59,18 +60,13 @@ def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float
     out = home / "killed"
     row = Row(name)
     with _train(home, out, steps=steps, every=every) as process:
-        while process.poll() is None and not _training(out):
-            time.sleep(0.1)
-        began = time.monotonic()
         for number in range(kills):
-            due = began + (number + draw.uniform(0.1, 0.9)) * BETWEEN * interval_s
-            while process.poll() is None and (time.monotonic() < due or not _training(out)):
-                time.sleep(0.1)
-            ranks = find_ranks(process.pid)
-            if process.poll() is None and ranks:
+            due = (number + draw.uniform(0.1, 0.9)) * BETWEEN * every
+            while process.poll() is None and _step(out) < due:
+                time.sleep(0.05)
+            if ranks := find_ranks(process.pid):
                 row.tried += 1
                 os.kill(draw.choice(ranks).pid, signal.SIGKILL)
-                time.sleep(2.0)
         code = process.wait(_LONGEST_S)
     told = (home / "killed.log").read_text(errors="replace")
     lines = whole_lines(out / METRICS)
@@ -79,6 +75,8 @@ def measured(home: Path, name: str, *, interval_s: float, kills: int, aim: float
     row.seconds_median = round(statistics.median(gaps), 2) if gaps else 0.0
     ettr = 1 - sum(gaps) / whole_s if whole_s else 0.0
     row.fault = f"{name} of {interval_s:g} s: ETTR {ettr:.3f}"
+    if row.tried < kills:
+        row.problems.append(f"the run had ended before {kills - row.tried} of {kills} kills: {told[-300:]!r}")
     if code or summary.get("redone", {}).get("restarts") != row.tried:
         row.problems.append(f"the run ended with {code}, restarts {summary.get('redone')}: {told[-300:]!r}")
     if ettr < aim:
@@ -118,12 +116,13 @@ def _train(home: Path, out: Path, *, steps: int, every: int) -> subprocess.Popen
         return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"XDG_CACHE_HOME": str(home / "cache")})
 
 
-def _training(out: Path) -> bool:
-    """Whether a life is under way: its last line is a step's."""
+def _step(out: Path) -> int:
+    """The newest step of the life that is under way; 0 before its first."""
     path = out / METRICS
     if not path.exists():
-        return False
+        return 0
     with path.open("rb") as file:  # of a run of many steps, the end alone: to read it all would take the time that is measured
         file.seek(max(0, path.stat().st_size - _END))
         lines = file.read().split(b"\n")
-    return len(lines) > 1 and b'"kind": "train"' in lines[-2]
+    last = json.loads(lines[-2]) if len(lines) > 1 else {}
+    return int(last["step"]) if last.get("kind") == "train" else 0

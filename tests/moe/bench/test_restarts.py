@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe.bench import restarts
 from moe.bench.restarts import shares
 
 
@@ -12,3 +18,14 @@ def test_what_lies_between_the_checkpoint_and_the_first_new_step_is_lost() -> No
     lines.insert(3, {"kind": "event", "event": "resumed", "step": 3})
     assert shares(lines) == (13.0, [9.0])
     assert shares(lines[:3]) == (2.0, []) and shares([]) == (0.0, [])
+
+
+def test_a_run_that_ended_before_its_kill_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(home: Path, out: Path, **_: int) -> subprocess.Popen[bytes]:
+        out.with_suffix(".log").write_text("")
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(restarts, "_speed", lambda _: 1.0)
+    monkeypatch.setattr(restarts, "_train", ended)
+    row = restarts.measured(tmp_path, "restarts", interval_s=1.0, kills=1, aim=0.0)
+    assert (row.tried, row.held) == (0, 0) and "1 of 1 kills" in row.problems[0]
