@@ -97,8 +97,8 @@ class RouterSpec:
         Literal["sequence", "rank"] | int,
         Key("tokens that share a capacity: one sequence, n sequences, or all that a rank holds (not layout-free)", above=0),
     ] = "sequence"
-    capacity_factor: Annotated[float | None, Key("null: dropless", least=1e-3)] = None
-    eval_capacity_factor: Annotated[float | None, Key("null: dropless", least=1e-3)] = None
+    capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
+    eval_capacity_factor: Annotated[float | None, Key("null: dropless", above=0)] = None
     min_capacity: Annotated[int, Key(least=0)] = 0
     capacity_counts: Annotated[Literal["choices", "tokens"], Key("whether k is a factor of the capacity")] = "choices"
     capacity_rounding: Annotated[Literal["ceil", "floor", "round"], Key()] = "ceil"

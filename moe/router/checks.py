@@ -207,10 +207,16 @@ def _check_capacity(s: RouterSpec) -> None:
             )
 
 
+_LEAST_FACTOR = 0.001  # with less, rounding decides: each expert has one slot, or none
+
+
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
     """That experts take something at all: with a small factor, rounded down, a whole run would route nothing. Raises BadInput."""
     choices = s.num_choices if s.capacity_counts == "choices" else 1
     for key, factor in (("capacity_factor", s.capacity_factor), ("eval_capacity_factor", s.eval_capacity_factor)):
+        if factor is not None and factor < _LEAST_FACTOR and not s.min_capacity:
+            needed = f"{_LEAST_FACTOR} or more, or slots by router.min_capacity alone"
+            raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=f"set router.{key} to 1.0")
         exact = 1.0 if factor is None else group_tokens * choices * factor / num_experts
         none = {"ceil": False, "floor": round(exact, 9) < 1, "round": round(exact, 9) <= 0.5}[s.capacity_rounding]
         if none and not s.min_capacity:

@@ -39,7 +39,7 @@ class Rule(ABC):
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """torch's optimizer. `wholes`: by a parameter's id, how its matrices are put together where this rank holds a part of them."""
+        """torch's optimizer. `wholes`: by a parameter's id, how its matrices lie, where ranks hold copies or parts of them."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """torch's parameter groups, with and without decay; an empty one is left out, and so is what is frozen."""

@@ -41,7 +41,7 @@ class Adafactor(Rule):
         return {ROW: -1, COLUMN: -2} if num_dims > 1 else {SQUARE: None}
 
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        assert not wholes, "means are of whole matrices"
+        assert not any(whole.cuts for whole in (wholes or {}).values()), "means are of whole matrices"
         return Factored(groups, rule=self)
 
 

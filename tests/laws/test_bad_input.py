@@ -377,9 +377,9 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--router.group 0", "router.group: got 0", "set router.group to sequence"),
     (T + "--router.group pair", "router.group: got 'pair', needed sequence, rank, preset or a number", "set router.group to sequence"),
     (
-        T + "--router.capacity_factor 1e-9",
-        "router.capacity_factor: got '1e-9', needed greater than or equal to 0.001",
-        "router.capacity_factor",
+        T + "--router.capacity_factor 1e-9 --router.min_capacity 0",
+        "router.capacity_factor: got 1e-09 with min_capacity 0, needed 0.001 or more, or slots by router.min_capacity alone",
+        "set router.capacity_factor to 1.0",
     ),
     (
         T + "--router.capacity_factor 0.01 --router.capacity_rounding floor --router.min_capacity 0",

@@ -59,6 +59,6 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
     try:
         _ = moe.trane
     except AttributeError as error:
-        assert "it has Callback, MoELayer, Transformer" in str(error)
+        assert "it has Callback, Context, MoELayer, RoutingRecord, Transformer" in str(error)
     else:
         raise AssertionError("moe.trane exists")
