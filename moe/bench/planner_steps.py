@@ -5,8 +5,6 @@
     memory    every tensor that is alive over two steps (moe/bench/alive.py), of the rank whose prediction is furthest off
     time      the fastest of some steps after that, of the slowest rank
     core      seconds that all ranks together had a core in such a step, over the cores that they can have at once
-    speed     of one fixed product, beside the steps, over its speed when the machine was measured: a virtual machine's changes by a
-              quarter within minutes. `now`: the error in time of the prediction at that speed
 
 The first time is what a user waits for, and wrong by whatever else the machine does meanwhile. The second is nearly free of that; where
 cores are what a layout waits for, as with more ranks than cores, both are the same on an idle machine. The prediction of the second is
@@ -25,11 +23,10 @@ import torch.distributed as dist
 
 from moe.bench.alive import Alive
 from moe.bench.sharded import kind_of, load_engines
-from moe.calibrate import calibrate, kernels
+from moe.calibrate import calibrate
 from moe.calibrate.own_step import CPU, take_step, tokens_of
 from moe.checks.together import check_run
 from moe.launch import exit_codes
-from moe.launch.environment import usable_cores
 from moe.parallelize.build import build
 from moe.parallelize.engines import prepare
 from moe.parallelize.sequence import shard_of
@@ -44,15 +41,7 @@ from parallel.plan.cost import rank_layers, stage_times
 from parallel.process import World
 
 WITHIN = 0.10
-MODEL: dict[str, Any] = {
-    "num_layers": 4,
-    "d_model": 192,
-    "num_heads": 8,
-    "d_ff": 768,
-    "max_length": 160,
-    "vocab_size": 1024,
-    "ffn": "swiglu",
-}
+MODEL = {"num_layers": 4, "d_model": 192, "num_heads": 8, "d_ff": 768, "max_length": 160, "vocab_size": 1024, "ffn": "swiglu"}
 EXPERTS: dict[str, Any] = {
     "model": {"moe_every": 2},
     "experts": {"num_experts": 8},
@@ -133,17 +122,16 @@ def main(*, only: str | None = None, json: str | None = None, rounds: int = STEP
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
     machine = calibrate.host(max(CASES[case]["ranks"] for case in chosen))
-    usual = median(run_on_ranks(_product_seconds, machine.cores, timeout_s=TIMEOUT_S))
     pair = f"{'predicted':>11}{'error':>8}"
-    print(f"{'case':<26}{'ranks':>6}{'step s':>9}{pair}{'speed':>7}{'now':>7}{'core s':>9}{pair}{'MiB':>9}{'error':>8}", flush=True)
+    print(f"{'case':<26}{'ranks':>6}{'step s':>9}{pair}{'core s':>9}{pair}{'MiB':>9}{'error':>8}", flush=True)
     rows: list[dict[str, Any]] = []
     found: dict[str, float] = {}
     for case in chosen:
-        row = _row(case, machine, rounds, usual)
+        row = _row(case, machine, rounds)
         if row is None:
             continue
         rows.append(row)
-        found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "now_error", "core_error", "memory_error")}
+        found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "core_error", "memory_error")}
         if json:  # with each row: many worlds start, and what is measured must not be lost
             write_json(json, verb="bench planner-steps", rows=rows, medians=found, cores=machine.cores, program=machine.program)
     words = ", ".join(f"{name} {value:.1%}" for name, value in found.items())
@@ -151,8 +139,8 @@ def main(*, only: str | None = None, json: str | None = None, rounds: int = STEP
     return exit_codes.of(bool(found) and found["step_error"] <= WITHIN and found["memory_error"] <= WITHIN)
 
 
-def _row(case: str, machine: Cluster, steps: int, usual: float) -> dict[str, Any] | None:
-    """Run one case, print it, and return its row; None where it did not run, which is printed. `usual`: seconds of the fixed product."""
+def _row(case: str, machine: Cluster, steps: int) -> dict[str, Any] | None:
+    """Run one case, print it, and return its row; None where it did not run, which is printed."""
     ranks, values = CASES[case]["ranks"], recipe(case)
     try:
         measured = run_on_ranks(measure, ranks, ranks, values, steps, timeout_s=TIMEOUT_S)
@@ -171,14 +159,9 @@ def _row(case: str, machine: Cluster, steps: int, usual: float) -> dict[str, Any
     }
     for name, (was, predicted) in pairs.items():
         row |= {f"{name}_measured": was, f"{name}_predicted": predicted, f"{name}_error": predicted / was - 1}
-    row["speed"] = usual / median(one["product"] for one in measured if one["product"])
-    row["now_error"] = (row["step_error"] + 1) / row["speed"] - 1
     row["passed"] = abs(row["step_error"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
-    step, core = (f"{pairs[name][0]:>9.3f}{pairs[name][1]:>11.3f}{row[f'{name}_error']:>8.0%}" for name in ("step", "core"))
-    print(
-        f"{case:<26}{ranks:>6}{step}{row['speed']:>7.2f}{row['now_error']:>7.0%}{core}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}",
-        flush=True,
-    )
+    times = "".join(f"{pairs[name][0]:>9.3f}{pairs[name][1]:>11.3f}{row[f'{name}_error']:>8.0%}" for name in ("step", "core"))
+    print(f"{case:<26}{ranks:>6}{times}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}", flush=True)
     return row
 
 
@@ -216,35 +199,13 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
             alive.most = alive.now
             take_step(run, mesh, executor, shard, batches[step], step)
         held = alive.most
-    seconds, core, product = [], [], [_product_beside(rank)]
+    seconds, core = [], []
     for step in range(2, 2 + steps):
         dist.barrier()
         began, had = time.perf_counter(), time.process_time()
         take_step(run, mesh, executor, shard, batches[step], step)
         seconds.append(time.perf_counter() - began)
         core.append(time.process_time() - had)
-    product.append(_product_beside(rank))
     fastest = torch.tensor(seconds)
     dist.all_reduce(fastest, dist.ReduceOp.MAX)
-    return {
-        "bytes": held,
-        "seconds": float(fastest.min()),
-        "core_seconds": median(core),
-        "product": median(product),
-        "stage": mesh.axis("pp").index,
-    }
-
-
-def _product_beside(rank: int) -> float:
-    """The same on as many ranks as there are cores; the others wait, and have 0."""
-    dist.barrier()
-    found = _product_seconds() if rank < usable_cores() else 0.0
-    dist.barrier()
-    return found
-
-
-def _product_seconds(_: int = 0) -> float:
-    """Seconds for which this process has a core in one product of the model's size."""
-    a, b = torch.randn((1024, MODEL["d_model"])), torch.randn((MODEL["d_model"], MODEL["d_ff"]))
-    out = torch.empty((1024, MODEL["d_ff"]))
-    return kernels.timed(lambda: torch.mm(a, b, out=out), CPU, seconds=0.1)
+    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core), "stage": mesh.axis("pp").index}
