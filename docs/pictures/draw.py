@@ -30,7 +30,8 @@ from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, ce
 
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
-from moe.router.capacity import capacity, kept_choices  # noqa: E402
+from moe.router.capacity import kept_choices  # noqa: E402
+from moe.router.slots import capacity  # noqa: E402
 from moe.train.learning_rate import learning_rate  # noqa: E402
 from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402

@@ -150,11 +150,9 @@ def _check_rope(m: Model) -> None:
         raise BadInput("model.rope.mscale_all", got=got, needed="latent attention, whose logits alone grow by it", fix="set it to 0")
     unread = {"dynamic": ("low", "high")} | dict.fromkeys(("none", "linear", "ntk"), ("trained_length", "low", "high"))
     if (key := r.changed(*unread[r.scaling]) if r.scaling in unread else None) is not None:
-        got, readers = (
-            f"{getattr(r, key):g} with scaling {r.scaling}",
-            "dynamic, llama3 or yarn" if key == "trained_length" else "llama3 or yarn",
-        )
-        raise BadInput(f"model.rope.{key}", got=got, needed=f"{readers}, which alone read it", fix=f"remove model.rope.{key}")
+        got = f"{getattr(r, key):g} with scaling {r.scaling}"
+        needed = f"{'dynamic, ' if key == 'trained_length' else ''}llama3 or yarn, which alone read it"
+        raise BadInput(f"model.rope.{key}", got=got, needed=needed, fix=f"remove model.rope.{key}")
     if r.scaling == "dynamic" and m.latent.key_rank is not None:
         got, needed = f"dynamic with model.latent.key_rank={m.latent.key_rank}", "yarn, as DeepSeek has it, or ntk"
         raise BadInput("model.rope.scaling", got=got, needed=needed, fix="set it to yarn")

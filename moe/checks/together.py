@@ -306,7 +306,8 @@ def _check_batch(run: Run) -> None:
         )
     if run.model.layers_with_experts():
         sequences = group if isinstance(group, int) else held if group == "rank" else 1
-        check_slots(run.router.spec, group_tokens=sequences * run.model.max_length, num_experts=min(run.experts.counts))
+        length = min(run.model.max_length, run.model.target_length or run.model.max_length)  # of the shorter half
+        check_slots(run.router.spec, group_tokens=sequences * length, num_experts=max(run.experts.counts))
     # where evaluation has a capacity, every rank needs whole groups, or the loss would depend on the layout
     grouped = run.model.layers_with_experts() and run.router.spec.eval_capacity_factor is not None and isinstance(group, int)
     unit = dp * group if grouped and isinstance(group, int) else dp

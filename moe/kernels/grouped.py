@@ -170,6 +170,7 @@ def _network(
     rows: Rows,
     ffn: str,
     swiglu: Swiglu | None,
+    *,
     keep: bool,
 ) -> tuple[Tensor, _Kept]:
     """Rows through their experts. Results are added to their source rows, weighted by `gate_R`; without gates, each row has its own."""
@@ -199,21 +200,10 @@ def _network(
 
 class _Network(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        gate_R: Tensor | None,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor | None,
-        b1: Tensor | None,
-        b3: Tensor | None,
-        mask_RF: Tensor | None,
-        rows: Rows,
-        ffn: str,
-        swiglu: Swiglu | None,
-    ) -> Tensor:
-        out, kept = _network(x_ND, gate_R, w1, w2, w3, b1, b3, mask_RF, rows, ffn, swiglu, keep=True)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """`given`: as _network takes it."""
+        x_ND, _, w1, w2, w3, b1, b3, _, rows, ffn, swiglu = given
+        out, kept = _network(*given, keep=True)
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
         ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, (w1, w2, w3), (b1, b3)
         return out

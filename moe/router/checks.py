@@ -12,7 +12,10 @@ from typing import Any
 
 from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
+from moe.router.slots import slots_of
 from parallel.errors import BadInput
+
+_LEAST_FACTOR = 0.001  # of a capacity: with less, rounding decides, and each expert has one slot, or none
 
 
 def check_spec(spec: RouterSpec, num_experts: int) -> None:
@@ -207,20 +210,16 @@ def _check_capacity(s: RouterSpec) -> None:
             )
 
 
-_LEAST_FACTOR = 0.001  # with less, rounding decides: each expert has one slot, or none
-
-
 def check_slots(s: RouterSpec, *, group_tokens: int, num_experts: int) -> None:
     """That experts take something at all: with a small factor, rounded down, a whole run would route nothing. Raises BadInput."""
-    choices = s.num_choices if s.capacity_counts == "choices" else 1
-    for key, factor in (("capacity_factor", s.capacity_factor), ("eval_capacity_factor", s.eval_capacity_factor)):
-        if factor is not None and factor < _LEAST_FACTOR and not s.min_capacity:
+    for key, factor, training in (("capacity_factor", s.capacity_factor, True), ("eval_capacity_factor", s.eval_capacity_factor, False)):
+        if factor is None or s.min_capacity:
+            continue
+        if factor < _LEAST_FACTOR:
             needed = f"{_LEAST_FACTOR} or more, or slots by router.min_capacity alone"
             raise BadInput(f"router.{key}", got=f"{factor:g} with min_capacity 0", needed=needed, fix=f"set router.{key} to 1.0")
-        exact = 1.0 if factor is None else group_tokens * choices * factor / num_experts
-        none = {"ceil": False, "floor": round(exact, 9) < 1, "round": round(exact, 9) <= 0.5}[s.capacity_rounding]
-        if none and not s.min_capacity:
-            got = f"{factor:g}, which is {exact:.2g} slots of an expert for {group_tokens} tokens, {s.capacity_rounding} 0"
+        if slots_of(s, group_tokens, num_experts=num_experts, training=training) == 0:
+            got = f"{factor:g}, which gives an expert of {num_experts} no slot for {group_tokens} tokens ({s.capacity_rounding})"
             raise BadInput(f"router.{key}", got=got, needed="at least 1 slot", fix="set router.min_capacity to 1")
 
 

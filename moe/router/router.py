@@ -24,7 +24,7 @@ from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
 from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
-from moe.router.capacity import kept_choices, slots_of
+from moe.router.capacity import kept_choices
 from moe.router.checks import check_spec
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
 from moe.router.own import own_choices
@@ -32,6 +32,7 @@ from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from moe.router.slices import Slices
+from moe.router.slots import slots_of
 from moe.router.sparsemixer import mixed_gates, one_by_one, shares
 from parallel.errors import BadInput
 from parallel.regions import in_region

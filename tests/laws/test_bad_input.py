@@ -383,7 +383,7 @@ CASES: list[tuple[str, str, str]] = [
     ),
     (
         T + "--router.capacity_factor 0.01 --router.capacity_rounding floor --router.min_capacity 0",
-        "router.capacity_factor: got 0.01, which is 0.32 slots of an expert for 256 tokens, floor 0, needed at least 1 slot",
+        "router.capacity_factor: got 0.01, which gives an expert of 8 no slot for 256 tokens (floor), needed at least 1 slot",
         "set router.min_capacity to 1",
     ),
     (T + "--optimizer.lr 1e30", "optimizer.lr: got '1e30', needed less than or equal to 1000", "set optimizer.lr"),

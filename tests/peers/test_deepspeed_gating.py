@@ -20,8 +20,8 @@ from torch import Tensor
 from moe.nn.context import Context
 from moe.recipe import sections
 from moe.router.balance import balance_loss
-from moe.router.capacity import capacity
 from moe.router.router import Router, Routing
+from moe.router.slots import capacity
 
 # T tokens, E experts, C slots
 T, E = 100, 8
