@@ -386,6 +386,11 @@ CASES: list[tuple[str, str, str]] = [
         "router.capacity_factor: got 0.01, which gives an expert of 8 no slot for 256 tokens (floor), needed at least 1 slot",
         "set router.min_capacity to 1",
     ),
+    (
+        T + "--experts.num_experts [4,64] --router.capacity_factor 0.05 --router.capacity_rounding floor --router.min_capacity 0",
+        "router.capacity_factor: got 0.05, which gives an expert of 64 no slot for 256 tokens (floor), needed at least 1 slot",
+        "set router.min_capacity to 1",
+    ),
     (T + "--optimizer.lr 1e30", "optimizer.lr: got '1e30', needed less than or equal to 1000", "set optimizer.lr"),
     (
         T + "--model.scales.residual 1e-30",
