@@ -82,9 +82,10 @@ class RoutingRecord:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
             raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record it by a model of the same layers")
         chosen = self._chosen[name] = self._chosen[name].to(position_T.device)
-        largest = self._largest.setdefault(name, int(chosen.max()))
-        if chosen.shape[1] != num_choices or largest >= num_experts:
-            got = f"{chosen.shape[1]} choices of experts up to {largest} in layer {name.split('.')[1]}"
+        if name not in self._largest:
+            self._largest[name] = int(chosen.max())
+        if chosen.shape[1] != num_choices or self._largest[name] >= num_experts:
+            got = f"{chosen.shape[1]} choices of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
             raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it by a model of the same router")
         return chosen[position_T].long()
 
