@@ -16,6 +16,7 @@ value is a function of (seed, its global name, its index) alone (moe/model/initi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop, scaled
-from moe.nn.vocabulary import Rows, TiledRows, look_up, project, summed_loss
+from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.balance import join
@@ -159,6 +160,7 @@ class Transformer(nn.Module):
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
         self.loss_chunks, self.recast = 1, False  # recast: the head as a Linear may be
+        self.cross_entropy: CrossEntropy = cross_entropy  # of logits that are there at once: a compiled one
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
@@ -259,18 +261,18 @@ class Transformer(nn.Module):
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
             return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
-        return Output(none, summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast), ())
+        return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
 
     def _joined_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
         """The same, with the loss of further tokens in its backward pass."""
-
-        def summed(read_BLD: Tensor, later_BL: Tensor) -> Tensor:
-            return summed_loss(read_BLD, later_BL, matrix, chunks=self.loss_chunks, recast=self.recast)
-
+        summed = partial(self._summed_loss, matrix=matrix)
         loss = loss_ahead(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
         )
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
+
+    def _summed_loss(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows) -> Tensor:
+        return summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast, whole=self.cross_entropy)
 
 
 def _through(

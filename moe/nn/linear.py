@@ -86,25 +86,27 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return out
 
 
+def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
+    """RMSNorm, or LayerNorm (`centred`), of tokens [..., D], statistics in fp32, in x's dtype."""
+    gain_D, norm = gain_D.float(), F.layer_norm if centred else F.rms_norm
+    return norm(x.float(), gain_D.shape, gain_D, eps=eps).to(x.dtype)
+
+
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back.
 
-    `eps` is added to the mean square; None: 1e-6, or of LayerNorm 1e-5. `across(x, gain, centred=, eps=)`, a slot: where other ranks
-    have the other channels; None: all are here.
+    `eps` is added to the mean square; None: 1e-6, or of LayerNorm 1e-5. `normed`, a slot: `parallel.tensor.grid.normed` where other
+    ranks have the other channels, and a compiled one (moe/parallelize/compiled.py).
     """
 
     def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
         super().__init__()
         self.kind, self.eps = kind, NORM_EPS[kind] if eps is None else eps
-        self.across: Callable[..., Tensor] | None = None
+        self.normed: Callable[..., Tensor] = normed
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        centred, eps = self.kind == "layernorm", self.eps
-        if self.across is not None:
-            return self.across(x, self.weight, centred=centred, eps=eps)
-        gain, normed = self.weight.float(), F.layer_norm if centred else F.rms_norm
-        return normed(x.float(), gain.shape, gain, eps=eps).to(x.dtype)
+        return self.normed(x, self.weight, centred=self.kind == "layernorm", eps=self.eps)
 
 
 class Added(nn.Module):
@@ -122,7 +124,8 @@ class FeedForward(nn.Module):
     """The dense network between attentions: activation(x W1) [* x W3] W2.
 
     Of some of the hidden units it is their share of the output; who cuts it so fills `enter` and `leave`, of x and of the output, and
-    `products`, of x with w1 and w3, where x would travel for each. `swiglu`: bounds and slope of that activation, where it has them.
+    `products`, of x with w1 and w3, where x would travel for each. `activate`, a slot: a compiled one. `swiglu`: bounds and slope of
+    that activation, where it has them.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
@@ -134,11 +137,12 @@ class FeedForward(nn.Module):
         self.enter: Slot = as_it_is
         self.leave: Slot = as_it_is
         self.products: Products = one_by_one
+        self.activate: Callable[..., Tensor] = activate
 
     @in_region("network")
     def forward(self, x_BLD: Tensor) -> Tensor:
         hidden_BLF, *gate = self.products(self.enter(x_BLD), [self.w1] if self.w3 is None else [self.w1, self.w3])
-        return self.leave(self.w2(activate(hidden_BLF, gate[0] if gate else None, self.ffn, self.swiglu)))
+        return self.leave(self.w2(self.activate(hidden_BLF, gate[0] if gate else None, self.ffn, self.swiglu)))
 
     def in_tiles(self, count: int) -> Tiled:
         """The sum of narrower networks that it is: one for each run of its hidden units."""

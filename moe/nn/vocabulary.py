@@ -185,16 +185,32 @@ def _product(x: Tensor, weight_VD: Tensor, others: Others | None, *, recast: boo
     return linear(x, weight_VD) if recast else F.linear(x, weight_VD.to(x.dtype))
 
 
-def summed_loss(x_BLD: Tensor, targets_BL: Tensor, matrix: Matrix, *, chunks: int, recast: bool = False) -> Tensor:
+def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Of the targets, summed over tokens, fp32 at least; a target that is PADDING does not count."""
+    logits_NV = logits_BLV.flatten(0, 1).float()
+    return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
+
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed_loss(
+    x_BLD: Tensor,
+    targets_BL: Tensor,
+    matrix: Matrix,
+    *,
+    chunks: int,
+    recast: bool = False,
+    whole: CrossEntropy = cross_entropy,
+) -> Tensor:
     """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
 
-    In one chunk and without tiles it is torch's cross_entropy on all logits, or of the ranks' pairs, and `recast` as in Linear.
+    In one chunk and without tiles it is `whole` of all logits, or of the ranks' pairs, and `recast` as in Linear.
     Otherwise the matrix's gradient is never put off: it would take the logits, which are not there, or their product once more.
     """
     others, at_once = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if at_once and others is None:
-        logits = project(x_BLD, matrix, recast=recast).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
+        return whole(project(x_BLD, matrix, recast=recast), targets_BL)
     targets_N = (targets_BL if others is None else others.targets(targets_BL)).flatten()
     x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 

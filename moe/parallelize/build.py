@@ -1,7 +1,7 @@
 """Where the model meets the mesh: one line per step, in the order of application.
 
 model on the meta device -> adapters (moe/nn/lora.py), tiles, recompute (memory.py) -> its plan (plan.py) -> layers of this rank's stages
--> parts of this rank, slots filled (plan.py, sequence.py) -> weights born here
+-> parts of this rank, slots filled (plan.py, sequence.py) -> weights born here -> what is compiled (compiled.py)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from moe.model.initialise import FirstValues, initialise, zero_buffers
 from moe.model.transformer import Transformer, embedding_as_module, moe_layers
 from moe.nn.lora import adapt, freeze
 from moe.parallelize import stages
+from moe.parallelize.compiled import compile_between_products
 from moe.parallelize.engines import by_fsdp, offload_of
 from moe.parallelize.memory import save_memory
 from moe.parallelize.plan import lay_out, plan_for
@@ -77,6 +78,8 @@ def build(run: Run, mesh: Mesh, *, device: torch.device, table: Table | None = N
     else:
         initialise(model, first, device=device)
     freeze(model)
+    if run.train.compile:
+        compile_between_products(model)
     _give_tables(run, model, table, device=device)
     return model, layouts
 

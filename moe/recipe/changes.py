@@ -72,8 +72,8 @@ KINDS: dict[Kind, dict[str, str]] = {
         "pipeline": "microbatches chunks layers pipelines energy_plan",
         "tiling": "ffn head",
         "recompute": "kind every loss_chunks",
-        "train": "eval_every eval_sequences save_every keep save_mode grace_s timeout_s audit_every deterministic sample_tokens "
-        "measure_speed report trackers",
+        "train": "eval_every eval_sequences save_every keep save_mode grace_s timeout_s audit_every compile deterministic "
+        "sample_tokens measure_speed report trackers",
     },
     "name": {"router": "preset"},
 }

@@ -626,6 +626,7 @@ class Train(Section):
     audit_every: int = Field(
         0, ge=0, description="steps between two that are computed twice and compare copies, to find silent corruption; 0: never"
     )
+    compile: bool = Field(False, description="norms, activations and the loss as kernels that torch's compiler makes in the first step")
     deterministic: bool = Field(False, description="the same run twice gives the same bits, or says what cannot")
     on_nan: Literal["skip", "stop"] = Field("skip", description="a step whose gradient is not finite")
     max_skips: int = Field(20, gt=0, description="skipped steps in a row before the run stops (dynamic loss scale: at its floor)")

@@ -77,6 +77,7 @@ def walk(run: Run, world: World, *, steps: int = 2) -> Walked:
 
     Raises BadInput as the run itself would, and Found for what does not fit together.
     """
+    run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})  # nothing is computed, whoever computes it
     if continuous(run):
         run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"drain_every": max(2, int(run.degrees.pp))})})
     with rehearsal(world) as pretended:

@@ -51,6 +51,7 @@ def small(path: str, *, ep: int = 1) -> dict[str, dict[str, Any]]:
     optimizer = {key: value for key, value in run.optimizer.model_dump().items() if key in _OF_OPTIMIZER}
     optimizer["clip_norm"] = None if run.optimizer.clip_norm is None else 0.5
     values = {"model": model, "experts": experts, "optimizer": optimizer, "data": {"objective": run.data.objective}}
+    values["train"] = {"compile": run.train.compile}
     if sparse:
         values["router"] = _router(run)
         values |= {"dispatch": _dispatch(run, ep)} if ep > 1 else {}

@@ -81,7 +81,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class ChannelsNorm:
-    """A norm of what lies between layers. Fills its slot `across`, and `first_channel` of the block that has it, if any."""
+    """A norm of what lies between layers. Fills its slot `normed`, and `first_channel` of the block that has it, if any."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -90,7 +90,7 @@ class ChannelsNorm:
         for name, layout in layouts.items():
             path = name.rpartition(".")[0]
             axis = replace(mesh.axis("tp_col"), label=path)
-            model.get_submodule(path).across = partial(normed, axis=axis)  # type: ignore[assignment]
+            model.get_submodule(path).normed = partial(normed, axis=axis)  # type: ignore[assignment]
             block = model.get_submodule(path.rpartition(".")[0]) if "." in path else None
             if block is not None:
                 block.first_channel = layout.region(mesh)[0].start  # type: ignore[assignment]

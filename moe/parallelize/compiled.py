@@ -1,0 +1,69 @@
+"""`train.compile`: what stands between matrix products as one kernel each, made by torch's compiler (Inductor).
+
+    x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
+         ====                                                 ====                     ==========                            ====
+
+What is underlined reads its tensors once and writes its result once, also in the backward pass; otherwise it is three to eight kernels,
+which go through memory one after another. Products and attention, in brackets, are libraries' kernels either way. At them stand
+collectives, gathered weights, engines' hooks and gradients that are put off, so nothing of a layout is in what is compiled, and every
+layout can be compiled. Turning queries and keys by their places was tried: a compiler makes it no faster than moe/nn/rotary.py.
+Left as they are: experts, whose sizes change from step to step and whose kernels are moe/kernels/; norms of channels that other ranks
+have (tensor parallelism in 2D to 3D); a loss in tiles, in runs, or of a vocabulary that ranks share.
+
+Without gradients (evaluation, generation) lengths change, and the plain functions run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.kernels.activation import activate
+from moe.model.transformer import Transformer
+from moe.nn.linear import FeedForward, Norm, normed
+from moe.nn.vocabulary import cross_entropy
+from parallel.errors import BadInput
+
+_SIZES = 64  # so many sizes and dtypes of one function are compiled; torch itself stops at 8
+
+
+class Compiled:
+    """A function of tensors, compiled for each size with which it is called, where gradients are asked for.
+
+    The compiler is imported with the first such call, which takes seconds. Raises BadInput there if this machine cannot compile.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.plain = function
+        self._fast: Callable[..., Tensor] | None = None
+
+    def __call__(self, *args: Any, **settings: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **settings)
+        fast = self._fast or self._prepared()
+        try:
+            return fast(*args, **settings)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            needed = "a C++ compiler with Python's headers on a CPU, triton on a GPU, and a folder for temporary files"
+            raise BadInput("train.compile", got=f"true, but: {why}", needed=needed, fix="set train.compile to false") from error
+
+    def _prepared(self) -> Callable[..., Tensor]:
+        torch._dynamo.config.recompile_limit = max(_SIZES, torch._dynamo.config.recompile_limit)
+        # in this process: a pool of helping processes takes more memory and time than these few kernels
+        self._fast = torch.compile(self.plain, dynamic=False, fullgraph=True, options={"compile_threads": 1})
+        return self._fast
+
+
+def compile_between_products(model: Transformer) -> None:
+    """Fill the slots, in place."""
+    norm, activation = Compiled(normed), Compiled(activate)
+    for module in model.modules():
+        if isinstance(module, Norm) and module.normed is normed:
+            module.normed = norm
+        elif isinstance(module, FeedForward):
+            module.activate = activation
+    model.cross_entropy = Compiled(cross_entropy)
