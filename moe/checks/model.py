@@ -103,7 +103,7 @@ def _check_windows(m: Model) -> None:
     if m.scales.attention is not None and m.latent.key_rank is not None:
         got = f"{m.scales.attention:g} with model.latent.key_rank={m.latent.key_rank}"
         raise BadInput("model.scales.attention", got=got, needed="null: latent attention has YaRN's factor alone", fix="set it to null")
-    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False), ("clip_qkv", None)):
+    for key, off in (("sliding_window", None), ("attention_sinks", False), ("out_bias", False), ("clip_qkv", None), ("logit_cap", None)):
         if getattr(m, key) != off and m.kind == "encoder_decoder":
             got, word = f"{str(getattr(m, key)).lower()} with model.kind=encoder_decoder", "null" if off is None else "false"
             raise BadInput(f"model.{key}", got=got, needed=f"{word}: T5 and Switch have none", fix=f"set it to {word}")
@@ -203,6 +203,7 @@ def _check_ahead(run: Run) -> None:
         "model.scales.residual": (m.scales.residual != 1, m.scales.residual, "1: these blocks are not scaled"),
         "model.scales.embedding": (m.scales.embedding != 1, m.scales.embedding, "1"),
         "model.scales.head": (m.scales.head != 1, m.scales.head, "1"),
+        "model.logit_cap": (m.logit_cap is not None, m.logit_cap, "null"),
         "model.sliding_window": (m.sliding_window is not None, m.sliding_window, "null: which of these blocks has a window is not said"),
         "tensor.kind": (run.degrees.tp > 1 and run.tensor.kind in GRIDS, run.tensor.kind, "1d: no grid cuts these blocks"),
         "sharding.offload.parameters": (run.sharding.offload.parameters != "none", run.sharding.offload.parameters, "none"),

@@ -36,6 +36,7 @@ SAME: tuple[str, ...] = (
     "qk_norm",
     "qkv_bias",
     "clip_qkv",
+    "logit_cap",
     "out_bias",
     "attention_sinks",
     "sliding_window",

@@ -30,7 +30,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop, scaled
-from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, cross_entropy, look_up, project, summed_loss
+from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.balance import join
@@ -260,7 +260,7 @@ class Transformer(nn.Module):
             x_BLD = x_BLD * self.config.d_model**-0.5 if self.config.tied_embeddings else x_BLD
         x_BLD = scaled(x_BLD, 1 / self.config.scales.head)
         if targets_BL is None:
-            return Output(project(x_BLD, matrix, recast=self.recast).float(), none, ())
+            return Output(capped(project(x_BLD, matrix, recast=self.recast).float(), self.config.logit_cap), none, ())
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
 
     def _joined_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
@@ -272,7 +272,8 @@ class Transformer(nn.Module):
         return join(x_BLD, self.config.ahead_weight * loss, scale=context.auxiliary_scale)
 
     def _summed_loss(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows) -> Tensor:
-        return summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast, whole=self.cross_entropy)
+        cap, whole = self.config.logit_cap, self.cross_entropy
+        return summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast, cap=cap, whole=whole)
 
 
 def _through(

@@ -1,6 +1,6 @@
 """The matrices with one row for each token of the vocabulary: the embedding table and the projection to logits, and their loss.
 
-    loss of a token = log sum_v exp(logit_v) - logit_target
+    loss of a token = log sum_v exp(logit_v) - logit_target          with a cap c, of c tanh(logit / c) in the place of each logit
 
 The sum over the vocabulary is taken tile by tile, and over tokens run by run: a pair of numbers a token (log-sum-exp, the
 target's logit) is all that a tile leaves behind. Its logits [tokens / chunks, V / tiles] are computed again in the backward
@@ -185,13 +185,18 @@ def _product(x: Tensor, weight_VD: Tensor, others: Others | None, *, recast: boo
     return linear(x, weight_VD) if recast else F.linear(x, weight_VD.to(x.dtype))
 
 
-def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits within plus and minus `cap` (Gemma 2, arXiv 2408.00118); None: as they are."""
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = None) -> Tensor:
     """Of the targets, summed over tokens, fp32 at least; a target that is PADDING does not count."""
-    logits_NV = logits_BLV.flatten(0, 1).float()
+    logits_NV = capped(logits_BLV.flatten(0, 1).float(), cap)
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
 
-CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+CrossEntropy = Callable[[Tensor, Tensor, float | None], Tensor]
 
 
 def summed_loss(
@@ -201,6 +206,7 @@ def summed_loss(
     *,
     chunks: int,
     recast: bool = False,
+    cap: float | None = None,
     whole: CrossEntropy = cross_entropy,
 ) -> Tensor:
     """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
@@ -210,16 +216,16 @@ def summed_loss(
     """
     others, at_once = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
     if at_once and others is None:
-        return whole(project(x_BLD, matrix, recast=recast), targets_BL)
+        return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)
     targets_N = (targets_BL if others is None else others.targets(targets_BL)).flatten()
     x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 
     def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
         if at_once:
-            return _kept_scores(_product(x_ND, weight_VD, others, recast=recast), *_local(targets_N, first, weight_VD))
+            return _kept_scores(_product(x_ND, weight_VD, others, recast=recast), *_local(targets_N, first, weight_VD), cap)
         if others is not None and others.product is not None:
-            return _recomputed_scores(x_ND, weight_VD, targets_N, first, chunks, others.product)
-        scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks)
+            return _recomputed_scores(x_ND, weight_VD, targets_N, first, chunks, others.product, cap)
+        scores: Tensor = _Scores.apply(x_ND, weight_VD, targets_N, first, chunks, cap)
         return scores
 
     scores = _each(matrix, x_ND, use)
@@ -231,18 +237,20 @@ def summed_loss(
     return loss if others is None else others.loss(loss)
 
 
-def _recomputed_scores(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product) -> Tensor:
+def _recomputed_scores(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
+) -> Tensor:
     """[2, N] as _Scores gives it, where a product takes several ranks, which all go through the same runs."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
-        return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD))
+        return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
 
     return torch.cat([recomputed(scores, x_ND[run], targets_N[run]) for run in _runs(len(x_ND), chunks)], 1)
 
 
-def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor) -> Tensor:
+def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
     """[2, N] as _Scores gives it, of logits that stay until the backward pass."""
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    logits_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 
 
@@ -257,18 +265,18 @@ class _Scores(torch.autograd.Function):
     """[2, N]: the log-sum-exp of each token's logits of one tile, and its target's logit (0 where that is in another tile)."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, cap: float | None) -> Tensor:
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         row_N, here_N = _local(targets_N, first, weight_VD)
         weight = weight_VD.to(x_ND.dtype)
         scores = x_ND.new_empty(2, len(x_ND), dtype=wide)
         for run in _runs(len(x_ND), chunks):
-            logits = F.linear(x_ND[run], weight).to(wide)
+            logits = capped(F.linear(x_ND[run], weight).to(wide), cap)
             scores[1, run] = logits.gather(1, row_N[run].unsqueeze(1)).squeeze(1) * here_N[run]
             largest = logits.amax(1, keepdim=True)
             scores[0, run] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
         ctx.save_for_backward(x_ND, weight_VD, row_N, here_N, scores)
-        ctx.chunks, ctx.dtype = chunks, gradient_dtype(weight_VD)
+        ctx.chunks, ctx.dtype, ctx.cap = chunks, gradient_dtype(weight_VD), cap
         return scores
 
     @staticmethod
@@ -280,9 +288,11 @@ class _Scores(torch.autograd.Function):
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
         for run in _runs(len(x_ND), ctx.chunks):
-            logits = F.linear(x_ND[run], weight).to(scores.dtype)
+            logits = capped(F.linear(x_ND[run], weight).to(scores.dtype), ctx.cap)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # of c tanh(l / c)
             logits.sub_(scores[0, run].unsqueeze(1)).exp_().mul_(grad_2N[0, run].unsqueeze(1))
             logits.scatter_add_(1, row_N[run].unsqueeze(1), (grad_2N[1, run] * here_N[run]).unsqueeze(1))
+            logits = logits if slope is None else logits.mul_(slope)
             grad_logits = logits.to(x_ND.dtype)
             torch.mm(grad_logits, weight, out=grad_x[run])
             if grad_weight is None:
@@ -291,7 +301,7 @@ class _Scores(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), x_ND[run])
             else:
                 grad_weight += grad_logits.t() @ x_ND[run]
-        return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None
+        return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None, None
 
 
 def _runs(count: int, chunks: int) -> list[slice]:

@@ -39,6 +39,7 @@ def compute_of(run: Run) -> Compute:
         "model.clip_qkv": (m.clip_qkv, m.clip_qkv is not None, "set it to null"),
         "model.latent.key_rank": (m.latent.key_rank, m.latent.key_rank is not None, "set it to null"),
         "model.scales": ("factors", m.scales != Scales(), "remove them"),
+        "model.logit_cap": (m.logit_cap, m.logit_cap is not None, "set it to null"),
         "model.out_bias": ("true", m.out_bias, "set it to false"),
         "model.attention_sinks": ("true", m.attention_sinks, "set it to false"),
         "model.sliding_window": (

@@ -13,8 +13,8 @@ Bytes per token of a block; c bytes per element of the compute dtype, D channels
                  router: jitter 8 D more; a norm 4 D + 4 and, like noisy_top_k, 4 D for an fp32 copy in 16 bits without jitter;
                  noisy_top_k 8 E, capped logits 4 E, sparsemixer 5 k E
     recomputed   c D instead of the whole block (full), or instead of everything but attention (selective)
-    the head     4 D + c D + 8, and 4 V for logits unless loss_chunks cuts them; for each further token that is predicted the same
-                 again, a block, and 8 D + 2 c D + 16 of two norms and the product behind them
+    the head     4 D + c D + 8, and 4 V for logits (capped 8 V) unless loss_chunks cuts them; for each further token that is predicted
+                 the same again, a block, and 8 D + 2 c D + 16 of two norms and the product behind them
 
 RMSNorm on a CPU keeps its input once more: its steps are kernels of their own there, and x / rms(x) is one of them; CUDA has one
 kernel for all.
@@ -60,7 +60,8 @@ def block_bytes(run: Run, layer: int, device: Device = "cuda") -> float:
 def head_bytes(run: Run, device: Device = "cuda") -> float:
     """Bytes held per token by the last norm and the loss, and by what predicts further tokens."""
     m, c = run.model, compute_bytes(run)
-    held = _norm(run, device) + c * m.d_model + 8 + (4 * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
+    of_logits = 4 if m.logit_cap is None else 8
+    held = _norm(run, device) + c * m.d_model + 8 + (of_logits * run.vocab_size if run.recompute.loss_chunks == 1 else 0)
     joined = 2 * _norm(run, device) + (1 if c == 4 else 2) * c * m.d_model + 16  # in fp32 the first norm's input is the head's, too
     ahead = range(m.num_layers, m.num_layers + m.ahead)
     return held + sum(block_bytes(run, layer, device) + joined + held for layer in ahead)

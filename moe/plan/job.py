@@ -64,6 +64,7 @@ def _decoder(run: Run) -> Network:
         buckets=T5_BUCKETS if m.positions == "t5" else 0,
         sinks=m.attention_sinks,
         clipped=m.clip_qkv is not None,
+        logit_cap=m.logit_cap is not None,
         dropout=m.dropout > 0,
         ahead=m.ahead,
         core_work=sum(core_work(m, layer=layer) for layer in range(m.num_layers)) / m.num_layers,

@@ -35,7 +35,7 @@ KINDS: dict[Kind, dict[str, str]] = {
         "experts": "num_experts d_ff biases shared shared_d_ff shared_gate residual",
     },
     "function": {
-        "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers clip_qkv",
+        "model": "num_heads ffn norm norm_eps positions document_mask document_separator sliding_window sliding_layers clip_qkv logit_cap",
         "model.swiglu": "alpha limit offset",
         "model.rope": "base scaling factor trained_length low high whole_pairs mscale mscale_all pairs fraction",
         "model.scales": "embedding residual attention head",

@@ -209,6 +209,9 @@ class Model(Section):
     rope: Rope = Rope()
     latent: Latent = Latent()
     scales: Scales = Scales()
+    logit_cap: float | None = Field(
+        None, ge=1e-3, le=1e6, description="c of c tanh(l / c), which bounds the vocabulary's logits (Gemma 2); null: none"
+    )
     document_mask: bool = Field(False, description="attention sees the tokens of its own document alone, where a sequence packs several")
     document_separator: int | None = Field(
         None, ge=0, description="the id that begins a document for document_mask; null: the project's own, 0"

@@ -109,6 +109,8 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     note("norm", x)
     x = times(x, 1 / model.scales.head, cast)
     logits = wide(cast(x @ cast(table).t()))
+    if model.logit_cap is not None:  # tanh by its exponentials
+        logits = model.logit_cap * (1 - 2 / (torch.exp(2 * logits / model.logit_cap) + 1))
     return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers, further)
 
 

@@ -81,8 +81,8 @@ class Network:
     `head_size` None: width / heads; `activation`: without a gate. `sees`: the tokens before each, or all. `sparse_layers`: those
     that have experts instead of a dense network. `biases`: of all products and norms. `qk_norm`: of queries and keys, of each head or
     all. `buckets`: distances that have a bias of their own for each head (T5), in each layer or in one of a run's (`shared_buckets`).
-    `sinks`: a logit a head. `clipped`: queries, keys and
-    values are, and kept as they were before. `ahead`: further tokens that are predicted in training, each by a dense layer behind the
+    `sinks`: a logit a head. `clipped`: queries, keys and values are, and kept as they were before. `logit_cap`: the vocabulary's logits
+    are bounded, and what tanh gave is kept. `ahead`: further tokens that are predicted in training, each by a dense layer behind the
     last, a product of its two inputs, and the head. `core_work`: pairs of tokens that attention computes, over a causal one's, in the
     mean over layers; `windows_in_runs`: the share of layers with sliding windows that are computed by runs of tokens, which keep keys
     and values twice."""
@@ -106,6 +106,7 @@ class Network:
     shared_buckets: bool = False
     sinks: bool = False
     clipped: bool = False
+    logit_cap: bool = False
     qk_norm: Literal["none", "heads", "whole"] = "none"
     learned_positions: bool = False
     dropout: bool = False

@@ -226,7 +226,7 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
         total += _last_norm(network.encoder, stack, c) * tokens_of(network.encoder, plan, stack).between
     if last:
         total += _last_norm(network, stack, c) * at.between
-        total += logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0
+        total += logits(network, plan) * logit_kept(network, stack) if plan.loss_chunks == 1 else 0.0
         total += sum(_ahead(network, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return total
 
@@ -247,6 +247,11 @@ def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     read = (_norm(network, stack, c) + c) * network.width + 2 * stack.statistics
     of_layer = layer_kept(replace(network, experts=None), plan, stack, index, recompute_of(plan, index))
     return of_layer + (joined + read) * at.between + (logits(network, plan) * stack.logits_kept if plan.loss_chunks == 1 else 0.0)
+
+
+def logit_kept(network: Network, stack: Stack) -> float:
+    """Bytes of a logit that wait for the backward pass; of a bounded one also what tanh gave, in fp32."""
+    return stack.logits_kept + (4 if network.logit_cap else 0)
 
 
 def logits(network: Network, plan: Plan) -> float:

@@ -41,7 +41,7 @@ SCALES = {"embedding": 1.3, "residual": 0.7, "attention": 0.3, "head": 1.6}
 @dataclass(frozen=True)
 class Chosen(Case):
     """A case of `moe verify` with options of the model; its heads are 6 channels wide, its sequences 10 tokens long. The bound
-    clips about a third of queries, keys and values. `biased`: biases of these, and factors in the stream."""
+    clips about a third of queries, keys and values. `biased`: biases of these, factors in the stream, and bounded logits."""
 
     rope: str = "llama3"
     qk_norm: str = "heads"
@@ -50,7 +50,7 @@ class Chosen(Case):
     def run(self) -> Run:
         values = super().run().model_dump(mode="json")
         options = {"rope": ROPES[self.rope], "qk_norm": self.qk_norm, "norm_eps": 0.01, "qkv_bias": self.biased, "clip_qkv": 0.9}
-        options |= {"scales": SCALES} if self.biased else {}
+        options |= {"scales": SCALES, "logit_cap": 0.7} if self.biased else {}
         return build_run(values | {"model": values["model"] | options})
 
 
@@ -190,6 +190,8 @@ def test_with_a_cache_of_keys_every_token_is_as_without() -> None:
         ({"model": {"rope": {"fraction": 0.5}, "positions": "t5"}}, "model.rope.fraction: got it with model.positions=t5"),
         ({"model": {"clip_qkv": 8.0, "latent": {"key_rank": 8}}}, "model.clip_qkv: got 8.0 with model.latent.key_rank=8, needed null"),
         ({"model": {"clip_qkv": 8.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.clip_qkv: got 8.0 with model.kind=enc"),
+        ({"model": {"logit_cap": 30.0, "kind": "encoder_decoder", "positions": "t5"}}, "model.logit_cap: got 30.0 with model.kind=enc"),
+        ({"model": {"logit_cap": 30.0, "ahead": 1}}, "model.logit_cap: got 30.0 with model.ahead=1, needed null"),
         ({"model": {"scales": {"head": 2.0}, "kind": "encoder_decoder", "positions": "t5"}}, "model.scales.head: got 2 with model.kind="),
         (
             {"model": {"scales": {"attention": 0.2}, "latent": {"key_rank": 8}}},

@@ -136,16 +136,20 @@ def test_stages_keep_no_cast_weights(case: str) -> None:
     assert fixed_bytes(run, 0) - fixed_bytes(run, 0, "again") > 0.03 * said
 
 
-@pytest.mark.parametrize(("chunks", "norm"), [(1, "layernorm"), (4, "layernorm"), (4, "rmsnorm")])
-def test_the_head_keeps_its_logits_unless_they_come_in_chunks(chunks: int, norm: str) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "norm", "cap"), [(1, "layernorm", "null"), (4, "layernorm", "null"), (4, "rmsnorm", "3"), (1, "rmsnorm", "3")]
+)
+def test_the_head_keeps_its_logits_unless_they_come_in_chunks(chunks: int, norm: str, cap: str) -> None:
     values = {"recompute.loss_chunks": str(chunks), "model.num_layers": "1", "model.norm": norm, "precision.compute": "fp32"}
+    values["model.logit_cap"] = cap
     run = recipe.load("dense_tiny", values)[0]
     model = Transformer(run.model, vocab_size=run.vocab_size)
     x_BLD = torch.randn(B, L, run.model.d_model, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t):
-        loss = summed_loss(model.norm(x_BLD), torch.zeros(B, L, dtype=torch.int64), model.embedding, chunks=chunks)
+        targets = torch.zeros(B, L, dtype=torch.int64)
+        loss = summed_loss(model.norm(x_BLD), targets, model.embedding, chunks=chunks, cap=run.model.logit_cap)
     assert loss.requires_grad
     found = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     assert B * L * head_bytes(run, "cpu") == pytest.approx(found, rel=0.03)

@@ -30,7 +30,7 @@ MODEL = {"num_layers": 3, "d_model": 48, "num_heads": 6, "num_kv_heads": 2, "d_f
 SPARSE = {"experts": {"num_experts": 4, "d_ff": 56}, "router": {"preset": "switch", "capacity_factor": None}}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
-    "relu": {"model": {"ffn": "relu"}},
+    "relu": {"model": {"ffn": "relu", "logit_cap": 3.0}},
     "gated": {"model": {"ffn": "swiglu", "dropout": 0.1}},
     "experts": {"model": {"moe_every": 2}, **SPARSE},
     "fewer experts than choices": {

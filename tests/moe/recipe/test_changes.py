@@ -44,6 +44,7 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.sliding_window": (4, WINDOWS),
     "model.sliding_layers": ([1], WINDOWS),
     "model.clip_qkv": (0.1, {}),
+    "model.logit_cap": (0.1, {}),
     "model.swiglu.alpha": (2.0, GATED),
     "model.swiglu.limit": (0.01, GATED),
     "model.swiglu.offset": (1.0, GATED),
