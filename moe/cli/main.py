@@ -118,7 +118,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
-    from moe.recipe.load import run_name
+    from moe.recipe.load import of_transformers, run_name
 
     if flags.init_from is None:
         return None
@@ -128,6 +128,8 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
         if not source.is_dir():
             needed, fix = "the folder of a run, of one of its checkpoints, or hf:PATH", "--init_from runs/NAME"
             raise BadInput("--init_from", got=flags.init_from, needed=needed, fix=fix)
+        if of_transformers(source):
+            raise BadInput("--init_from", got=f"{said}, a model of transformers", needed=f"hf:{said}", fix=f"--init_from hf:{said}")
         return source
     out = flags.out or Path("runs") / run_name(flags.recipe)
     base = out / "base"
@@ -324,10 +326,14 @@ def _energy(flags: Energy, overrides: dict[str, str]) -> int:
 
 def _convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert.checks import settings_of
-    from moe.recipe.load import recipe_names, recipe_path
+    from moe.recipe.load import of_transformers, recipe_names, recipe_path
 
     if any(word.startswith("hf:") for word in (flags.from_run, flags.to_run)):
         return _convert_huggingface(flags, overrides)
+    if of_transformers(Path(flags.from_run)):
+        word = f"hf:{flags.from_run}"
+        got, fix = f"{flags.from_run}, a model of transformers", f"moe convert {word} {flags.to_run}"
+        raise BadInput("FROM_RUN", got=got, needed=word, fix=fix)
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -369,7 +375,9 @@ def _hash_table(flags: HashTable, overrides: dict[str, str]) -> int:
 
 
 def _show(flags: Show, overrides: dict[str, str]) -> int:
+    from moe.plan.flops import size
     from moe.recipe.load import load, resolved_yaml
+    from moe.records.summary import count
 
     run, origins = load(flags.recipe, overrides)
     if flags.plan:
@@ -377,11 +385,14 @@ def _show(flags: Show, overrides: dict[str, str]) -> int:
     for flag, value in (("--nproc", flags.nproc), ("--rank", flags.rank)):
         if value is not None:
             raise BadInput(flag, got=f"{value} without --plan", needed="--plan: the values are the same on all ranks", fix="add --plan")
+    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    print(f"# {count(counted.total)} parameters, {count(counted.active)} active for a token")
     print(resolved_yaml(run, origins), end="")
     if flags.json is not None:
         from moe.records.results import write_json
 
-        write_json(flags.json, verb="show", rows=_rows(run, origins), recipe=flags.recipe)
+        sizes = {"parameters_total": counted.total, "parameters_active": counted.active}
+        write_json(flags.json, verb="show", rows=_rows(run, origins), recipe=flags.recipe, **sizes)
     return exit_codes.DONE
 
 
@@ -456,7 +467,12 @@ def _text(path: Path | None) -> str | None:
 
 
 def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
+    from moe.recipe.load import of_transformers
+
     user_path(Path(name) / holds, what=what)
+    if name.startswith("hf:") or of_transformers(Path(name)):
+        fix = f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then runs/NAME"
+        raise BadInput(what, got=f"{name}, a model of transformers", needed=f"a run's folder, with {holds} in it", fix=fix)
     if (Path(name) / holds).exists() or (also and (Path(name) / also).exists()):
         return name
     runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []

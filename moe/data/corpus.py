@@ -91,9 +91,12 @@ def find_corpus(data: Data) -> Corpus:
         raise BadInput(
             "data.path", got=data.path, needed="a file or folder that exists", fix="check the spelling and the folder you are in"
         )
-    if path.suffix in (".bin", ".idx") and path.is_file() and data.source == "python_stdlib":
+    of_ids = path.suffix in (".bin", ".idx") if path.is_file() else (path / "train.bin").is_file()
+    if of_ids and data.source == "python_stdlib":
         fix = "add --data.tokenizer ids --data.vocab_size N, or --data.source text if it is text"
-        raise BadInput("data.path", got=f"{path}, token ids by its name", needed="text", fix=fix)
+        raise BadInput(
+            "data.path", got=f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}", needed="text", fix=fix
+        )
     root, names = path.parent, [path.name]
     left_out: list[str] = []
     if path.is_dir():

@@ -47,12 +47,22 @@ def run_name(recipe: str) -> str:
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
 
 
+def of_transformers(folder: Path) -> bool:
+    """Whether transformers saved a model there."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
 def recipe_path(name: str) -> Path:
     """The path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
     given = user_path(name, what="recipe")
     for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
             return path
+    if name.startswith("hf:") or of_transformers(given):
+        fix = f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then moe train runs/NAME/recipe.yaml"
+        raise BadInput("recipe", got=f"{name}, a model of transformers", needed="a YAML file", fix=fix)
+    if (given / "recipe.yaml").is_file():
+        raise BadInput("recipe", got=f"{name}, the folder of a run", needed="a YAML file", fix=f"{given / 'recipe.yaml'}")
     if given.exists() and not given.is_dir():
         raise BadInput("recipe", got=f"{name}, which is no regular file", needed="a YAML file", fix="see: moe recipes")
     published = {each.removeprefix(f"{PUBLISHED}/"): each for each in published_names()}  # by their bare names, or all would look alike

@@ -23,6 +23,7 @@ FILES = {
     "plots": "the same pictures as PNG",
     "checkpoints": "to go on from, or to generate with",
     "tensorboard": "tensorboard --logdir shows the curves",
+    "profile": "where the time of a step goes: tables, and traces for ui.perfetto.dev",
 }
 
 

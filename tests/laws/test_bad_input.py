@@ -50,6 +50,9 @@ FILES = {
     "hosts_bad": "worker-0 slots=two\n",
     "hosts_twice": "worker-0 slots=2\nworker-0 slots=2\n",
     "hosts_empty": "# nobody\n",
+    "model/config.json": "{}",
+    "model/model.safetensors": "",
+    "old/recipe.yaml": "extends: switch_tiny\n",
 }
 
 T = "train switch_tiny "
@@ -148,6 +151,18 @@ CASES: list[tuple[str, str, str]] = [
     ("train switch_t5_tiny --model.vocab_size 260", "model.vocab_size: got 260, needed at least 270", "set model.vocab_size to null"),
     ("train switch_t5_tiny --model.max_length 2", "model.max_length: got 2, needed at least 3", "set it to 3"),
     ("train switch_t5_tiny --model.kind decoder", "data.objective: got span_corruption with model.kind=decoder", "encoder_decoder"),
+    # what another system, or this one, has in the place of a recipe or a run
+    (
+        "train hf:model",
+        "recipe: got hf:model, a model of transformers",
+        "moe convert hf:model runs/NAME, then moe train runs/NAME/recipe.yaml",
+    ),
+    ("show model", "recipe: got model, a model of transformers", "moe convert hf:model runs/NAME"),
+    ("train old", "recipe: got old, the folder of a run", "old/recipe.yaml"),
+    ("generate model", "RUN_DIR: got model, a model of transformers", "moe convert hf:model runs/NAME"),
+    ("eval hf:model", "RUN_DIR: got hf:model, a model of transformers", "moe convert hf:model runs/NAME"),
+    ("convert model runs/new", "FROM_RUN: got model, a model of transformers, needed hf:model", "moe convert hf:model runs/new"),
+    (T + "--init_from model", "--init_from: got model, a model of transformers, needed hf:model", "--init_from hf:model"),
     # the recipe's file
     ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
     ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),
@@ -579,6 +594,7 @@ def environment() -> dict[str, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bad")
     for name, text in FILES.items():
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)
     (path / "empty_folder").mkdir()
     os.mkfifo(path / "pipe")

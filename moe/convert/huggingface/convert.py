@@ -269,23 +269,23 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
     """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
     nearest: list[Change | str] | None = None
     for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) for kind in of_kind(run)]:
-        differs = _differences(run, shapes, config)
+        try:
+            differs = _differences(run, shapes, config)
+        except BadInput:  # this family has no such model at all, so another is nearer
+            continue
         if not differs:
             return config
         nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
-    first = (nearest or ["nothing"])[0]
+    first = (nearest or ["a model that none has"])[0]
     got = f"{first.key} {first.before}" if isinstance(first, Change) else first
     needed = f"{first.key} {first.after}, or what another family says" if isinstance(first, Change) else "one that a family has"
     raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {', '.join(FAMILIES)}; see docs/use/huggingface.md")
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
-    """What the model of a config.json has that the run's has not, or the other way round."""
-    try:
-        other = build_run(recipe_values(config))
-        theirs = shapes_of(other) | biases_of(other)
-    except BadInput as refused:
-        return [f"{refused.what} {refused.got}", ""]
+    """What the model of a config.json has that the run's has not, or the other way round. Raises BadInput for a config that says none."""
+    other = build_run(recipe_values(config))
+    theirs = shapes_of(other) | biases_of(other)
     training = ("data.", "router.bias_rate")  # whether there is a bias, its shape says
     found: list[Change | str] = [change for change in function_changes(run, other) if not change.key.startswith(training)]
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]

@@ -217,6 +217,7 @@ def test_show_prints_a_recipe_that_reads_back_the_same(recipe: str, capsys: pyte
     assert cli.main(["show", recipe, "--train.steps", "7"]) == 0
     text = capsys.readouterr().out
     assert "steps: 7" in text and "# command line" in text
+    assert text.startswith("# ") and text.splitlines()[0].endswith("active for a token")
     path = tmp_path / "shown.yaml"
     path.write_text(text)
     run, origins = load(recipe, {"train.steps": "7"})
@@ -237,6 +238,7 @@ def test_show_writes_json(tmp_path: Path) -> None:
     assert {"verb", "commit", "hardware", "rows", "passed", "failed"} <= value.keys() and value["verb"] == "show"
     rows = {row["key"]: (row["value"], row["origin"]) for row in value["rows"]}
     assert set(rows) == set(known_keys())
+    assert (value["parameters_total"], value["parameters_active"]) == (2_690_176, 855_168)
     assert rows["degrees.ep"] == (2, "command line") and rows["model.moe_every"] == (2, "switch_tiny.yaml")
 
 

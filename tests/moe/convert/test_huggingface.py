@@ -151,6 +151,24 @@ def test_files_may_be_many_and_experts_stacked(tmp_path: Path, monkeypatch: pyte
     assert again.dtype == torch.bfloat16 and all(torch.equal(p, q) for p, q in zip(again.parameters(), theirs.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("stacked", ["layers.1.", "gate_up_proj", "down_proj"])
+def test_some_experts_may_be_stacked_and_others_not(stacked: str, tmp_path: Path) -> None:
+    """By layer or by matrix: each is found by its own key, and all are written as the family's files have them."""
+    held, apart = made(tmp_path / "a", "Mixtral").state_dict(), files(tmp_path / "a")
+    stacks = {key: value.contiguous() for key, value in held.items() if ".mlp.experts." in key and stacked in key}
+    assert len(stacks) == 2
+
+    def stack_of(key: str) -> str:
+        layer, _, rest = key.partition(".block_sparse_moe.experts.")
+        return f"{layer}.mlp.experts.{'down_proj' if '.w2.' in rest else 'gate_up_proj'}"
+
+    save_file({key: value for key, value in apart.items() if stack_of(key) not in stacks} | stacks, tmp_path / "a/model.safetensors")
+    to_run(tmp_path / "a", tmp_path / "run", overrides={})
+    from_run(tmp_path / "run", tmp_path / "b")
+    after = files(tmp_path / "b")
+    assert after.keys() == apart.keys() and all(torch.equal(after[key], apart[key]) for key in apart)
+
+
 def tokenizer(folder: Path) -> Any:
     """Byte-level BPE as many models have it, of 290 ids of which number 7 ends a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -268,7 +286,8 @@ def test_what_is_not_covered_or_broken_is_one_line_and_leaves_nothing(tmp_path: 
 
 def test_a_run_that_no_family_says_is_refused_by_what_it_has(home: Path, tmp_path: Path) -> None:
     trained.train(trained.recipe(home, train={"steps": 1}), tmp_path / "run")
-    with pytest.raises(BadInput, match="FROM_RUN: got .*, needed .*families: llama, mistral, qwen3"):
+    said = "FROM_RUN: got model.ffn gelu, needed model.ffn swiglu, .*families: llama, mistral, qwen3"  # of a family that has one choice
+    with pytest.raises(BadInput, match=said):
         from_run(tmp_path / "run", tmp_path / "b")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -232,6 +232,9 @@ def test_nanogpts_ids_are_a_file_or_both_sides(tmp_path: Path) -> None:
     whole[:77].tofile(tmp_path / "both" / "train.bin")
     whole[60:].tofile(tmp_path / "both" / "val.bin")
     assert tokens(ids(tmp_path / "both")) == [FLAT[:77], FLAT[60:]]
+    for name in ("one.bin", "both"):
+        with pytest.raises(BadInput, match="token ids by .*, needed text; fix: add --data.tokenizer ids"):
+            read(tmp_path / name)
 
 
 def test_a_document_that_is_too_long_is_cut_at_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
