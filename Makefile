@@ -8,6 +8,8 @@ EP ?= auto
 FLAGS ?=
 WORKERS ?= auto
 STAMP := .venv/.installed
+# Python compiles a module when it is first imported, and most of these never are. Where it may not keep what it compiles, pip does it.
+UNCOMPILED := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 SOURCES := moe parallel tests
 
 .DEFAULT_GOAL := help
@@ -60,5 +62,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@if [ -f $(STAMP) ] && [ "$$(cat $(STAMP))" != "$(CURDIR)" ]; then rm -rf .venv; fi
 	@echo "Installing Python packages into .venv, as constraints.txt says: once, 2 to 4 minutes (a CUDA build of torch: 3 GB more to fetch) ..."
 	@"$(PYTHON)" -m venv .venv
-	@.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@.venv/bin/python -m pip install -qq --disable-pip-version-check $(UNCOMPILED) -c constraints.txt -e '.[dev]'
 	@echo "$(CURDIR)" > $(STAMP)
