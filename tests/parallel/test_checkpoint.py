@@ -342,13 +342,14 @@ def the_same_one_damaged(folder: Path) -> None:
     (folder / "step-3" / "rank-00000.safetensors").write_bytes(b"damaged")
 
 
-# What fails is a call, whatever stands beside it: for calls that fail the two fullest folders are enough, which have all that others have.
+# What fails is a call, whatever stands beside it: for calls that fail the fullest folders are enough, which have all that others have.
 @pytest.mark.parametrize(
     "before, keep, what",
     [
         (nothing_before, 2, "kill"),
-        (two_before, 2, "kill"),
-        *((before, 1, what) for before in (two_before_and_a_dead_one, the_same_one_damaged) for what in ("kill", "once", "ever")),
+        (two_before_and_a_dead_one, 2, "kill"),
+        (two_before_and_a_dead_one, 1, "once"),
+        *((the_same_one_damaged, 1, what) for what in ("kill", "once", "ever")),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
