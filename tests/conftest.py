@@ -47,6 +47,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield trained.home(tmp_path_factory.mktemp("home"), patch)
 
 
+@pytest.fixture
+def five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what `moe verify` takes: moments, loss scale and biases have moved, and what a step leaves has been read again."""
+    from moe.verify import layouts, twin
+
+    monkeypatch.setattr(layouts, "STEPS", 5)
+    monkeypatch.setitem(twin.reference.__kwdefaults__, "steps", 5)
+
+
 @pytest.fixture(autouse=True)
 def signals_as_they_were() -> Iterator[None]:
     """A run that ends in this process ignores signals from then on, and so would every process that later tests start."""

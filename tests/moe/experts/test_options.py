@@ -101,13 +101,15 @@ def farthest(ran: Any, twin: Case) -> float:
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("option", OPTIONS)
-def test_ten_steps_of_one_process_are_the_plain_twins(option: str) -> None:
+def test_five_steps_of_one_process_are_the_plain_twins(option: str) -> None:
     case = Chosen("switch", "ddp", 1, 1, 1, "fp32", experts=8, option=option)
     assert farthest(compute(case), case) < 1e-5
 
 
-def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     """Experts on two ranks or in two halves, rows in blocks or chunks, engines that cut weights, tiles, weight gradients put off."""
     two = {"precision": "fp32", "experts": 8, "option": "gpt_oss"}
     cases: list[Case] = [

@@ -1,4 +1,4 @@
-"""Further tokens predicted in training: ten steps are those of plain lines, on one process and on ranks; evaluation knows nothing of it.
+"""Further tokens predicted in training: five steps are those of plain lines, on one process and on ranks; evaluation knows nothing of it.
 
 What this file alone would notice: a depth that is given the token that it should predict, or a loss that counts a sequence's end.
 """
@@ -35,6 +35,7 @@ class Further(Case):
         return build_run(values | {"model": values["model"] | {"ahead": self.ahead, "ahead_weight": 0.4}})
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize(
     "case",
     [
@@ -43,12 +44,13 @@ class Further(Case):
     ],
     ids=["tied", "tiles"],
 )
-def test_ten_steps_are_the_plain_twins(case: Further) -> None:
+def test_five_steps_are_the_plain_twins(case: Further) -> None:
     for name, value in compare(compute(case), reference(case)).items():
         assert value < 1e-5, name
 
 
-def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     want = reference(Further("deepseek", "ddp", 1, 1, 1, "fp32"))
     cases: list[Case] = [Further("deepseek", "ddp", 2, 2, 3, "fp32"), Further("deepseek", "fsdp", 2, 1, 1, "fp32", "full", tiles=5)]
     for case, ran in run_world(cases, 2):
@@ -56,6 +58,7 @@ def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
         assert max(compare(ran[0], want).values()) < 1e-5, case.layout
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize(
     "case",
     [

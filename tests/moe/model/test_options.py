@@ -62,17 +62,19 @@ def farthest(case: Chosen, ran: Any, twin: Case) -> float:
     return max(value for name, value in numbers.items() if not (case.biased and name == "update"))
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize(
     ("rope", "qk_norm"),
     [("none", "heads"), ("linear", "whole"), ("llama3", "none"), ("yarn", "heads"), ("ntk", "whole"), ("dynamic", "none")],
 )
-def test_ten_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
+def test_five_steps_of_one_process_are_the_plain_twins(rope: str, qk_norm: str) -> None:
     case = Chosen("dense", "ddp", 1, 1, 1, "fp32", rope=rope, qk_norm=qk_norm, biased=rope == "yarn")
     assert farthest(case, compute(case), case) < 1e-5
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("world", [2, 4])
-def test_ten_steps_on_ranks_are_the_plain_twins(world: int) -> None:
+def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
     """Four ranks of tp: each key-value head is in two copies, which serve other queries; or a grid. Slices and shards: two."""
     twin = Chosen("dense", "ddp", 1, 1, 1, "fp32")
     if world == 2:

@@ -77,6 +77,7 @@ def farthest(case: Windowed, ran: Any) -> float:
     return max(value for name, value in compare(ran, reference(twin)).items() if not (case.more and name == "update"))
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("case", [
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=4),
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=7, only=(1,)),
@@ -85,13 +86,14 @@ def farthest(case: Windowed, ran: Any) -> float:
     Windowed("dense", "ddp", 1, 1, 1, "fp32", window=3, only=(0,), more=True),
     Windowed("packed_t5", "ddp", 1, 1, 1, "fp32", window=4, more=True),
 ])  # fmt: skip
-def test_ten_steps_of_one_process_are_the_plain_twins(case: Windowed) -> None:
+def test_five_steps_of_one_process_are_the_plain_twins(case: Windowed) -> None:
     """By runs, by a mask, with documents, and with T5's bias."""
     assert farthest(case, compute(case)) < 1e-5
 
 
+@pytest.mark.usefixtures("five_steps")
 @pytest.mark.parametrize("world", [2, 4])
-def test_ten_steps_on_ranks_are_the_plain_twins(world: int) -> None:
+def test_five_steps_on_ranks_are_the_plain_twins(world: int) -> None:
     """Every engine, stages, experts and tensor parallelism that sees whole sequences, and every attention of slices."""
     if world == 2:
         plain = Windowed("dense", "ddp", 2, 1, 1, "fp32", only=(0,), more=True)

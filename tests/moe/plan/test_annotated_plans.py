@@ -1,4 +1,4 @@
-"""Layouts and annotations of a recipe become plans, and the plans train: ten steps on four ranks equal one process, dense and sparse.
+"""Layouts and annotations of a recipe become plans, and the plans train: five steps on four ranks equal one process, dense and sparse.
 
 So do the plans that `moe plan --search mesh-tf` and `--search gspmd` find, on machines that ask for different ones.
 """
@@ -47,6 +47,7 @@ def case(model: str, plan: Plan) -> Case:
     )
 
 
+@pytest.mark.usefixtures("five_steps")
 def test_plans_of_layouts_and_annotations_train_as_one_process() -> None:
     dense, sparse = graph("dense"), graph("deepseek")
     few = {"attention__q__weight": "_, columns, _, _", "ffn__w1__weight": "_, columns", "embedding__rows": "rows, ., ."}

@@ -115,7 +115,8 @@ class Given(Case):
         return build_run(super().run().model_dump(mode="json") | {"router": HASH | router})
 
 
-def test_ten_steps_are_the_plain_twins(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_are_the_plain_twins(tmp_path: Path) -> None:
     """Of two choices on one process, and of another table for each layer on ranks: experts apart, sequences in slices, stages."""
     pairs = written(tmp_path / "pairs.json", table_of(4, 0, choices=2))
     case = Given("switch", "ddp", 1, 1, 1, "fp32", table=pairs, choices=2)

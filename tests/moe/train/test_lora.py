@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: ten steps are those of plain lines, on one process and on layouts of ranks; with B = 0 the model is its
+"""Adapters beside frozen weights: five steps are those of plain lines, on one process and on layouts of ranks; with B = 0 the model is its
 base bit for bit, merged it is the same; a run of them keeps them alone, says of which base, and goes on from where it was.
 
 What this file alone would notice: a frozen weight that moves or is saved, an optimizer that keeps something of it, a base that changed.
@@ -60,14 +60,16 @@ def farthest(ran: Any, twin: Case) -> float:
     return max(value for name, value in compare(ran, reference(twin)).items() if name != "update")
 
 
-def test_ten_steps_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_are_the_plain_twins() -> None:
     case = Adapted("gshard", "ddp", 1, 1, 3, "fp32", "selective")
     ran = compute(case)
     assert farthest(ran, case) < 1e-5
     assert ran.gradients and all(is_adapter(name) for name in ran.gradients)
 
 
-def test_ten_steps_on_ranks_are_the_plain_twins() -> None:
+@pytest.mark.usefixtures("five_steps")
+def test_five_steps_on_ranks_are_the_plain_twins() -> None:
     cases: list[Case] = [
         Adapted("gshard", "ddp", 2, 2, 1, "fp32", "full"),
         Adapted("gshard", "fsdp", 2, 1, 3, "fp32"),

@@ -62,6 +62,7 @@ def alone(body: str) -> Any:
         raise AssertionError(last) from None
 
 
+@pytest.mark.usefixtures("five_steps")
 def test_replicas_give_the_numbers_of_one_process() -> None:
     """Dense, sparse with capacity, noise and dropout, and sums over the whole step; recompute, tiles and micro-batches; 2 to 6 replicas."""
     found = alone("""
