@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe.checks.together import check_run
+from moe.cli import plan_search
 from moe.cli.main import main
 from moe.plan.job import plan_of
 from moe.recipe.load import load
@@ -43,7 +45,10 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
 
 
 @pytest.mark.parametrize("search", ["alpa", "flexflow", "mesh-tf", "gspmd"])
-def test_a_search_ends_in_a_recipe(search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_ends_in_a_recipe(
+    search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_search, "flexflow", partial(plan_search.flexflow, budget=50))  # of 2,000 proposals
     out = tmp_path / "plan.yaml"
     assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--search", search, "--out", str(out)]) == 0
     chosen = plan_of(check_run(load(str(out))[0], 8))
