@@ -1,6 +1,7 @@
 """Counts the bytes of tensor storages that are alive, whoever holds them: Python, autograd's graphs, a process group.
 
 Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed.
+A DTensor has no bytes of its own, though it says its whole size: what it does to its ranks' parts is seen instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,8 @@ class Alive(TorchDispatchMode):
         self.known = set(self.storages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its own operators come here again, with the parts
         out = func(*args, **(kwargs or {}))
         for value in tree_leaves(out):
             if isinstance(value, Tensor):

@@ -25,6 +25,8 @@ from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
+from moe.records.results import check_writable
+from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Between, Cluster, Inside, told_of
 from parallel.plan.cost import step_time
@@ -42,13 +44,18 @@ STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
     """Measure, print and write. `out`: the user's machine.yaml if not given; `nproc`: most ranks of collectives, the cores by default."""
+    if out is not None:
+        check_writable(out, what="--out")
     began = time.perf_counter()
     torch.set_num_threads(1)  # ranks are forks of this process
     gpus = torch.cuda.device_count()
     made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
     path = out or measured_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text(made), encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text(made), encoding="utf-8")
+    except OSError as error:
+        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
     for line in _lines(made):
         print(line)
     print(f"wrote {path} in {time.perf_counter() - began:.0f} s" + ("" if out else ", which moe train reads by itself"))

@@ -19,6 +19,7 @@ from moe.plan.job import network_of, plan_of
 from moe.plan.planned import WAYS, Planned, guided, planned
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
+from moe.records.results import check_writable
 from parallel.errors import BadInput
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
@@ -48,6 +49,8 @@ def main(
         raise BadInput("--top", got=top, needed="at least 1", fix="--top 10")
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
+    if out is not None:
+        check_writable(out, what="--out")
     run, _ = load(recipe, overrides)
     machines = load_cluster(cluster)
     print(_about(run, machines))
@@ -81,7 +84,12 @@ def _written(
 ) -> int:
     machines = made.cluster
     if out is not None:
-        out.write_text(_recipe(recipe, run, made, cluster), encoding="utf-8")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(_recipe(recipe, run, made, cluster), encoding="utf-8")
+        except OSError as error:
+            got = f"{out}: {error.strerror}"
+            raise BadInput("--out", got=got, needed="a file that can be written", fix="choose another path") from None
         print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))
     if pictures is not None:
         from moe.cli.plan_pictures import draw

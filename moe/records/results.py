@@ -11,8 +11,8 @@ from typing import Any
 from parallel.errors import BadInput
 
 
-def check_writable(path: Path) -> None:
-    """Refuse a place for --json in which nothing can be written, before the work whose results it is for. Raises BadInput."""
+def check_writable(path: Path, *, what: str = "--json") -> None:
+    """Refuse a place for results in which nothing can be written, before the work whose results they are. Raises BadInput."""
     folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
     why = (
         "Is a directory" if path.is_dir()
@@ -21,7 +21,7 @@ def check_writable(path: Path) -> None:
         else None
     )  # fmt: skip
     if why:
-        raise BadInput("--json", got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")
+        raise BadInput(what, got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")
 
 
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:

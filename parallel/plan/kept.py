@@ -41,17 +41,21 @@ def tokens_of(network: Network, plan: Plan, stack: Stack) -> Tokens:
 def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[Part, float]:
     """Bytes of each part of one layer when nothing is recomputed."""
     n, c, at = network, plan.compute_bytes, tokens_of(network, plan, stack)
-    norms = 2 * _norm(n, stack, c) * n.width
+    norms = 2 * norm_kept(n, plan, stack) * n.width
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     parts["norm_inputs"] = at.between * (norms + 2 * stack.statistics * 2)
     parts["norm_outputs"] = c * n.width * (at.read + (at.read if n.latent is None else at.between))
     parts["attention"] = at.inside * (c * _attention(n, stack) + stack.lse * n.heads + _head_norms(n, stack, c))
     parts["attention"] += _latents(n, plan, stack, at)
+    if plan.sp > 1:
+        parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
     if n.buckets and stack.biased == "scores":  # and int64 buckets, with a causal mask where only the past is seen
         parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
         parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
+    if keeps_scores(plan):
+        parts["core"] = at.inside * c * n.heads * n.length
     if n.encoder is not None:
         parts["cross"] = _cross(n, n.encoder, plan, stack)
     if stack.masks == "always" or n.dropout:
@@ -75,6 +79,11 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
+
+
+def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:
+    """Bytes per element that a norm between layers keeps of its input: that itself on grids, whose norms compute their steps again."""
+    return plan.compute_bytes if plan.tensor in GRIDS else _norm(n, stack, plan.compute_bytes)
 
 
 def _norm(n: Network, stack: Stack, itemsize: int) -> int:
@@ -187,6 +196,11 @@ def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute
     return sum(parts.values())
 
 
+def keeps_scores(plan: Plan) -> bool:
+    """Whether attention over slices keeps the softmax of all pairs, whatever the software."""
+    return plan.sp > 1 and plan.sequence == "colossal_ring"
+
+
 def recompute_of(plan: Plan, index: int) -> Recomputed:
     """How one layer is recomputed: each `recompute_every`-th is."""
     return plan.recompute if repeats(index, plan.recompute_every) else "none"
@@ -223,20 +237,19 @@ def ends_kept(network: Network, plan: Plan, stack: Stack, *, first: bool, last: 
     if first and (stack.masks == "always" or network.dropout):
         total += sum(_mask(stack, c) * network.width * tokens_of(run, plan, stack).between for run in network.halves)
     if first and network.encoder is not None:
-        total += _last_norm(network.encoder, stack, c) * tokens_of(network.encoder, plan, stack).between
+        total += _last_norm(network.encoder, plan, stack) * tokens_of(network.encoder, plan, stack).between
     if last:
-        total += _last_norm(network, stack, c) * at.between
+        total += _last_norm(network, plan, stack) * at.between
         total += logits(network, plan) * logit_kept(network, stack) if plan.loss_chunks == 1 else 0.0
         total += sum(_ahead(network, plan, stack, network.layers + depth) for depth in range(network.ahead))
     return total
 
 
-def _last_norm(run: Network, stack: Stack, itemsize: int) -> float:
+def _last_norm(run: Network, plan: Plan, stack: Stack) -> float:
     """Bytes of a token: the norm's input and output, and behind it a mask where runs are halves of one model."""
+    c = plan.compute_bytes
     masked = run.dropout and (run.encoder is not None or run.sees == "all")
-    return (
-        (_norm(run, stack, itemsize) + itemsize) * run.width + 2 * stack.statistics + (_mask(stack, itemsize) * run.width if masked else 0)
-    )
+    return (norm_kept(run, plan, stack) + c) * run.width + 2 * stack.statistics + (_mask(stack, c) * run.width if masked else 0)
 
 
 def _ahead(network: Network, plan: Plan, stack: Stack, index: int) -> float:
@@ -256,4 +269,4 @@ def logit_kept(network: Network, stack: Stack) -> float:
 
 def logits(network: Network, plan: Plan) -> float:
     """Elements of one micro-batch's logits on a rank."""
-    return plan.microbatch * network.length / plan.sp * network.vocab / split_of(plan)
+    return plan.microbatch * network.length / plan.sp * network.vocab / (1 if plan.tensor == "copied" else plan.tp)

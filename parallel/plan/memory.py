@@ -4,10 +4,12 @@
 
     states         parameters, gradients, optimizer            parallel/plan/states.py of the elements in parallel/plan/counts.py
     activations    micro-batches in flight x bytes of one      parallel/plan/in_flight.py x parallel/plan/kept.py
-    moments        a layer's backward pass: what it computes again, the gradients inside it, of the largest matrix
-                   the loss: logits in two widths and their gradients
+    moments        the loss: logits in two widths and their gradients
+                   a layer's backward pass, when its micro-batch's loss is done: what it computes again, the gradients inside it, of
+                   the largest matrix, rows on their way to experts
                    the embedding's gradient, when its micro-batch's activations are gone
-    buffers        buckets of gradients, layers gathered whole (stage 3), rows on their way to experts
+                   of one micro-batch, gradients that no buffer keeps between steps come as the backward pass makes them
+    buffers        buckets of gradients, layers gathered whole (stage 3)
 
 On the device that is more: torch's allocator reserves in blocks, and CUDA's context is no tensor.
 
@@ -20,13 +22,14 @@ Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-In
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import ge, mul
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from parallel.grids import GRIDS
 from parallel.plan import counts
 from parallel.plan.counts import Elements
 from parallel.plan.in_flight import Rank, in_flight
@@ -36,6 +39,7 @@ from parallel.plan.kept import (
     cast_weights,
     casts_kept,
     ends_kept,
+    keeps_scores,
     layer_kept,
     logits,
     recompute_of,
@@ -50,12 +54,11 @@ NO_EXPERTS = -1  # an index that no layer with experts has
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
 ROUNDED = 1e-9  # what sums of bytes may differ by that are taken in another order
-Moment = tuple[float, float, float, float]
-OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work")
+OF_MOMENT = ("activations", "loss and logits", "embedding's gradient", "layer at work", "dispatch buffers")
 PARTS = (
     *("parameters", "gradients", "optimizer", "older weights"),
     *OF_MOMENT,
-    *("gathered layers", "gradient buckets", "dispatch buffers"),
+    *("gathered layers", "gradient buckets"),
 )
 
 
@@ -100,7 +103,8 @@ def _with_states(plan: Plan, stack: Stack, ranks: Sequence[_Rank]) -> Sequence[_
     older, sizes = plan.storage.parameters, []
     for of in ranks:
         states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
-        sizes.append(states + _gathered(plan, stack, of.held, of.table, of.gathered) + sum(of.moment) + of.dispatch)
+        moment, missing, waiting = _fullest_moment(plan, stack, of.moments)
+        sizes.append(states - missing + _gathered(plan, stack, of.held, of.table, of.gathered) + moment.total + waiting)
     least = max(sizes) * (1 - ROUNDED)
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
@@ -134,26 +138,40 @@ def fits(needed: Memory, capacity: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One kind of layer: elements held, and of them gathered at once in stage 3; bytes a micro-batch keeps, and more in its backward."""
+    """One kind of layer: elements held, and of them gathered at once in stage 3; bytes a micro-batch keeps, and more in its backward pass:
+    of its `work`, and of rows that are sent and arrive (`dispatch`)."""
 
     elements: Elements
     gathered: float
     kept: float
     work: float
+    dispatch: float
 
 
 def _of_layer(plan: Plan, index: int) -> Plan:
     """What of a plan one of its layers depends on, so that plans which differ elsewhere share it: the same object."""
     cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.tiles
-    return _shared(*cut, plan.microbatch, plan.compute_bytes, plan.offload_activations, recompute_of(plan, index))
+    sequence = plan.sequence if keeps_scores(plan) else _BARE.sequence
+    return _shared(*cut, plan.microbatch, plan.compute_bytes, plan.offload_activations, recompute_of(plan, index), sequence)
 
 
 @lru_cache(maxsize=20_000)
 def _shared(
-    tp: int, sp: int, ep: int, etp: int, tensor: Any, depth: int, tiles: int, microbatch: int, item: int, away: float, recompute: Any
+    tp: int,
+    sp: int,
+    ep: int,
+    etp: int,
+    tensor: Any,
+    depth: int,
+    tiles: int,
+    batch: int,
+    item: int,
+    away: float,
+    recompute: Any,
+    sequence: Any,
 ) -> Plan:
     ranks: dict[str, Any] = {"tp": tp, "sp": sp, "ep": ep, "etp": etp, "tensor": tensor, "depth": depth, "tiles": tiles}
-    return _BARE.but(**ranks, microbatch=microbatch, compute_bytes=item, offload_activations=away, recompute=recompute)
+    return _BARE.but(**ranks, sequence=sequence, microbatch=batch, compute_bytes=item, offload_activations=away, recompute=recompute)
 
 
 _BARE = Plan()
@@ -168,28 +186,38 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
     at_once = _tiled(network, plan, elements, sparse=sparse)
     if stack.gathers == "elements":  # each product gathers its own matrix
         at_once = min(at_once, _widest(network, plan, sparse=sparse))
-    return _Layer(elements, at_once, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of))
+    dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes if sparse and plan.ep > 1 else 0.0
+    return _Layer(elements, at_once, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of), dispatch)
+
+
+class _Moment(NamedTuple):
+    """Bytes by OF_MOMENT, and their sum. `to_come`: elements whose gradients the only micro-batch has not made by then; `waiting`: those of
+    a tied head, whose gradient autograd keeps beside the table's until the embedding's is added to it."""
+
+    parts: tuple[float, float, float, float, float]
+    total: float
+    to_come: Elements
+    waiting: float
 
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
     """What a pipeline rank has however its states are shared: elements `held`, `gathered` at once of each kind of its layers, and those
-    of the vocabulary's `table` if it has one; `moment`: bytes by OF_MOMENT while it holds most; `dispatch`: of rows sent and arrived."""
+    of the vocabulary's `table` if it has one; `moments` of which each may be the fullest."""
 
     number: int
     versions: int
     held: Elements
     gathered: tuple[float, ...]
     table: float
-    moment: Moment
-    dispatch: float
+    moments: tuple[_Moment, ...]
 
 
 def _of_activations(plan: Plan) -> Plan:
     """Without what only a rank's states depend on: engines share the rest."""
     return plan.but(
         dp=1,
-        sequence=_BARE.sequence,
+        sequence=plan.sequence if keeps_scores(plan) else _BARE.sequence,
         order=_BARE.order,
         engine=_BARE.engine,
         storage=_BARE.storage,
@@ -203,8 +231,8 @@ def _of_activations(plan: Plan) -> Plan:
 class _Beside:
     """What ranks have beside their layers. By (has the first stage, has the last): elements, and bytes that a micro-batch `keeps` there.
 
-    `crossing`: bytes of one tensor between stages; `loss`, `gathered_input`: for a moment; `dispatch`: of rows sent and arrived; `table`,
-    `ahead`: elements of the vocabulary's, and of what predicts one further token; `casts`: bytes of that in the compute dtype.
+    `crossing`: bytes of one tensor between stages; `loss`, `gathered_input`: for a moment; `table`, `ahead`: elements of the vocabulary's,
+    and of what predicts one further token; `casts`: bytes of that in the compute dtype.
     """
 
     elements: dict[tuple[bool, bool], Elements]
@@ -212,7 +240,6 @@ class _Beside:
     crossing: float
     loss: float
     gathered_input: float
-    dispatch: float
     table: float
     ahead: float
     casts: float
@@ -231,8 +258,7 @@ def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
         {(first, last): ends_kept(network, plan, stack, first=first, last=last) for first, last in ends},
         plan.compute_bytes * network.width * sum(tokens_of(run, plan, stack).between for run in network.halves),
         _loss(network, plan, stack),
-        _gathered_input(network, plan),
-        2 * max(sent_of(run, plan) for run in network.halves) * network.width * plan.compute_bytes,
+        _read_by_head(network, plan, stack),
         counts.embedding(network, plan),
         counts.ahead(network, plan).total if network.ahead else 0.0,
         cast_ahead(network, plan) if network.ahead else 0.0,
@@ -255,15 +281,33 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
     """With its states, as the plan shares them."""
     states, host = _states(plan, rank.held)
+    moment, missing, waiting = _fullest_moment(plan, stack, rank.moments)
+    activations, loss, embedding, work, dispatch = moment.parts
     sizes = (
-        *(states.parameters, states.gradients, states.optimizer),
+        *(states.parameters, states.gradients - missing, states.optimizer),
         (rank.versions - 1) * rank.held.total * plan.storage.parameters,
-        *rank.moment,
+        *(activations, loss, embedding + waiting, work, dispatch),
         _gathered(plan, stack, rank.held, rank.table, rank.gathered),
         _buckets(plan, stack),
-        rank.dispatch,
     )
     return Memory(rank.number, dict(zip(PARTS, sizes, strict=True)), host)
+
+
+def _fullest_moment(plan: Plan, stack: Stack, moments: Sequence[_Moment]) -> tuple[_Moment, float, float]:
+    """The moment with most bytes, with those of gradients that are not there yet, and of a head's that waits."""
+    if stack.gradients == "kept":
+        return max(moments, key=lambda one: one.total), 0.0, 0.0
+    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+    head = plan.storage.gradients if plan.stage < 3 else 0.0  # stage 3: with the gathered layers
+    found = [(one, dense * one.to_come.dense + expert * one.to_come.expert, head * one.waiting) for one in moments]
+    return max(found, key=lambda of: of[0].total - of[1] + of[2])
+
+
+def _freed(plan: Plan) -> tuple[Elements, Elements]:
+    """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum."""
+    buckets = plan.engine == "ddp" and plan.pp == 1 and _copies(plan) > 1
+    experts_too = (plan.ep, plan.etp) == (1, plan.tp)
+    return Elements(0.0 if buckets else 1.0), Elements(expert=0.0 if buckets and experts_too else 1.0)
 
 
 class _Job:
@@ -294,45 +338,83 @@ class _Job:
         beside = self.beside
         layers = {stage: self.kinds_of(self.stages[stage]) for stage in rank.stages}
         first, last = 0 in layers, len(self.stages) - 1 in layers
-        sends = self.plan.ep > 1 and any(index in self.sparse for stage in rank.stages for index in self.stages[stage])
+        held = sum((of.elements.times(n) for mine in layers.values() for of, n in mine), beside.elements[first, last])
         return _Rank(
             number,
             rank.versions,
-            sum((of.elements.times(n) for mine in layers.values() for of, n in mine), beside.elements[first, last]),
+            held,
             tuple(of.gathered for mine in layers.values() for of, _ in mine) + ((beside.ahead,) if last and self.network.ahead else ()),
             beside.table if first or last else 0.0,
-            self._moment(rank, layers),
-            beside.dispatch if sends else 0.0,
+            self._fullest(self._moments(rank, layers, held)),
         )
 
-    def _moment(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]]) -> Moment:
-        """What a step holds for a while: the moment that needs most."""
+    def _fullest(self, moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
+        """Those of which no other has as much of all."""
+        once = self.plan.microbatches == 1  # of several, gradients are there from the first on
+        kept: list[_Moment] = []
+        for one in sorted(moments, key=lambda moment: moment.total, reverse=True):
+            one = one if once else one._replace(to_come=Elements())
+            if not any(
+                more.waiting >= one.waiting and more.to_come.dense <= one.to_come.dense and more.to_come.expert <= one.to_come.expert
+                for more in kept
+            ):
+                kept.append(one)
+        return tuple(kept)
+
+    def _moments(self, rank: Rank, layers: dict[int, list[tuple[_Layer, int]]], held: Elements) -> Iterator[_Moment]:
+        """What a step holds for a while."""
         beside, last = self.beside, len(self.stages) - 1
         bodies = [sum([n * of.kept for of, n in mine]) for mine in layers.values()]
         ends = [beside.keeps[stage == 0, stage == last] for stage in layers]
         if self.casts and last in layers:
             ends[-1] += self.network.ahead * beside.casts
+        of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
-        second = self.kinds_of(range(self.network.before, self.network.depth)) if self.network.encoder is not None else []
-        work = max([of.work for mine in layers.values() for of, _ in second or mine], default=0.0)
-        found: list[Moment] = []
+        tied = beside.table if self.network.tied and 0 in layers and last == 0 else 0.0
+        work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+
+        def moment(*parts: float, to_come: Elements, waiting: float = 0.0) -> _Moment:
+            activations, loss, embedding, at_work, dispatch = parts
+            return _Moment((activations, loss, embedding, at_work, dispatch), sum(parts), to_come, waiting)
+
         for count in rank.most:
             kept, of_ends = sum(map(mul, count, bodies)), sum(map(mul, count, ends))
-            found.append((kept, of_ends, 0.0, work))
-            if second:  # the encoder's layers work when what the decoder's kept is gone
-                read = max(of.work for of, _ in self.kinds_of(range(self.network.before)))
-                found.append((kept - sum(n * of.kept for of, n in second), of_ends, 0.0, read))
             if last in layers:
-                found.append((kept, of_ends + beside.loss, 0.0, beside.gathered_input))
-            if 0 in layers:
-                kept -= bodies[rank.stages.index(0)]
-                found.append((kept, of_ends, self.plan.compute_bytes * beside.table, 0.0))
-        return max(found, key=sum)
+                yield moment(kept, of_ends + beside.loss, 0.0, beside.gathered_input, 0.0, to_come=held)
+            if last in layers and self.network.ahead:  # a further token's layer
+                yield moment(kept, of_ends, 0.0, work, 0.0, to_come=held)
+            if not any(layers.values()):
+                yield moment(kept, of_ends, 0.0, 0.0, 0.0, to_come=held)
+            before = beside.elements[0 in layers, False]
+            for stage, body, number in zip(layers, bodies, count, strict=True):
+                left = of_ends - (of_loss if stage == last and number else 0.0)
+                for of, gone, to_come in self._at_work(self.stages[stage]):
+                    yield moment(kept - gone, left, 0.0, of.work, of.dispatch, to_come=before + to_come, waiting=tied)
+                if stage == 0:
+                    yield moment(kept - body, left, self.plan.compute_bytes * beside.table, 0.0, 0.0, to_come=Elements(tied), waiting=tied)
+                before = sum((of.elements.times(n) for of, n in layers[stage]), before)
+
+    def _at_work(self, stage: range) -> Iterator[tuple[_Layer, float, Elements]]:
+        """Layers of a stage of which one is the fullest while it works: each kind's last and first. With them what those behind kept,
+        which is gone by then, and the elements up to and with it, whose gradients are to come."""
+        kinds = self.kinds_of(stage)
+        if len(kinds) == 1:
+            ((of, n),) = kinds
+            yield of, 0.0, of.elements.times(n)
+            yield of, (n - 1) * of.kept, of.elements
+            return
+        gone, to_come, ends = 0.0, sum((of.elements.times(n) for of, n in kinds), Elements()), {}
+        for of in map(self.layer, reversed(stage)):
+            if of not in ends:
+                yield of, gone, to_come
+            ends[of] = of, gone, to_come
+            gone, to_come = gone + of.kept, to_come + of.elements.times(-1)
+        yield from ends.values()
 
     def _inputs(self, stage: int) -> int:
         """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
         sent = int(self.stack.outputs == "kept" and self.plan.pp > 1)
-        wider = self.stack.norm > self.plan.compute_bytes  # the first norm keeps a wider copy, not what arrived
+        wider = self.stack.norm > self.plan.compute_bytes and self.plan.tensor not in GRIDS  # a copy is kept, not what arrived
         if self.stages[stage] or stage == len(self.stages) - 1:
             return sent + (wider and not (self.stages[stage] and self.plan.recompute == "full"))
         return sent + (stage > 0)  # the embedding alone reads tokens; a stage without anything keeps what goes through
@@ -346,7 +428,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     stages they add up on the device first, and the host gets the sums of its part."""
 
     def states(stage: int) -> States:
-        dense = model_states(held.dense, stage=stage, copies=plan.dp * plan.sp, storage=plan.storage)
+        dense = model_states(held.dense, stage=stage, copies=_copies(plan), storage=plan.storage)
         if not held.expert:
             return dense
         return dense + model_states(held.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
@@ -365,16 +447,21 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     return left, {name: size for name, size in vars(moved).items() if size}
 
 
+def _copies(plan: Plan) -> int:
+    """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
+    return plan.dp * plan.sp * (plan.depth if plan.tensor == "2.5d" else 1)
+
+
 def _buckets(plan: Plan, stack: Stack) -> float:
     """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is."""
-    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or plan.dp * plan.sp == 1:
+    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or _copies(plan) == 1:
         return 0.0
     return stack.bucket_elements * stack.bucket_bytes
 
 
 def _gathered(plan: Plan, stack: Stack, held: Elements, table: float, layers: Sequence[float]) -> float:
     """Stage 3: whole parameters of the layers at work, and the whole gradient of one before it is reduced."""
-    if plan.stage < 3 or plan.dp * plan.sp == 1:
+    if plan.stage < 3 or _copies(plan) == 1:
         return 0.0
     if plan.pp > 1:  # between micro-batches nothing is cut: all that the rank has is whole, and so are its gradients
         return (plan.compute_bytes + stack.reduce_bytes) * held.total
@@ -402,8 +489,10 @@ def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> fl
 
 def _loss(network: Network, plan: Plan, stack: Stack) -> float:
     """Beyond the logits that are kept: their other widths and gradients, of a chunk of the tokens if the loss is cut."""
-    more = stack.logits - (stack.logits_kept if plan.loss_chunks == 1 else 0.0)
-    return logits(network, plan) * more / plan.loss_chunks
+    shared = plan.tp > 1 and plan.tensor != "copied"
+    if plan.loss_chunks > 1:
+        return logits(network, plan) * stack.logits / plan.loss_chunks
+    return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 
 def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
@@ -416,8 +505,8 @@ def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     else:
         wide = at.inside * network.hidden * (2 if network.gated else 1)
     matrix = _widest(network, plan, sparse=sparse)
-    scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" else 0.0
-    return again + max(c * (wide + matrix), scores) + 2 * c * network.width * at.between + _gathered_input(network, plan)
+    scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
+    return again + max(c * (wide + matrix), scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
 
 
 def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
@@ -428,6 +517,17 @@ def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:
     return network.width * network.hidden / counts.split_of(plan) * (2 if network.gated else 1)
 
 
-def _gathered_input(network: Network, plan: Plan) -> float:
-    """With sequence parallelism: a product's input for all of tp, and its gradient before that is scattered."""
-    return 2 * plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp if plan.tensor == "sliced" else 0.0
+def _gathered_input(network: Network, plan: Plan, stack: Stack) -> float:
+    """With sequence parallelism: a product's input for all of tp, unless that is kept, and its gradient before that is scattered."""
+    return (2 if stack.reads_again else 1) * _whole_input(network, plan) if plan.tensor == "sliced" else 0.0
+
+
+def _read_by_head(network: Network, plan: Plan, stack: Stack) -> float:
+    """The same of the head while the loss peaks; where it is kept, that takes the place of the norm's output."""
+    if plan.tensor != "sliced" or stack.reads_again:
+        return _gathered_input(network, plan, stack)
+    return _whole_input(network, plan) * (1 - 1 / plan.tp)
+
+
+def _whole_input(network: Network, plan: Plan) -> float:
+    return plan.compute_bytes * network.width * plan.microbatch * network.length / plan.sp

@@ -5,7 +5,9 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
     norm_inputs     2 norm D + 2 statistics      what the two norms read; RMSNorm `rms` D more, where its steps are kernels of their own
     norm_outputs    2 c D                        what the products after them read
     attention       c (2 w + 2 k) + lse heads    q, k, v, attention's output and the log-sum-exp; keys `repeated` for all heads: k = w
+                    over_ranks c w more          its output in another order of dims, where sequences are cut
     core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
+                    c heads L                    of Colossal-AI's ring: the softmax of all pairs, on any software
     with T5's bias  attention and core (12 + c) w + 4 heads L where `biased` is `scores`; and 9 L^2 a micro-batch
     network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
     activation      c a F                        comes out of the activation
@@ -34,12 +36,13 @@ PARTS: tuple[Part, ...] = ("norm_inputs", "norm_outputs", "attention", "core", "
 class Stack:
     """Fields as above, and how states are handled.
 
-    `mask`: bytes of its element, or those of a tensor's. `logits`: bytes per logit where the loss peaks, of which `logits_kept` wait for
-    the backward pass. `gathers`: what of sharded parameters is whole at once, layers or a number of elements. `reads_again`: with
-    sequence parallelism the products gather their input again in the backward pass instead of keeping it. `outputs`: of stages, whether
-    they are kept after they were sent. `casts`: weights wider than the compute dtype are cast, and autograd keeps the cast.
-    `bucket_elements`: gradients that travel together, in a buffer of that size, of `bucket_bytes` each. `reduce_bytes`: of an element
-    of a gradient that arrives whole and is reduced to shards.
+    `mask`: bytes of its element, or those of a tensor's. `logits`: bytes per logit where the loss peaks, of which `logits_kept` wait
+    for the backward pass; `logits_shared`: more of them where ranks of tp share the vocabulary. `gathers`: what of sharded parameters
+    is whole at once, layers or a number of elements. `reads_again`: with sequence parallelism the products gather their input again in
+    the backward pass instead of keeping it. `outputs`: of stages, whether they are kept after they were sent. `casts`: weights wider
+    than the compute dtype are cast, and autograd keeps the cast. `bucket_elements`: gradients that travel together, in a buffer of that
+    size, of `bucket_bytes` each. `reduce_bytes`: of an element of a gradient that arrives whole and is reduced to shards. `gradients`:
+    between steps, kept in buffers of the software's own, or freed, except where an engine's buckets keep them.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Stack:
     selective: tuple[tuple[Part, float], ...] = (("core", 0.0),)
     logits: float = 10
     logits_kept: float = 4
+    logits_shared: float = 0
     gathers: Literal["layers", "elements"] = "layers"
     gathered: float = 2
     reads_again: bool = True
@@ -70,9 +74,12 @@ class Stack:
     bucket_elements: float = 0
     bucket_bytes: int = 2
     reduce_bytes: int = 4
+    gradients: Literal["kept", "freed"] = "kept"
+    over_ranks: int = 0
 
 
-# Ours: norms and losses in fp32, a network's products written one by one; experts' kernels compute the activation again.
+# Ours: norms and losses in fp32, a network's products written one by one; experts' kernels compute the activation again. Logits of shared
+# vocabularies: the log-sum-exp's gradient in three steps, the target's apart, and the logits themselves.
 OURS = Stack(
     "moe",
     norm=4,
@@ -86,11 +93,14 @@ OURS = Stack(
     expert_gated=2,
     selective=(("norm_outputs", 0.5), ("norm_inputs", 0.5), ("masks", 0.5), ("network", 0.0), ("activation", 0.0), ("experts", 0.0)),
     logits=12,
+    logits_shared=8,
     reads_again=False,
     casts=True,
     gathered=2,
     bucket_elements=8 * 2**20,
     bucket_bytes=4,
+    gradients="freed",
+    over_ranks=1,
 )
 # On a CPU torch computes RMSNorm step by step and keeps x / rms(x) too, in fp32; CUDA's kernel does not. Its fused attention there gives no
 # gradient of a bias.

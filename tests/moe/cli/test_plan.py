@@ -68,6 +68,8 @@ def test_the_guide_says_each_rule_with_numbers(capsys: pytest.CaptureFixture[str
         (["plan", "glam_tiny"], "--cluster: got nothing, needed one of a100-40-8"),
         (["plan", "glam_tiny", "--cluster", "h1000"], "cluster: got h1000, needed one of a100-40-8"),
         ([*WORDS, "--out", "plan.txt"], "--out: got plan.txt, needed a recipe, *.yaml; fix: --out plan.yaml"),
+        ([*WORDS, "--out", f"{__file__}/plan.yaml"], "is no folder, needed a file that can be written"),
+        (["plan", "dense_tiny", "--cluster", "a100-80-8", "--out", "/proc/plan.yaml"], "--out: got /proc/plan.yaml: "),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
         (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),

@@ -16,7 +16,7 @@ from parallel.plan.job import Experts, Latent, Network, Plan
 from parallel.plan.kept import layer_kept, layer_parts
 from parallel.plan.memory import CONTEXT_BYTES, fits, memory, peak
 from parallel.plan.stack import MEGATRON, MEGATRON_2022, OURS
-from parallel.plan.states import MIXED, MIXED_FP32_GRADIENTS
+from parallel.plan.states import FP32, MIXED, MIXED_FP32_GRADIENTS
 
 GPT = Network(layers=12, width=96, heads=6, hidden=384, vocab=640, length=32, dropout=True)
 LLAMA = {"norm": "rmsnorm", "gated": True, "tied": False}
@@ -73,7 +73,8 @@ def test_a_head_in_a_stage_of_its_own_moves_its_bytes_there(name: str) -> None:
         assert alone[1].parts[part] + alone[2].parts[part] == pytest.approx(both[1].parts[part])
     assert alone[0].parts["activations"] == pytest.approx(both[0].parts["activations"] * 3 / 2)  # of one micro-batch more in flight
     assert alone[2].parts["activations"] == 0 == alone[2].parts["layer at work"] < alone[2].parts["loss and logits"]
-    assert alone[1].parts["loss and logits"] < 0.5 * both[1].parts["loss and logits"]
+    inputs = 2 * network.width * network.length  # of a stage, 16 bits: norms keep wider copies
+    assert alone[1].parts["loss and logits"] == 2 * inputs  # of two micro-batches in flight, and no logits
     first = memory(network, Plan(pp=3, microbatches=6, stage_layers=(0, middle, network.layers - middle)))[0]
     assert first.parts["activations"] == 0 and first.parts["parameters"] < 0.5 * both[0].parts["parameters"]
 
@@ -229,3 +230,51 @@ def test_what_fits_has_room_for_the_allocator_and_the_context() -> None:
     needed = peak(GPT, Plan())
     assert needed.used == pytest.approx(1.1 * needed.allocated + CONTEXT_BYTES)
     assert fits(needed, needed.used) and not fits(needed, needed.used - 1)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------
+
+
+WIDE_VOCABULARY = replace(GPT, vocab=20_000, dropout=False)
+
+
+def test_when_layers_work_their_micro_batchs_loss_is_done() -> None:
+    """So recomputed layers need what they compute again or the logits, never both."""
+    plan = Plan(microbatch=4, recompute="full", microbatches=3)
+    of_loss, of_layers = (peak(network, plan, OURS).parts for network in (WIDE_VOCABULARY, replace(WIDE_VOCABULARY, vocab=64)))
+    logits = 4 * 32 * 20_000
+    assert of_loss["layer at work"] == 0 and of_loss["loss and logits"] > 12 * logits
+    assert of_layers["layer at work"] > 0 and of_layers["loss and logits"] < 4 * 32 * 64 * 4 + 2 * 4 * 32 * 96
+
+
+def test_gradients_that_nothing_keeps_between_steps_come_with_the_only_backward_pass() -> None:
+    """At the loss DDP's buckets hold dense ones, and experts' are not there; of two micro-batches all are."""
+    sparse = replace(WIDE_VOCABULARY, experts=Experts(8, 2, 48), sparse_layers=(0, 3, 7))
+    plan = Plan(dp=4, ep=2, microbatch=4, microbatches=1, storage=FP32)
+    held_here = held(sparse, plan, (range(12),), (0,))
+    once, twice = peak(sparse, plan, OURS), peak(sparse, replace(plan, microbatches=2), OURS)
+    assert once.parts["gradients"] == 4 * held_here.dense and twice.parts["gradients"] == 4 * held_here.total
+    assert twice.allocated - once.allocated == pytest.approx(4 * held_here.expert)
+    assert peak(sparse, replace(plan, ep=1), OURS).parts["gradients"] == 4 * parameters(sparse)  # all are in buckets
+    assert peak(sparse, replace(plan, engine="zero1"), OURS).parts["gradients"] == 0
+    assert peak(sparse, plan, MEGATRON).parts["gradients"] == 4 * held_here.total  # its own buffers stay
+
+
+def test_the_last_gradients_meet_no_activations_of_layers_behind() -> None:
+    """Where weights outweigh activations, the fullest moment of one micro-batch is its end, with all gradients but of what is at work."""
+    once = peak(replace(GPT, length=1, dropout=False), Plan(pp=1, storage=FP32), OURS)
+    assert once.parts["gradients"] > 0.9 * 4 * parameters(GPT) and once.parts["activations"] < 0.2 * once.parts["gradients"]
+
+
+def test_25d_cuts_logits_and_states_over_depth_too() -> None:
+    grid = Plan(tp=8, tensor="2.5d", depth=2, microbatch=4, engine="zero1", storage=FP32)
+    deep, flat = (peak(WIDE_VOCABULARY, plan, OURS).parts for plan in (grid, replace(grid, tp=4, tensor="2d", depth=1)))
+    assert deep["loss and logits"] == pytest.approx(flat["loss and logits"] / 2)
+    assert deep["optimizer"] == pytest.approx(flat["optimizer"] / 2) and deep["parameters"] == pytest.approx(flat["parameters"])
+
+
+def test_colossal_ais_ring_keeps_whole_rows_of_probabilities() -> None:
+    plan = Plan(microbatch=3, sp=4)
+    ring, whole = (sum(layer_parts(GPT, replace(plan, sequence=kind), OURS, 0).values()) for kind in ("ring", "colossal_ring"))  # type: ignore[arg-type]
+    assert whole - ring == 2 * 3 * 6 * 8 * 32  # c B H (L / 4) L
+    assert peak(GPT, replace(plan, sequence="colossal_ring"), OURS).parts["activations"] == 12 * whole
