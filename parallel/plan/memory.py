@@ -50,6 +50,7 @@ from parallel.plan.kept import (
 from parallel.plan.stack import OURS, Stack
 from parallel.plan.states import States, model_states
 
+NOTHING = Elements()
 NO_EXPERTS = -1  # an index that no layer with experts has
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
@@ -296,9 +297,12 @@ def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
 def _fullest_moment(plan: Plan, stack: Stack, moments: Sequence[_Moment]) -> tuple[_Moment, float, float]:
     """The moment with most bytes, with those of gradients that are not there yet, and of a head's that waits."""
     if stack.gradients == "kept":
-        return max(moments, key=lambda one: one.total), 0.0, 0.0
-    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+        return moments[0], 0.0, 0.0
     head = plan.storage.gradients if plan.stage < 3 else 0.0  # stage 3: with the gathered layers
+    if plan.microbatches > 1:  # gradients are there from the first on
+        fullest = moments[0] if len(moments) == 1 else max(moments, key=lambda one: one.total + head * one.waiting)
+        return fullest, 0.0, head * fullest.waiting
+    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
     found = [(one, dense * one.to_come.dense + expert * one.to_come.expert, head * one.waiting) for one in moments]
     return max(found, key=lambda of: of[0].total - of[1] + of[2])
 
@@ -350,10 +354,8 @@ class _Job:
 
     def _fullest(self, moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
         """Those of which no other has as much of all."""
-        once = self.plan.microbatches == 1  # of several, gradients are there from the first on
         kept: list[_Moment] = []
         for one in sorted(moments, key=lambda moment: moment.total, reverse=True):
-            one = one if once else one._replace(to_come=Elements())
             if not any(
                 more.waiting >= one.waiting and more.to_come.dense <= one.to_come.dense and more.to_come.expert <= one.to_come.expert
                 for more in kept
@@ -371,6 +373,7 @@ class _Job:
         of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
         tied = beside.table if self.network.tied and 0 in layers and last == 0 else 0.0
+        once, at_work = self.plan.microbatches == 1, {stage: self._at_work(self.stages[stage]) for stage in layers}
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
 
         def moment(*parts: float, to_come: Elements, waiting: float = 0.0) -> _Moment:
@@ -385,31 +388,32 @@ class _Job:
                 yield moment(kept, of_ends, 0.0, work, 0.0, to_come=held)
             if not any(layers.values()):
                 yield moment(kept, of_ends, 0.0, 0.0, 0.0, to_come=held)
-            before = beside.elements[0 in layers, False]
+            before = beside.elements[0 in layers, False] if once else NOTHING
             for stage, body, number in zip(layers, bodies, count, strict=True):
                 left = of_ends - (of_loss if stage == last and number else 0.0)
-                for of, gone, to_come in self._at_work(self.stages[stage]):
+                for of, gone, to_come in at_work[stage]:
                     yield moment(kept - gone, left, 0.0, of.work, of.dispatch, to_come=before + to_come, waiting=tied)
                 if stage == 0:
                     yield moment(kept - body, left, self.plan.compute_bytes * beside.table, 0.0, 0.0, to_come=Elements(tied), waiting=tied)
-                before = sum((of.elements.times(n) for of, n in layers[stage]), before)
+                before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
-    def _at_work(self, stage: range) -> Iterator[tuple[_Layer, float, Elements]]:
+    def _at_work(self, stage: range) -> list[tuple[_Layer, float, Elements]]:
         """Layers of a stage of which one is the fullest while it works: each kind's last and first. With them what those behind kept,
-        which is gone by then, and the elements up to and with it, whose gradients are to come."""
-        kinds = self.kinds_of(stage)
+        which is gone by then, and the elements up to and with it, whose gradients are to come of a single micro-batch."""
+        kinds, once = self.kinds_of(stage), self.plan.microbatches == 1
         if len(kinds) == 1:
             ((of, n),) = kinds
-            yield of, 0.0, of.elements.times(n)
-            yield of, (n - 1) * of.kept, of.elements
-            return
-        gone, to_come, ends = 0.0, sum((of.elements.times(n) for of, n in kinds), Elements()), {}
+            return [(of, 0.0, of.elements.times(n)), (of, (n - 1) * of.kept, of.elements)] if once else [(of, 0.0, NOTHING)]
+        last: dict[_Layer, tuple[_Layer, float, Elements]] = {}
+        first: dict[_Layer, tuple[_Layer, float, Elements]] = {}
+        gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
         for of in map(self.layer, reversed(stage)):
-            if of not in ends:
-                yield of, gone, to_come
-            ends[of] = of, gone, to_come
-            gone, to_come = gone + of.kept, to_come + of.elements.times(-1)
-        yield from ends.values()
+            last.setdefault(of, (of, gone, to_come))
+            if once:
+                first[of] = of, gone, to_come
+                to_come += of.elements.times(-1)
+            gone += of.kept
+        return [*last.values(), *first.values()]
 
     def _inputs(self, stage: int) -> int:
         """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
