@@ -459,12 +459,15 @@ def tensor_cases(nproc: int) -> list[Case]:
 
 
 def _halves_tensor_cases(nproc: int) -> list[Case]:
-    """Cross attention and a bias that the layers of a half share, by heads; in fp32: what 16 bits may differ by is not measured of them."""
+    """Cross attention and a bias that the layers of a half share, by heads; in bf16 also where parameters come and go, and in fp16."""
     one = partial(Case, kind="ddp", microbatches=1, precision="fp32", tensor="1d")
-    found = [one("t5", world=2, tp=2, ep=2), one("t5_untied", world=2, tp=2, ep=1, recompute="full")] if nproc >= 2 else []
-    more = [one("t5", kind="fsdp", world=4, tp=2, ep=2, recompute="selective"), one("t5_untied", kind="zero1", world=4, tp=2, ep=2, etp=2)]
-    more += [one("t5", world=4, tp=4, ep=2, tiles=5, head_tiles=3, chunks=7), replace(one("t5", world=4, tp=2, ep=4), tensor="overlapped")]
-    return found + (more if nproc >= 4 else [])
+    two, four = partial(one, world=2, tp=2), partial(one, world=4, tp=2)
+    found = [two("t5", ep=2), two("t5_untied", ep=1, recompute="full")]
+    found += [two("t5", ep=2, precision="bf16"), two("t5_untied", ep=1, precision="fp16")]
+    more = [four("t5", kind="fsdp", ep=2, recompute="selective"), four("t5_untied", kind="zero1", ep=2, etp=2)]
+    more += [one("t5", world=4, tp=4, ep=2, tiles=5, head_tiles=3, chunks=7), four("t5", ep=4, tensor="overlapped")]
+    more += [four("t5", kind="fsdp", ep=2, precision="bf16", recompute="selective")]
+    return (found if nproc >= 2 else []) + (more if nproc >= 4 else [])
 
 
 GRIDS = {"2d": 4, "2.5d": 8, "3d": 8}  # tensor.kind -> the smallest number of ranks

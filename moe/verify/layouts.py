@@ -267,7 +267,7 @@ def _import_engine(case: Case) -> str:
 def _ranks(rank: int, chosen: list[Case], taped: bool, inside: Inside) -> Iterator[dict[str, Any]]:
     meshes: dict[Degrees, Mesh] = {}  # groups live as long as the process, each with threads of its own
     for case in chosen:
-        tape = Tape(length=case.run().model.read_length, batch=case.batch) if taped else None
+        tape = Tape.of(case) if taped else None
         with inside():
             found = asdict(compute(case, rank=rank, meshes=meshes, tape=tape))
         yield {"result": found, "tape": None if tape is None else plain(tape)}

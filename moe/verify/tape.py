@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.model.transformer import Block, Transformer
-from moe.verify.cases import BATCH, LENGTH
+from moe.verify.cases import BATCH, LENGTH, Case
 from parallel.tensor.sliced import SlicePlaces
 
 TAPED = 3  # steps: the second one is the first with moments, the third the first after a skipped one
@@ -45,8 +45,13 @@ class Tape:
 
     forward: dict[tuple[int, str], list[tuple[Tensor, Tensor, int]]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    length: int = LENGTH  # of a sequence
+    length: int = LENGTH  # of a sequence: what both halves of an encoder-decoder read
     batch: int = BATCH  # sequences of a step
+
+    @staticmethod
+    def of(case: Case) -> Tape:
+        """For the sizes of a case."""
+        return Tape(length=case.run().model.read_length, batch=case.batch)
 
     def note(self, step: int, name: str, places_T: Tensor, values: Tensor, *, first: int = 0) -> None:
         """`values` [..., width] of these tokens, channels from the `first` on. What comes a second time was computed again."""

@@ -38,6 +38,8 @@ ROUNDOFF = torch.finfo(torch.float32).eps / 2
 _INSIDE = (
     "attention_norm",
     "attention",
+    "cross_norm",
+    "cross",
     "ffn_norm",
     "router",
     "experts",
@@ -128,12 +130,20 @@ def _update(number: int, step: Step) -> Iterator[Line]:
         yield Line(number, "weight after the update", name, step.weights[name])
 
 
+def _heard(got: Line, want: Line) -> tuple[Tensor, Tensor]:
+    """Both values, and nothing of the tokens that neither has: those of an encoder-decoder's other half."""
+    if got.value.shape != want.value.shape:
+        return got.value, want.value
+    neither = got.value.isnan() & want.value.isnan()
+    return got.value.masked_fill(neither, 0), want.value.masked_fill(neither, 0)
+
+
 def _away(got: Line, want: Line) -> float:
     if want.phase == "losses and load":  # each number by itself: counts are larger than losses
         if got.value.shape != want.value.shape or not bool(got.value.isfinite().all()):
             return float("inf")
         return ((got.value - want.value).abs() / want.value.abs().clamp(min=1e-3)).max().item()
-    return deviation(got.value, want.value, want.floor)
+    return deviation(*_heard(got, want), want.floor)
 
 
 class Standard:
@@ -144,7 +154,7 @@ class Standard:
 
     @cached_property
     def tape(self) -> Tape:
-        tape = Tape(length=self.twin.length, batch=self.twin.batch)
+        tape = Tape.of(self.twin)
         if self.twin.precision == "fp32":
             reference(self.twin, tape=tape, steps=TAPED)
         else:
@@ -170,12 +180,12 @@ class Standard:
             return
         yield self.tape
         for seed in range(DRAWS):
-            tape = Tape(length=self.twin.length, batch=self.twin.batch)
+            tape = Tape.of(self.twin)
             reference(self.twin, rounding=Rounding(unit=ROUNDOFF, seed=seed), tape=tape, steps=TAPED)
             yield tape
 
     def _taped(self, case: Case, kernels: str) -> Tape:
-        tape = Tape(length=case.length, batch=case.batch)
+        tape = Tape.of(case)
         compute(case, kernels=kernels, tape=tape, delayed_as=self.twin)
         return tape
 
@@ -219,9 +229,10 @@ def _place(line: Line, want: Line, allowed: float, case: Case) -> str:
     """Of a layer's output: the first micro-batch that is off, in the order in which the first rank with any computes them."""
     if line.phase not in ("forward", "recomputed forward") or line.value.shape != want.value.shape:
         return ""
-    scale = want.value.abs().max().item()
-    off_T = ~((line.value - want.value).abs() <= allowed * scale).all(1)  # NaN is off
-    sequences = sorted({int(t) // case.length for t in off_T.nonzero()[:, 0]})
+    got, right = _heard(line, want)
+    off_T = ~((got - right).abs() <= allowed * right.abs().max().item()).all(1)  # NaN is off
+    length = case.run().model.read_length
+    sequences = sorted({int(t) // length for t in off_T.nonzero()[:, 0]})
     each, size = case.batch // case.dp, max(1, case.batch // case.dp // case.microbatches)
     first = min(((s % each) // size, s // each) for s in sequences)
     count = int(off_T.sum())

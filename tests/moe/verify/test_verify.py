@@ -21,19 +21,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe.experts.layer
+import moe.nn.attention
 import moe.parallelize.engines
 import moe.train.step
 from moe.checks.together import check_run
 from moe.experts.dispatch import AllToAll
 from moe.experts.experts import Experts
+from moe.model.transformer import Transformer
 from moe.nn.context import Context
 from moe.router.router import Router
 from moe.verify import layouts, verify
 from moe.verify.cases import ATTENTION, GRIDS, LINES, MODELS, ROUTERS, SLICED, Case, data_cases, expert_cases, tiled_cases
 from moe.verify.compare import NUMBERS, compare
 from moe.verify.expected import Expected, alone, made_beside, own_order, reorderings, twin_of
+from moe.verify.in_parts import in_parts
 from moe.verify.kinds import cases
 from moe.verify.layouts import compute
+from moe.verify.tape import Tape
 from moe.verify.twin import Result, reference
 from moe.verify.where import Standard
 from parallel.clip import GradientNorm
@@ -141,6 +145,23 @@ def test_a_row_in_16_bits_has_the_loss_of_its_own_order_on_one_process(attention
     assert found["loss"] < 1e-6 and found["gradient"] < 0.02  # 5e-2 and more where a token goes elsewhere
 
 
+def test_sums_within_cross_attention_are_taken_in_parts_too() -> None:
+    """It alone would notice that they stay whole, which in fp32 is the same: the spread of rows over tp would be too narrow."""
+    case = Case("t5", "ddp", 1, 1, 1, "bf16")
+    run = case.run()
+    model = Transformer(run.model, run.experts, run.router, vocab_size=run.vocab_size, compute=torch.bfloat16)
+    x_BLD, source_BSD = (torch.randn(3, length, 24, generator=torch.Generator().manual_seed(1)).bfloat16() for length in (5, 7))
+
+    def crossed() -> Tensor:
+        return model.layers[2].cross(x_BLD, Context.of(torch.zeros(3, 5, dtype=torch.int64)), source_BSD=source_BSD)
+
+    whole = crossed()
+    in_parts(model, replace(case, world=2, tp=2, tensor="1d").run(), first=0)
+    assert not torch.equal(crossed(), whole) and torch.allclose(
+        crossed().float(), whole.float(), rtol=0, atol=0.02 * whole.abs().max().item()
+    )
+
+
 def test_a_row_that_is_off_may_be_its_own_order_of_the_sums_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """It alone would notice that the second look widens the tolerance, or that it never happens."""
     monkeypatch.setattr("moe.verify.expected.CUTS", (2,))
@@ -238,10 +259,14 @@ def test_lower_precision_stays_within_what_rounding_does(tmp_path: Path, only: s
 
 
 @pytest.mark.usefixtures("five_steps")
-@pytest.mark.parametrize("cut", [{"parts": 2}, {"parts": 2, "first_part": 1}, {"blocks": 2}], ids=str)
-def test_one_process_that_sums_as_ranks_do_gives_the_same_numbers(cut: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("model", "cut"),
+    [("gshard", {"parts": 2}), ("gshard", {"parts": 2, "first_part": 1}), ("gshard", {"blocks": 2}), ("t5", {"parts": 2})],
+    ids=str,
+)
+def test_one_process_that_sums_as_ranks_do_gives_the_same_numbers(model: str, cut: dict[str, int]) -> None:
     """In fp32, where only the order of sums differs; in 16 bits the difference is what rows over tp and sp are allowed."""
-    twin = twin_of(next(c for c in cases(2) if c.layout == "gshard dp1 ep1 m1" and c.precision == "fp32"))
+    twin = twin_of(Case(model, "ddp", 1, 1, 1, "fp32"))
     assert max(compare(layouts.compute(replace(alone(twin), **cut)), reference(twin)).values()) <= 1e-5
 
 
@@ -252,6 +277,21 @@ def test_one_process_delays_gradients_as_the_twin_does() -> None:
     delayed = compare(layouts.compute(alone(twin), delayed_as=twin), reference(twin))
     assert max(delayed.values()) <= 1e-5
     assert compare(layouts.compute(alone(twin)), reference(twin))["ten_step"] > 1e-4
+
+
+@pytest.mark.usefixtures("five_steps")
+def test_of_an_encoder_decoder_the_layer_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has the tokens of one half, and cross attention stands between the two parts that any layer has."""
+    case = Case("t5", "ddp", 1, 1, 1, "fp32", batch=2)
+    standard, real = Standard(Expected.of(case)), moe.nn.attention.open_core
+
+    def across(*given: Any, bias: Any, **rest: Any) -> Tensor:
+        return real(*given, bias=bias, **rest) * (1.01 if bias is None else 1)
+
+    for core, where in ((real, "None"), (across, "layers.2.cross (forward of step 0, micro-batch 0 of data rank 0, 8 of 28 tokens")):
+        monkeypatch.setattr(moe.nn.attention, "open_core", core)
+        tape = Tape.of(case)
+        assert str(standard.first_deviation(tape, compute(case, tape=tape), case)).startswith(where)
 
 
 def test_nothing_chosen_is_not_a_pass(tmp_path: Path) -> None:
