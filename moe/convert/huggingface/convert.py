@@ -190,6 +190,9 @@ def _tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str
         known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
         if len(known) > room:  # before the library sorts millions
             raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
+        content = _without_sentinels(content, run)
+        if _is_bytes(content, _ends(source, config)):
+            return Bytes().describe(), []
         made = Given.read(content, _ends(source, config))
         if made.vocab_size > room:
             raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
@@ -198,6 +201,35 @@ def _tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str
         why = error.got if isinstance(error, BadInput) else error
         line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
         return Bytes().describe(), [line]
+
+
+def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
+    """Whether it is what a run of plain bytes is written with."""
+    plain = Bytes.for_others()
+    return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
+
+
+def _sentinels(run: Run) -> dict[int, str]:
+    """Their ids, in order, and what transformers calls them."""
+    return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
+
+
+def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
+    """A tokenizer.json of this run's, for an encoder: it also has the sentinels, and ends a text as training does."""
+    form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
+    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
+    both = [text, end, {"Sequence": {"id": "B", "type_id": 0}}, end]
+    special = {ends: {"id": ends, "ids": [separator], "tokens": [ends]}}
+    template: dict[str, Any] = {"type": "TemplateProcessing", "single": [text, end], "pair": both, "special_tokens": special}
+    frame = {} if tokenizer.get("post_processor") else {"post_processor": template}
+    return tokenizer | {"added_tokens": [*(tokenizer.get("added_tokens") or ()), *added]} | frame
+
+
+def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
+    """What it has beside the sentinels, where their ids are those of this run: texts do not hold them."""
+    added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
+    return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
 
 
 def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
@@ -259,7 +291,7 @@ def from_run(source: Path, out: Path) -> list[str]:
         for name in _BESIDE:
             if (kept / name).is_file():
                 shutil.copyfile(kept / name, part / name)
-        said = _write_tokenizer(part, reader.state["tokenizer"], came=(kept / "config.json").is_file())
+        said = _write_tokenizer(part, reader.state["tokenizer"], came=(kept / "config.json").is_file(), run=run)
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
         write(part, tensors, sizes)
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
@@ -291,7 +323,7 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
-def _write_tokenizer(part: Path, described: dict[str, Any], *, came: bool) -> list[str]:
+def _write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
     """`came`: from files of transformers; then bytes are what texts were read as because its tokenizer could not be used."""
     tokenizer = load_tokenizer(described)
     if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
@@ -300,8 +332,10 @@ def _write_tokenizer(part: Path, described: dict[str, Any], *, came: bool) -> li
     assert isinstance(tokenizer, Bytes | Bpe | Given)
     if not (part / "tokenizer.json").is_file():
         model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
         ends = tokenizer.token_bytes[tokenizer.separator].decode()
+        if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:  # the library numbers what is added on and on
+            model = _with_sentinels(model, run, tokenizer.separator, ends)
+        (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
         (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
     return []

@@ -18,7 +18,7 @@ from moe.convert.huggingface.families import FAMILIES, Family, Row
 from moe.recipe.sections import Run
 from moe.recipe.shapes import NORM_EPS
 
-LENGTH = 512  # tokens that the encoder reads in the recipe: a T5 has no longest length
+LENGTH = 512  # tokens that the encoder reads in the recipe, where n_positions says nothing: a T5 has no longest length
 NO_MORE = 1e-9  # a capacity factor below one slot
 
 
@@ -64,10 +64,11 @@ def _rows(encoder: int, decoder: int, *, switch: bool, gated: bool) -> Iterator[
 def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """What the table of keys cannot say; `given`: what it does."""
     encoder, decoder = int(config["num_layers"]), _decoder_layers(config)
+    length = int(config.get("n_positions") or LENGTH)
     values: dict[str, Any] = {
         "model.num_layers": encoder + decoder,
         "model.encoder_layers": encoder,
-        "model.max_length": LENGTH,
+        "model.max_length": length,
         "data.objective": "span_corruption",
     }
     if family.experts is None:
@@ -75,7 +76,7 @@ def recipe_values(family: Family, config: dict[str, Any], given: dict[str, Any])
     sparse = _sparse(encoder, config.get("num_sparse_encoder_layers", 3))
     sparse += [encoder + i for i in _sparse(decoder, config.get("num_sparse_decoder_layers", 3))]
     capacity = int(config.get("expert_capacity", 64))
-    factor, least = (NO_MORE, capacity) if capacity < LENGTH else (None, 0)
+    factor, least = (NO_MORE, capacity) if capacity < max(LENGTH, length) else (None, 0)
     values |= {"model.moe_layers": sparse, "experts.dropout": given["model.dropout"]}
     return values | {"router.capacity_factor": factor, "router.eval_capacity_factor": factor, "router.min_capacity": least}
 
@@ -87,6 +88,7 @@ def config_of(family: Family, run: Run) -> dict[str, Any]:
     values: dict[str, Any] = {
         "num_layers": encoder,
         "num_decoder_layers": decoder,
+        "n_positions": m.max_length,
         "layer_norm_epsilon": m.norm_eps or NORM_EPS[m.norm],
         "decoder_start_token_id": 0,
         "is_encoder_decoder": True,

@@ -78,6 +78,21 @@ def test_a_config_that_is_made_says_the_same_model(name: str, tmp_path: Path) ->
         assert old.get(key) == new.get(key), key
 
 
+def test_a_run_of_bytes_goes_there_and_back_with_its_sentinels(tmp_path: Path) -> None:
+    """Of 258 ids two are sentinels, which transformers can spell; the run that comes back has as many, and its length."""
+    family, values = MODELS["switch"]
+    config = getattr(transformers, f"{family}Config")(**SIZES | {"vocab_size": 258}, **values, n_positions=33)
+    getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(tmp_path / "theirs")
+    to_run(tmp_path / "theirs", tmp_path / "run", overrides={})
+    (tmp_path / "run/huggingface/config.json").unlink()
+    assert len(from_run(tmp_path / "run", tmp_path / "back")) == 1
+    library = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert library("a<extra_id_1>b<extra_id_0>")["input_ids"] == [97, 256, 98, 257, 0]
+    assert not any("not used" in line for line in to_run(tmp_path / "back", tmp_path / "again", overrides={}))
+    model, tokenizer, _ = load_model(tmp_path / "again")
+    assert (model.config.max_length, model.vocab_size, tokenizer.describe()["kind"]) == (33, 258, "bytes")
+
+
 @pytest.mark.parametrize(("ids", "length", "used"), [(288, 33, True), (289, 33, False), (289, 8, True), (290, 8, False)])
 def test_a_tokenizer_leaves_ids_for_the_sentinels_or_is_not_used(ids: int, length: int, used: bool, tmp_path: Path) -> None:
     """Of 290 ids, two are sentinels where the encoder reads 33 tokens and one where it reads 8; T5's own tokenizer names them all."""
