@@ -18,6 +18,11 @@ from moe.recipe.shapes import START
 _SPELLED = re.compile(r"<extra_id_([0-9]{1,9})>")
 
 
+def strange(texts: Sequence[str], num_sentinels: int) -> str | None:
+    """The first sentinel of these texts that a model of so many does not have."""
+    return next((found[0] for text in texts for found in _SPELLED.finditer(text) if int(found[1]) >= num_sentinels), None)
+
+
 @final
 class WithSentinels(Tokenizer):
     """`inner`, and of a vocabulary of `vocab_size` ids the last `num_sentinels`, the last one first (moe/data/span_corruption.py)."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.data import Tokenizer
-from moe.data.sentinels import WithSentinels
+from moe.data.sentinels import WithSentinels, strange
 from moe.model.transformer import Output, Transformer
 from moe.recipe.shapes import START
 from moe.records.results import write_json
@@ -174,6 +174,10 @@ def main(
     halves = model.config.kind == "encoder_decoder"
     usual = "def <extra_id_0>(self):" if halves else "def "
     prompts = [usual if prompt is None else prompt] if prompt_file is None else _prompts(prompt_file)
+    if halves and (other := strange(prompts, model.config.spans.num_spans)) is not None:
+        count = model.config.spans.num_spans
+        there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
+        print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
     one = len(prompts) * samples == 1
     if one:
         _say(prompts[0] + ("\n" if halves else ""))

@@ -14,7 +14,7 @@ import pytest
 from moe.data import open_data
 from moe.data.mixture import MixedTrain
 from moe.data.order import TrainSet, ValidationSet, Windows
-from moe.data.sentinels import WithSentinels
+from moe.data.sentinels import WithSentinels, strange
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.token_shard import TokenShard
 from moe.data.tokenizer import Bytes
@@ -141,6 +141,7 @@ def test_sentinels_are_text_and_back() -> None:
     assert ids[5] == 269 and ids.count(267) == 1 and 268 not in ids and tokenizer.decode(ids) == text
     assert tokenizer.beginning(text) == [*ids, 0] and tokenizer.vocab_size == 270 and tokenizer.decode([260, 266]) == ""
     assert tokenizer.beginning("") == [0]
+    assert (strange(["", text], 3), strange([text], 4)) == ("<extra_id_3>", None)
     for no_sentinel in ("1" * 5000, "\u0661"):  # more digits than int() takes; an Arabic 1
         assert tokenizer.decode(tokenizer.encode(f"<extra_id_{no_sentinel}>").tolist()) == f"<extra_id_{no_sentinel}>"
 
