@@ -179,12 +179,13 @@ def main(
         there = "<extra_id_0>" if count == 1 else f"<extra_id_0> to <extra_id_{count - 1}>"
         print(f"{other} is no sentinel of this model, which has {there}: it is read as text", file=sys.stderr)
     one = len(prompts) * samples == 1
+    between = "\n" if halves else ""  # what a decoder writes does not go on where the encoder's text ends
     if one:
-        _say(prompts[0] + ("\n" if halves else ""))
+        _say(prompts[0] + between)
     started = time.perf_counter()
     found = generate(model, tokenizer, prompts, num_tokens=tokens, samples=samples, sampling=sampling, seed=seed, heard=_say)
     seconds = time.perf_counter() - started
-    _say("\n" if one else "".join(f"--- {n // samples + 1}.{f.sample + 1}\n{f.prompt}{f.text}\n" for n, f in enumerate(found)))
+    _say("\n" if one else "".join(f"--- {n // samples + 1}.{f.sample + 1}\n{f.prompt}{between}{f.text}\n" for n, f in enumerate(found)))
     made = sum(len(f.ids) for f in found)
     print(f"{made} tokens of {len(found)} texts in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
     if json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +168,18 @@ def test_prompts_come_from_a_file_and_texts_go_to_one(out: Path, tmp_path: Path,
     (tmp_path / "bad.jsonl").write_text('{"prompt": "abc"}\n[1]\n')
     with pytest.raises(BadInput, match="line 2"):
         generate.main(str(out), prompt_file=str(tmp_path / "bad.jsonl"))
+
+
+def test_what_a_decoder_writes_stands_below_what_its_encoder_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a sentinel that the model does not have is said."""
+    config = SimpleNamespace(kind="encoder_decoder", spans=SimpleNamespace(num_spans=1))
+    monkeypatch.setattr(generate, "load_model", lambda *_, **__: (SimpleNamespace(config=config), None, 0))
+    prompt = "a <extra_id_0> <extra_id_1>"
+    written = [generate.Continued(prompt, n, [1], f"{n} b", ended=True) for n in range(2)]
+    monkeypatch.setattr(generate, "generate", lambda *_, **__: written)
+    generate.main("run", prompt=prompt, samples=2)
+    said = capsys.readouterr()
+    assert said.out == f"--- 1.1\n{prompt}\n0 b\n--- 1.2\n{prompt}\n1 b\n"
+    assert "<extra_id_1> is no sentinel of this model, which has <extra_id_0>: it is read as text" in said.err
