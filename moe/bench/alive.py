@@ -1,6 +1,7 @@
 """Counts the bytes of tensor storages that are alive, whoever holds them: Python, autograd's graphs, a process group.
 
-Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed.
+Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed;
+one that is made shorter or longer, as FSDP does with gathered weights, counts what it has.
 A DTensor has no bytes of its own, though it says its whole size: what it does to its ranks' parts is seen instead.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,7 +27,25 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self.storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in there)}
-        self.known = set(self.storages)
+        self.made: dict[int, int] = {}  # bytes of each storage made since
+        self._inside = ExitStack()
+
+    def __enter__(self) -> Alive:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # no operator
+            out = resize(storage, size)
+            if storage._cdata in self.made:
+                self._count(storage)
+            return out
+
+        self._inside.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inside.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -42,12 +63,14 @@ class Alive(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         where = storage._cdata
-        if where not in self.known:
-            self.known.add(where)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, where, storage.nbytes()).atexit = False
+        if where not in self.made and where not in self.storages:
+            self._count(storage)
+            weakref.finalize(storage, self._gone, where).atexit = False
 
-    def _gone(self, where: int, size: int) -> None:
-        self.known.discard(where)
-        self.now -= size
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        before, self.made[storage._cdata] = self.made.get(storage._cdata, 0), storage.nbytes()
+        self.now += storage.nbytes() - before
+        self.most = max(self.most, self.now)
+
+    def _gone(self, where: int) -> None:
+        self.now -= self.made.pop(where)

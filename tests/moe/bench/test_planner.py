@@ -9,8 +9,10 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 from moe.bench import planner, planner_memory, planner_steps
+from moe.bench.alive import Alive
 from moe.bench.tables import COLUMNS, read_table
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
@@ -100,3 +102,18 @@ def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
             ranks = memory(network_of(run), plan_of(run), OURS_ON_CPU)
             errors[row["case"]] = min(abs(of.allocated / row["memory_measured"] - 1) for of in ranks)
     assert len(errors) > 40 and median(errors.values()) < 0.01 and max(errors.values()) < 0.06, errors
+
+
+def test_a_storage_counts_what_it_has_while_it_lives() -> None:
+    """FSDP gives gathered weights' bytes back by resizing, which is no operator."""
+    with Alive() as alive:
+        x = torch.empty(100)
+        counted = [alive.now]
+        for size in (0, 800):
+            x.untyped_storage().resize_(size)
+            counted.append(alive.now)
+        view = x[:3]
+        del x
+        counted.append(alive.now)
+        del view
+    assert counted == [400, 0, 800, 800] and (alive.now, alive.most) == (0, 800)
