@@ -25,6 +25,8 @@ import torch
 from moe.bench.faults import Row
 from moe.bench.hangs import warm_up
 from moe.bench.lives import SAVE_EVERY, STEPS, Before, Life, differ, hashes, left_behind, whole
+from parallel.data.deepspeed import compile_async_io
+from parallel.extensions import use_extensions_dir
 
 MANY = 25  # of each layout: 200 in all, 80 of them inside a save
 HOW = ("save", "rank", "launcher", "save", "all", "rank", "save", "launcher", "save", "all")
@@ -70,6 +72,9 @@ def rows(*, full: bool, rounds: int | None, only: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         home = Path(name)
         warm_up(home)
+        if any("disk" in layout and only in f"kill: {layout}" for layout in LAYOUTS):
+            use_extensions_dir()
+            compile_async_io(lambda _: None)  # here: on a busy machine it takes longer than a life may
         for place, layout in enumerate(LAYOUTS):
             row = f"kill: {layout}"
             if only in row:
