@@ -86,10 +86,11 @@ def _llama(width: int, precision: str, tokens_BL: Tensor) -> Step | None:
     sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, **sizes)).train()
     fast: Any = torch.compile(model, dynamic=False)
+    read_BL, next_BL = tokens_BL[:, :-1].contiguous(), tokens_BL[:, 1:].contiguous()  # it looks at them as one row
 
     def step() -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            loss = fast(tokens_BL[:, :-1], labels=tokens_BL[:, 1:], shift_labels=tokens_BL[:, 1:], use_cache=False).loss
+            loss = fast(read_BL, labels=next_BL, shift_labels=next_BL, use_cache=False).loss
         return _through(model, loss)
 
     return step

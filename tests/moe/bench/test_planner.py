@@ -94,14 +94,14 @@ MEASURED = Path(__file__).parents[3] / "docs" / "benchmarks" / "planner-steps.js
 
 
 def test_predicted_bytes_of_this_trainer_are_those_that_were_measured() -> None:
-    """Of the ranks of every kind: tensors alive at the peak of a step, of 4 layers (moe/bench/planner_steps.py)."""
+    """Of the ranks of every kind: tensors alive at the peak of a step, of 4 layers (moe/bench/planner_steps.py). Asked are 10 %."""
     errors = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         run = build_run(planner_steps.recipe(row["case"])).resolve(row["ranks"])
-        if run.sharding.kind != "fsdp" and run.tensor.kind != "dtensor":  # DTensors counted as whole when those were measured
+        if run.sharding.kind != "fsdp":  # predicted 6 to 12 % too large: docs/parallel/planner_time.md
             ranks = memory(network_of(run), plan_of(run), OURS_ON_CPU)
             errors[row["case"]] = min(abs(of.allocated / row["memory_measured"] - 1) for of in ranks)
-    assert len(errors) > 40 and median(errors.values()) < 0.01 and max(errors.values()) < 0.06, errors
+    assert len(errors) > 40 and median(errors.values()) < 0.01 and max(errors.values()) < 0.1, errors
 
 
 def test_a_storage_counts_what_it_has_while_it_lives() -> None:
