@@ -25,8 +25,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
-from moe.records.results import check_writable
-from parallel.errors import BadInput
+from moe.records.results import check_writable, write_text
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Between, Cluster, Inside, told_of
 from parallel.plan.cost import step_time
@@ -51,11 +50,7 @@ def main(*, out: Path | None = None, nproc: int | None = None) -> int:
     gpus = torch.cuda.device_count()
     made = _gpus(gpus, nproc or gpus) if gpus else host(nproc or usable_cores())
     path = out or measured_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text(made), encoding="utf-8")
-    except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+    write_text(path, text(made), what="--out")
     for line in _lines(made):
         print(line)
     print(f"wrote {path} in {time.perf_counter() - began:.0f} s" + ("" if out else ", which moe train reads by itself"))

@@ -19,7 +19,7 @@ from moe.plan.job import network_of, plan_of
 from moe.plan.planned import WAYS, Planned, guided, planned
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
-from moe.records.results import check_writable
+from moe.records.results import check_writable, write_text
 from parallel.errors import BadInput
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
@@ -84,12 +84,7 @@ def _written(
 ) -> int:
     machines = made.cluster
     if out is not None:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(_recipe(recipe, run, made, cluster), encoding="utf-8")
-        except OSError as error:
-            got = f"{out}: {error.strerror}"
-            raise BadInput("--out", got=got, needed="a file that can be written", fix="choose another path") from None
+        write_text(out, _recipe(recipe, run, made, cluster), what="--out")
         print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))
     if pictures is not None:
         from moe.cli.plan_pictures import draw

@@ -3,12 +3,12 @@
     x -> norm -> [q, k, v] -> turn -> [attention] -> [out] -> + -> norm -> [w1, w3] -> activation -> [w2] -> + ... [head] -> loss
          ====                                                 ====                     ==========                            ====
 
-What is underlined reads its tensors once and writes its result once, also in the backward pass; otherwise it is three to eight kernels,
-which go through memory one after another. Products and attention, in brackets, are libraries' kernels either way. At them stand
-collectives, gathered weights, engines' hooks and gradients that are put off, so nothing of a layout is in what is compiled, and every
-layout can be compiled. Turning queries and keys by their places was tried: a compiler makes it no faster than moe/nn/rotary.py.
-Left as they are: experts, whose sizes change from step to step and whose kernels are moe/kernels/; norms of channels that other ranks
-have (tensor parallelism in 2D to 3D); a loss in tiles, in runs, or of a vocabulary that ranks share.
+What is underlined reads its tensors once and writes its result once, also in the backward pass; otherwise it is several kernels, which
+go through memory one after another. Products and attention, in brackets, are libraries' kernels either way. At them stand collectives,
+gathered weights, engines' hooks and gradients that are put off, so nothing of a layout is in what is compiled, and every layout can be
+compiled. Left as they are: turned queries and keys, which moe/nn/rotary.py writes in place; experts, whose sizes change from step to
+step and whose kernels are moe/kernels/; norms of channels that other ranks have (tensor parallelism in 2D to 3D); a loss in tiles, in
+runs, or of a vocabulary that ranks share.
 
 Without gradients (evaluation, generation) lengths change, and the plain functions run.
 """

@@ -24,6 +24,15 @@ def check_writable(path: Path, *, what: str = "--json") -> None:
         raise BadInput(what, got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")
 
 
+def write_text(path: Path, text: str, *, what: str) -> None:
+    """Write a file that the user asked for, and the folder that it is to be in. Raises BadInput if it cannot write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(what, got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+
+
 def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
     """Write the rows; a row has failed if its "passed" is False. NaN and infinity become null. Raises BadInput if it cannot write."""
     import torch
@@ -42,8 +51,4 @@ def write_json(path: str | Path, *, verb: str, rows: Sequence[dict[str, Any]], *
         "failed": failed,
         **more,
     }
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(value, indent=1) + "\n")
-    except OSError as error:
-        raise BadInput("--json", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+    write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--json")
