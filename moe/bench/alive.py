@@ -2,7 +2,8 @@
 
 Every operator's results are seen when they are made (forward, backward and calls from C++). Each storage counts once, until it is freed;
 one that is made shorter or longer, as FSDP does with gathered weights, counts what it has.
-A DTensor has no bytes of its own, though it says its whole size: what it does to its ranks' parts is seen instead.
+A DTensor has no bytes of its own, though it says its whole size: what it does to its ranks' parts is seen instead. Nor has a tensor on
+the meta device.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Alive(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         where = storage._cdata
-        if where not in self.made and where not in self.storages:
+        if where not in self.made and where not in self.storages and storage.device.type != "meta":
             self._count(storage)
             weakref.finalize(storage, self._gone, where).atexit = False
 

@@ -48,6 +48,11 @@ EXPERTS: dict[str, Any] = {
     "router": {"preset": "switch", "capacity_factor": None},
 }
 HALVES: dict[str, Any] = {"model": {"kind": "encoder_decoder", "positions": "t5"}, "data": {"objective": "span_corruption"}}
+LARGE: dict[str, Any] = {  # weights take more bytes than activations
+    "model": {"num_layers": 8, "d_model": 256, "d_ff": 1024, "vocab_size": 512},
+    "train": {"global_batch": 4, "eval_sequences": 4},
+}
+IN_CHUNKS: dict[str, Any] = {"model": {"d_model": 128, "d_ff": 256, "vocab_size": 8192}, "recompute": {"loss_chunks": 4}}
 SEQUENCES, STEPS, TIMEOUT_S = 16, 3, 300.0
 
 
@@ -63,17 +68,28 @@ def zero(stage: int) -> dict[str, Any]:
     return {"sharding": {"kind": "zero", "stage": stage}}
 
 
-FSDP: dict[str, Any] = {"sharding": {"kind": "fsdp"}}
+def fsdp(**values: Any) -> dict[str, Any]:
+    return {"sharding": {"kind": "fsdp", **values}}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "ddp": layout(2),
     "ddp, 4 micro-batches": layout(2, microbatches=4),
     "ddp, full recompute": layout(2, recompute={"kind": "full"}),
     "ddp, selective recompute": layout(2, recompute={"kind": "selective"}),
     "ddp, bf16": layout(2, precision={"compute": "bf16"}),
-    "fsdp": layout(2, **FSDP),
+    "ddp, loss in chunks": layout(2, **IN_CHUNKS),
+    "fsdp": layout(2, **fsdp()),
+    "fsdp, 4 micro-batches": layout(2, microbatches=4, **fsdp()),
+    "fsdp, loss in chunks": layout(2, **fsdp(), **IN_CHUNKS),
+    "fsdp, large": layout(2, **fsdp(), **LARGE),
+    "fsdp, large, kept whole": layout(2, **fsdp(reshard=False), **LARGE),
     "zero1": layout(2, **zero(1)),
     "zero2": layout(2, **zero(2)),
     "zero3": layout(2, **zero(3)),
+    "zero1, large": layout(2, **zero(1), **LARGE),
+    "zero2, large": layout(2, **zero(2), **LARGE),
+    "zero3, large": layout(2, **zero(3), **LARGE),
     "tp 2": layout(2, tp=2),
     "tp 2 sliced": layout(2, tp=2, tensor={"sequence_parallel": True}),
     "tp 2 dtensor": layout(2, tp=2, tensor={"kind": "dtensor"}),
@@ -87,14 +103,15 @@ CASES: dict[str, dict[str, Any]] = {
     "pp 2 zb_h1": layout(2, pp=2, schedule="zb_h1", microbatches=4),
     "pp 2 zb_v": layout(2, pp=2, schedule="zb_v", microbatches=4),
     "ep 2": layout(2, ep=2, **EXPERTS),
-    "experts, dp 2": layout(2, **EXPERTS),
+    "experts, dp 2": layout(2, ep=1, **EXPERTS),
     "t5, dp 2": layout(2, **HALVES),
     "t5, full recompute": layout(2, **HALVES, recompute={"kind": "full"}),
-    "t5, fsdp": layout(2, **HALVES, **FSDP),
+    "t5, fsdp": layout(2, **HALVES, **fsdp()),
     "t5, tp 2": layout(2, tp=2, **HALVES),
     "t5, ep 2": layout(2, ep=2, **(HALVES | EXPERTS | {"model": EXPERTS["model"] | HALVES["model"]})),
     "ddp, dp 4": layout(4),
-    "fsdp, dp 4": layout(4, **FSDP),
+    "fsdp, dp 4": layout(4, **fsdp()),
+    "fsdp, pp 2": layout(4, pp=2, microbatches=4, **fsdp(allow_slow=True)),
     "zero1, dp 4": layout(4, **zero(1)),
     "tp 4": layout(4, tp=4),
     "tp 4 2d": layout(4, tp=4, tensor={"kind": "2d"}),
@@ -179,7 +196,7 @@ def core_seconds(found: Prediction, cluster: Cluster) -> float:
 def recipe(case: str) -> dict[str, Any]:
     """The case's values."""
     values = {name: value for name, value in CASES[case].items() if name != "ranks"}
-    train = {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES}
+    train = {"global_batch": SEQUENCES, "eval_sequences": SEQUENCES} | values.pop("train", {})
     precision = values.pop("precision", {"compute": "fp32"})
     model = MODEL | values.pop("model", {})
     return values | {"model": model, "train": train, "precision": precision, "optimizer": {"warmup_steps": 0}}

@@ -275,6 +275,7 @@ class _Scores(torch.autograd.Function):
             scores[1, run] = logits.gather(1, row_N[run].unsqueeze(1)).squeeze(1) * here_N[run]
             largest = logits.amax(1, keepdim=True)
             scores[0, run] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
+            del logits  # before the next run's are made
         ctx.save_for_backward(x_ND, weight_VD, row_N, here_N, scores)
         ctx.chunks, ctx.dtype, ctx.cap = chunks, gradient_dtype(weight_VD), cap
         return scores
@@ -294,13 +295,13 @@ class _Scores(torch.autograd.Function):
             logits.scatter_add_(1, row_N[run].unsqueeze(1), (grad_2N[1, run] * here_N[run]).unsqueeze(1))
             logits = logits if slope is None else logits.mul_(slope)
             grad_logits = logits.to(x_ND.dtype)
+            del logits, slope  # before the next run's are made
             torch.mm(grad_logits, weight, out=grad_x[run])
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == x_ND.dtype:
+            if grad_weight is not None and grad_weight.dtype == x_ND.dtype:
                 grad_weight.addmm_(grad_logits.t(), x_ND[run])
-            else:
+            elif grad_weight is not None:
                 grad_weight += grad_logits.t() @ x_ND[run]
+            del grad_logits
         return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None, None
 
 

@@ -384,10 +384,11 @@ def _sharing(
         each, hidden = _beside(reduced, stage.back, program)
         return m * each, gathered, m * hidden
     forward, hidden_forward = _beside(gathered, stage.ahead, program)
-    if plan.pp > 1 and not plan.reshard:  # parameters stay gathered, and gradients whole, for all micro-batches of the step
+    often = plan.pp == 1 or program.shards == "micro-batch"
+    if not often and not plan.reshard:  # parameters and gradients stay whole for all micro-batches of the step
         exposed = _beside_backward(reduced, stage, program)
         return exposed, gathered, max(0.0, reduced - exposed)
-    again = gathered if plan.reshard else 0.0
+    again = gathered if plan.reshard and not (plan.pp > 1 and often) else 0.0
     backward, hidden_backward = _beside(again + reduced, stage.back, program)
     first = gathered / max(1, network.depth)
     return m * backward, m * (forward + first), m * (hidden_forward + hidden_backward)

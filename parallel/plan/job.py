@@ -217,6 +217,11 @@ class Plan:
         return STAGE_OF[self.engine]
 
     @property
+    def copies(self) -> int:
+        """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
+        return self.dp * self.sp * (self.depth if self.tensor == "2.5d" else 1)
+
+    @property
     def edp(self) -> int:
         """How many ranks hold copies of the same expert's part."""
         return self.dp * self.sp * self.tp // (self.ep * self.etp)

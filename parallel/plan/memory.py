@@ -8,15 +8,16 @@
                    a layer's backward pass, when its micro-batch's loss is done: what it computes again, the gradients inside it, of
                    the largest matrix, rows on their way to experts
                    the embedding's gradient, when its micro-batch's activations are gone
-                   of one micro-batch, gradients that no buffer keeps between steps come as the backward pass makes them
-    buffers        buckets of gradients, layers gathered whole (stage 3)
+                   gradients that no buffer keeps between steps come as the step's first backward pass makes them
+                   with stage 3, what is gathered and summed at each of them: parallel/plan/gathered.py
+    buffers        buckets of gradients
 
 On the device that is more: torch's allocator reserves in blocks, and CUDA's context is no tensor.
 
     reserved  = 1.10 allocated         the median of 16 rows that state both (1.06 to 1.15)
     used      = reserved + 1.5 GB      the context, 1.3 to 1.6 GB on A100 nodes
 
-Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-Infinity (arXiv 2104.07857) for gathered layers and tiles.
+Sources: ZeRO (arXiv 1910.02054), Korthikanti et al. (arXiv 2205.05198), ZeRO-Infinity (arXiv 2104.07857) for tiles.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Literal, NamedTuple
 from parallel.grids import GRIDS
 from parallel.plan import counts
 from parallel.plan.counts import Elements
+from parallel.plan.gathered import NOTHING, At, Unit, at_any_moment, gathered
 from parallel.plan.in_flight import Rank, in_flight
 from parallel.plan.job import Network, Plan, repeats
 from parallel.plan.kept import (
@@ -50,8 +52,9 @@ from parallel.plan.kept import (
 from parallel.plan.stack import OURS, Stack
 from parallel.plan.states import States, model_states
 
-NOTHING = Elements()
+NO_UNIT = Unit()
 NO_EXPERTS = -1  # an index that no layer with experts has
+WIDE = 4  # bytes of fp32
 RESERVED = 1.10
 CONTEXT_BYTES = 1.5e9
 ROUNDED = 1e-9  # what sums of bytes may differ by that are taken in another order
@@ -87,12 +90,12 @@ class Memory:
 
 def memory(network: Network, plan: Plan, stack: Stack = OURS) -> tuple[Memory, ...]:
     """Of each pipeline rank; ranks of the other axes are alike. Raises BadInput for sizes that the schedule cannot have."""
-    return tuple(_memory(plan, stack, rank) for rank in _ranks(network, _of_activations(plan), stack, casts_kept(plan, stack), "all"))
+    return tuple(_memory(plan, stack, rank) for rank in _ranks_of(network, plan, stack, "all"))
 
 
 def peak(network: Network, plan: Plan, stack: Stack = OURS) -> Memory:
     """Of the rank that needs most."""
-    ranks = _ranks(network, _of_activations(plan), stack, casts_kept(plan, stack), "fullest")
+    ranks = _ranks_of(network, plan, stack, "fullest")
     return max([_memory(plan, stack, rank) for rank in _with_states(plan, stack, ranks)], key=lambda m: m.allocated)
 
 
@@ -104,8 +107,7 @@ def _with_states(plan: Plan, stack: Stack, ranks: Sequence[_Rank]) -> Sequence[_
     older, sizes = plan.storage.parameters, []
     for of in ranks:
         states = dense * of.held.dense + expert * of.held.expert + (of.versions - 1) * older * of.held.total
-        moment, missing, waiting = _fullest_moment(plan, stack, of.moments)
-        sizes.append(states - missing + _gathered(plan, stack, of.held, of.table, of.gathered) + moment.total + waiting)
+        sizes.append(states + _fullest_moment(plan, stack, of).total)
     least = max(sizes) * (1 - ROUNDED)
     return [of for of, size in zip(ranks, sizes, strict=True) if size >= least]
 
@@ -139,11 +141,12 @@ def fits(needed: Memory, capacity: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """One kind of layer: elements held, and of them gathered at once in stage 3; bytes a micro-batch keeps, and more in its backward pass:
-    of its `work`, and of rows that are sent and arrive (`dispatch`)."""
+    """One kind of layer: elements held, of them gathered at once in stage 3, and its widest `matrix`; bytes a micro-batch keeps, and more
+    in its backward pass: of its `work`, and of rows that are sent and arrive (`dispatch`)."""
 
     elements: Elements
-    gathered: float
+    gathered: Elements
+    matrix: float
     kept: float
     work: float
     dispatch: float
@@ -184,21 +187,23 @@ def _layer(network: Network, plan: Plan, stack: Stack, sparse: bool) -> _Layer:
     index = network.sparse_layers[0] if sparse else NO_EXPERTS
     of = (network, plan, stack, index)
     elements = counts.layer(network, plan, index)
-    at_once = _tiled(network, plan, elements, sparse=sparse)
+    at_once, matrix = _tiled(network, plan, elements, sparse=sparse), _widest(network, plan, sparse=sparse)
     if stack.gathers == "elements":  # each product gathers its own matrix
-        at_once = min(at_once, _widest(network, plan, sparse=sparse))
+        at_once = Elements(min(at_once.total, matrix))
     dispatch = 2 * sent_of(network, plan) * network.width * plan.compute_bytes if sparse and plan.ep > 1 else 0.0
-    return _Layer(elements, at_once, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of), dispatch)
+    return _Layer(elements, at_once, matrix, layer_kept(*of, plan.recompute) * (1 - plan.offload_activations), _work(*of), dispatch)
 
 
 class _Moment(NamedTuple):
-    """Bytes by OF_MOMENT, and their sum. `to_come`: elements whose gradients the only micro-batch has not made by then; `waiting`: those of
-    a tied head, whose gradient autograd keeps beside the table's until the embedding's is added to it."""
+    """Bytes by OF_MOMENT, and their sum. `to_come`: elements whose gradients the first micro-batch has not made by then; `waiting`: those
+    of a tied head, whose gradient autograd keeps beside the table's until the embedding's is added to it; `gathered`: bytes of stage 3."""
 
     parts: tuple[float, float, float, float, float]
     total: float
     to_come: Elements
     waiting: float
+    gathered: float
+    at: At
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,9 +219,13 @@ class _Rank:
     moments: tuple[_Moment, ...]
 
 
-def _of_activations(plan: Plan) -> Plan:
-    """Without what only a rank's states depend on: engines share the rest."""
-    return plan.but(
+def _of_activations(plan: Plan, stack: Stack) -> Plan:
+    """Without what only a rank's states depend on: engines share the rest, but for what is gathered at its moments."""
+    kept: dict[str, Any] = {}
+    if _gathers(plan, stack):
+        kept = {"dp": plan.dp, "engine": plan.engine, "reshard": plan.reshard}
+        kept |= {"engine": "fsdp", "reshard": False} if plan.pp > 1 else {}  # with stages FSDP carries all of them out
+    without: dict[str, Any] = dict(
         dp=1,
         sequence=plan.sequence if keeps_scores(plan) else _BARE.sequence,
         order=_BARE.order,
@@ -226,6 +235,12 @@ def _of_activations(plan: Plan) -> Plan:
         offload_optimizer="none",
         offload_parameters="none",
     )
+    return plan.but(**without | kept)
+
+
+def _gathers(plan: Plan, stack: Stack) -> bool:
+    """Whether there is more of stage 3 at some moments than at others."""
+    return plan.stage == 3 and plan.copies > 1 and stack.gathers == "moments"
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +281,10 @@ def _beside(network: Network, plan: Plan, stack: Stack) -> _Beside:
     )
 
 
+def _ranks_of(network: Network, plan: Plan, stack: Stack, which: Literal["all", "fullest"]) -> tuple[_Rank, ...]:
+    return _ranks(network, _of_activations(plan, stack), stack, casts_kept(plan, stack), which)
+
+
 @lru_cache(maxsize=256)
 def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Literal["all", "fullest"]) -> tuple[_Rank, ...]:
     """`casts`: whether a micro-batch keeps weights in the compute dtype."""
@@ -282,35 +301,67 @@ def _ranks(network: Network, plan: Plan, stack: Stack, casts: bool, which: Liter
 def _memory(plan: Plan, stack: Stack, rank: _Rank) -> Memory:
     """With its states, as the plan shares them."""
     states, host = _states(plan, rank.held)
-    moment, missing, waiting = _fullest_moment(plan, stack, rank.moments)
-    activations, loss, embedding, work, dispatch = moment.parts
+    full = _fullest_moment(plan, stack, rank)
+    activations, loss, embedding, work, dispatch = full.moment.parts
     sizes = (
-        *(states.parameters, states.gradients - missing, states.optimizer),
+        *(states.parameters, states.gradients - full.missing, states.optimizer),
         (rank.versions - 1) * rank.held.total * plan.storage.parameters,
-        *(activations, loss, embedding + waiting, work, dispatch),
-        _gathered(plan, stack, rank.held, rank.table, rank.gathered),
-        _buckets(plan, stack),
+        *(activations, loss, embedding + full.waiting, work, dispatch),
+        *(full.gathered, full.bucket),
     )
     return Memory(rank.number, dict(zip(PARTS, sizes, strict=True)), host)
 
 
-def _fullest_moment(plan: Plan, stack: Stack, moments: Sequence[_Moment]) -> tuple[_Moment, float, float]:
-    """The moment with most bytes, with those of gradients that are not there yet, and of a head's that waits."""
+class _Full(NamedTuple):
+    """A moment with the plan's engine: bytes of gradients that are not there yet (`missing`), of a head's that waits, of what is gathered,
+    and of a bucket."""
+
+    moment: _Moment
+    missing: float
+    waiting: float
+    gathered: float
+    bucket: float
+
+    @property
+    def total(self) -> float:
+        return self.moment.total - self.missing + self.waiting + self.gathered + self.bucket
+
+
+def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
+    """Of a rank's moments the one with most bytes."""
     if stack.gradients == "kept":
-        return moments[0], 0.0, 0.0
-    head = plan.storage.gradients if plan.stage < 3 else 0.0  # stage 3: with the gathered layers
-    if plan.microbatches > 1:  # gradients are there from the first on
-        fullest = moments[0] if len(moments) == 1 else max(moments, key=lambda one: one.total + head * one.waiting)
-        return fullest, 0.0, head * fullest.waiting
-    dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
-    found = [(one, dense * one.to_come.dense + expert * one.to_come.expert, head * one.waiting) for one in moments]
-    return max(found, key=lambda of: of[0].total - of[1] + of[2])
+        return _Full(rank.moments[0], 0.0, 0.0, _gathered(plan, stack, rank, rank.moments[0]), _bucket(plan, stack, rank.moments[0].at))
+    head = plan.storage.gradients if plan.stage < 3 else 0.0  # stage 3: with what is gathered
+    dense = expert = 0.0  # after the first micro-batch all gradients are there
+    if any(one.to_come is not NOTHING for one in rank.moments):
+        dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
+    found = [
+        _Full(
+            one,
+            dense * one.to_come.dense + expert * one.to_come.expert,
+            head * one.waiting,
+            _gathered(plan, stack, rank, one),
+            _bucket(plan, stack, one.at),
+        )
+        for one in rank.moments
+    ]
+    return found[0] if len(found) == 1 else max(found, key=lambda of: of.total)
+
+
+def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
+    """Bytes of stage 3 at one of the rank's moments."""
+    if plan.stage < 3 or plan.copies == 1:
+        return 0.0
+    if stack.gathers == "moments":
+        return moment.gathered
+    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=rank.gathered)
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
-    """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum."""
-    buckets = plan.engine == "ddp" and plan.pp == 1 and _copies(plan) > 1
-    experts_too = (plan.ep, plan.etp) == (1, plan.tp)
+    """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum, and
+    DeepSpeed's stage 3 has one buffer for all of a rank's parts."""
+    buckets = (plan.engine == "ddp" and plan.pp == 1 and plan.copies > 1) or plan.engine == "zero3"
+    experts_too = (plan.ep, plan.etp) == (1, plan.tp) or plan.engine == "zero3"
     return Elements(0.0 if buckets else 1.0), Elements(expert=0.0 if buckets and experts_too else 1.0)
 
 
@@ -319,6 +370,7 @@ class _Job:
 
     def __init__(self, network: Network, plan: Plan, stack: Stack, stages: Sequence[range], casts: bool) -> None:
         self.network, self.plan, self.stack, self.stages, self.casts = network, plan, stack, stages, casts
+        self.gathers = _gathers(plan, stack)
         self.sparse = frozenset(network.with_experts) if network.experts else frozenset()
         self.kinds: dict[tuple[bool, bool, bool], _Layer] = {}
         self.beside = _beside(network, _of_microbatch(plan), stack)
@@ -347,17 +399,22 @@ class _Job:
             number,
             rank.versions,
             held,
-            tuple(of.gathered for mine in layers.values() for of, _ in mine) + ((beside.ahead,) if last and self.network.ahead else ()),
+            tuple(of.gathered.total for mine in layers.values() for of, _ in mine)
+            + ((beside.ahead,) if last and self.network.ahead else ()),
             beside.table if first or last else 0.0,
             self._fullest(self._moments(rank, layers, held)),
         )
 
     def _fullest(self, moments: Iterable[_Moment]) -> tuple[_Moment, ...]:
         """Those of which no other has as much of all."""
+        bucket = self.stack.bucket_elements * self.stack.bucket_bytes  # which may not be there at the loss
         kept: list[_Moment] = []
-        for one in sorted(moments, key=lambda moment: moment.total, reverse=True):
+        for one in sorted(moments, key=lambda moment: moment.total + moment.gathered, reverse=True):
             if not any(
-                more.waiting >= one.waiting and more.to_come.dense <= one.to_come.dense and more.to_come.expert <= one.to_come.expert
+                (more.at != "loss" or one.at == "loss" or more.total + more.gathered >= one.total + one.gathered + bucket)
+                and more.waiting >= one.waiting
+                and more.to_come.dense <= one.to_come.dense
+                and more.to_come.expert <= one.to_come.expert
                 for more in kept
             ):
                 kept.append(one)
@@ -372,48 +429,92 @@ class _Job:
             ends[-1] += self.network.ahead * beside.casts
         of_loss = ends[-1] - beside.keeps[last == 0, False] if last in layers else 0.0
         ends = [end + self._inputs(stage) * beside.crossing for stage, end in zip(layers, ends, strict=True)]
+        table = beside.table if 0 in layers or last in layers else 0.0
         tied = beside.table if self.network.tied and 0 in layers and last == 0 else 0.0
-        once, at_work = self.plan.microbatches == 1, {stage: self._at_work(self.stages[stage]) for stage in layers}
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
+        whole = self._gathered(held, table)
+        of_embedding = self.plan.compute_bytes * (2 if tied else 1) * table  # tied: and its sum with the head's gradient
 
-        def moment(*parts: float, to_come: Elements, waiting: float = 0.0) -> _Moment:
+        def moment(at: At, *parts: float, to_come: Elements, waiting: float = 0.0, gathered: float | None = None) -> _Moment:
             activations, loss, embedding, at_work, dispatch = parts
-            return _Moment((activations, loss, embedding, at_work, dispatch), sum(parts), to_come, waiting)
+            gathered = whole.get(at, 0.0) if gathered is None else gathered
+            return _Moment((activations, loss, embedding, at_work, dispatch), sum(parts), to_come, waiting, gathered, at)
 
-        for count in rank.most:
-            kept, of_ends = sum(map(mul, count, bodies)), sum(map(mul, count, ends))
+        counts = self._counts(rank)
+        at_work = {(stage, once): self._at_work(stage, held, table, once) for once in {once for _, once in counts} for stage in layers}
+        for count, once in counts:
+            kept, of_ends, all_to_come = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
             if last in layers:
-                yield moment(kept, of_ends + beside.loss, 0.0, beside.gathered_input, 0.0, to_come=held)
+                yield moment("loss", kept, of_ends + beside.loss, 0.0, beside.gathered_input, 0.0, to_come=all_to_come)
             if last in layers and self.network.ahead:  # a further token's layer
-                yield moment(kept, of_ends, 0.0, work, 0.0, to_come=held)
+                yield moment("loss", kept, of_ends, 0.0, work, 0.0, to_come=all_to_come)
             if not any(layers.values()):
-                yield moment(kept, of_ends, 0.0, 0.0, 0.0, to_come=held)
+                yield moment("loss", kept, of_ends, 0.0, 0.0, 0.0, to_come=all_to_come)
             before = beside.elements[0 in layers, False] if once else NOTHING
             for stage, body, number in zip(layers, bodies, count, strict=True):
                 left = of_ends - (of_loss if stage == last and number else 0.0)
-                for of, gone, to_come in at_work[stage]:
-                    yield moment(kept - gone, left, 0.0, of.work, of.dispatch, to_come=before + to_come, waiting=tied)
+                for of, gone, to_come, bytes_at_work, bytes_of_sums in at_work[stage, once]:
+                    missing = before + to_come if once else NOTHING
+                    yield moment(
+                        "work", kept - gone, left, 0.0, of.work, of.dispatch, to_come=missing, waiting=tied, gathered=bytes_at_work
+                    )
+                    if bytes_of_sums:
+                        gone += of.kept
+                        yield moment("sums", kept - gone, left, 0.0, 0.0, 0.0, to_come=missing, waiting=tied, gathered=bytes_of_sums)
+                if "bucket" in whole:
+                    full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # the part of the backward pass that fills it
+                    yield moment("forward", kept, left, 0.0, 0.0, 0.0, to_come=all_to_come)
+                    yield moment("bucket", kept - full * body, left, 0.0, 0.0, 0.0, to_come=before, waiting=tied)
                 if stage == 0:
-                    yield moment(kept - body, left, self.plan.compute_bytes * beside.table, 0.0, 0.0, to_come=Elements(tied), waiting=tied)
+                    table_to_come = Elements(tied) if once else NOTHING
+                    yield moment("embedding", kept - body, left, of_embedding, 0.0, 0.0, to_come=table_to_come, waiting=tied)
                 before = sum((of.elements.times(n) for of, n in layers[stage]), before) if once else NOTHING
 
-    def _at_work(self, stage: range) -> list[tuple[_Layer, float, Elements]]:
+    def _counts(self, rank: Rank) -> list[tuple[Sequence[int], bool]]:
+        """Micro-batches in flight at the fullest moments, and whether none of the step has been through its backward pass then. Where none
+        has, the moment after the first one counts too: it left its gradients."""
+        microbatches = self.plan.microbatches
+        found: list[tuple[Sequence[int], bool]] = [(count, microbatches == 1 or min(count) == microbatches) for count in rank.most]
+        after = [([n - 1 for n in count], False) for count, first in found if first and microbatches > 1]
+        return [*found, *after]
+
+    def _gathered(self, held: Elements, table: float) -> dict[At, float]:
+        """Bytes of stage 3 at the moments that are no layer's."""
+        if not self.gathers:
+            return {}
+        moments: tuple[At, ...] = ("loss", "embedding")
+        if self.plan.engine == "zero3":
+            moments += ("forward", "bucket")
+        return {at: gathered(self.plan, self.stack, at, NO_UNIT, held=held, table=table) for at in moments}
+
+    def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[_Layer, float, Elements, float, float]]:
         """Layers of a stage of which one is the fullest while it works: each kind's last and first. With them what those behind kept,
-        which is gone by then, and the elements up to and with it, whose gradients are to come of a single micro-batch."""
-        kinds, once = self.kinds_of(stage), self.plan.microbatches == 1
-        if len(kinds) == 1:
+        which is gone by then, the elements up to and with it, whose gradients are to come in the first micro-batch (`once`), and bytes of
+        stage 3 while it works and while its gradients are summed: they depend on the layer behind it."""
+        kinds = self.kinds_of(self.stages[stage])
+        if len(kinds) == 1 and not self.gathers:
             ((of, n),) = kinds
-            return [(of, 0.0, of.elements.times(n)), (of, (n - 1) * of.kept, of.elements)] if once else [(of, 0.0, NOTHING)]
-        last: dict[_Layer, tuple[_Layer, float, Elements]] = {}
-        first: dict[_Layer, tuple[_Layer, float, Elements]] = {}
+            last = of, 0.0, of.elements.times(n) if once else NOTHING, 0.0, 0.0
+            return [last, (of, (n - 1) * of.kept, of.elements, 0.0, 0.0)] if once else [last]
+        lasts: dict[tuple[_Layer, Elements], tuple[_Layer, float, Elements]] = {}
+        first: dict[_Layer, tuple[_Layer, float, Elements, Elements]] = {}
         gone, to_come = 0.0, sum((of.elements.times(n) for of, n in kinds), NOTHING) if once else NOTHING
-        for of in map(self.layer, reversed(stage)):
-            last.setdefault(of, (of, gone, to_come))
+        behind = Elements(table) if self.gathers and stage == len(self.stages) - 1 else NOTHING
+        for of in map(self.layer, reversed(self.stages[stage])):
+            lasts.setdefault((of, behind), (of, gone, to_come))
             if once:
-                first[of] = of, gone, to_come
+                first[of] = of, gone, to_come, behind
                 to_come += of.elements.times(-1)
             gone += of.kept
-        return [*last.values(), *first.values()]
+            behind = of.gathered if self.gathers else NOTHING
+        found = [*((*one, behind) for (_, behind), one in lasts.items()), *first.values()]
+        if not self.gathers:
+            return [(of, gone, to_come, 0.0, 0.0) for of, gone, to_come, _ in found]
+
+        def bytes_at(at: At, of: _Layer, behind: Elements) -> float:
+            return gathered(self.plan, self.stack, at, Unit(of.gathered, of.matrix, behind), held=held, table=table)
+
+        return [(of, gone, to_come, bytes_at("work", of, behind), bytes_at("sums", of, behind)) for of, gone, to_come, behind in found]
 
     def _inputs(self, stage: int) -> int:
         """How many tensors of the size of a stage's input a micro-batch keeps there, beside what the layers and the last norm keep."""
@@ -432,7 +533,7 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     stages they add up on the device first, and the host gets the sums of its part."""
 
     def states(stage: int) -> States:
-        dense = model_states(held.dense, stage=stage, copies=_copies(plan), storage=plan.storage)
+        dense = model_states(held.dense, stage=stage, copies=plan.copies, storage=plan.storage)
         if not held.expert:
             return dense
         return dense + model_states(held.expert, stage=stage, copies=max(1, plan.edp), storage=plan.storage.expert)
@@ -451,51 +552,35 @@ def _states(plan: Plan, held: Elements) -> tuple[States, dict[str, float]]:
     return left, {name: size for name, size in vars(moved).items() if size}
 
 
-def _copies(plan: Plan) -> int:
-    """How many ranks hold the same part of dense parameters and have seen other tokens: those of an engine's axis."""
-    return plan.dp * plan.sp * (plan.depth if plan.tensor == "2.5d" else 1)
-
-
-def _buckets(plan: Plan, stack: Stack) -> float:
-    """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is."""
-    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or _copies(plan) == 1:
+def _bucket(plan: Plan, stack: Stack, at: At) -> float:
+    """DeepSpeed's engine sends gradients in a bucket, which it makes whole however small the model is; here stages 1 and 2 make it when the
+    first gradient is there."""
+    if not stack.bucket_elements or plan.engine not in ("zero1", "zero2", "zero3") or plan.copies == 1:
+        return 0.0
+    if stack.gathers == "moments" and plan.engine != "zero3" and plan.pp == 1 and at == "loss":
         return 0.0
     return stack.bucket_elements * stack.bucket_bytes
 
 
-def _gathered(plan: Plan, stack: Stack, held: Elements, table: float, layers: Sequence[float]) -> float:
-    """Stage 3: whole parameters of the layers at work, and the whole gradient of one before it is reduced."""
-    if plan.stage < 3 or _copies(plan) == 1:
-        return 0.0
-    if plan.pp > 1:  # between micro-batches nothing is cut: all that the rank has is whole, and so are its gradients
-        return (plan.compute_bytes + stack.reduce_bytes) * held.total
-    largest = max([table, *layers])
-    if not plan.reshard:
-        whole = held.total
-    elif stack.gathers == "elements":
-        whole = min(held.total, max(stack.gathered, largest))
-    else:
-        one = max(layers, default=0.0)
-        whole = min(held.total, max(stack.gathered * one, table + one))
-    return plan.compute_bytes * whole + (plan.compute_bytes + stack.reduce_bytes) * largest
-
-
-def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> float:
+def _tiled(network: Network, plan: Plan, layer: Elements, *, sparse: bool) -> Elements:
     """Elements of a layer that are whole at once: tiles of its network are gathered one after the other."""
     if plan.tiles == 1 or sparse:
-        return layer.total
+        return layer
     network_s = counts.network_elements(network, network.hidden, gated=network.gated) / counts.split_of(plan)
-    return layer.total - network_s * (1 - 1 / plan.tiles)
+    return Elements(layer.dense - network_s * (1 - 1 / plan.tiles), layer.expert)
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------
 
 
 def _loss(network: Network, plan: Plan, stack: Stack) -> float:
-    """Beyond the logits that are kept: their other widths and gradients, of a chunk of the tokens if the loss is cut."""
+    """Beyond the logits that are kept: their other widths and gradients. If the loss is cut, those of a chunk of the tokens, in fp32 and as
+    they were computed, and beside them the table's gradient, which all chunks add to."""
     shared = plan.tp > 1 and plan.tensor != "copied"
     if plan.loss_chunks > 1:
-        return logits(network, plan) * stack.logits / plan.loss_chunks
+        narrow = plan.compute_bytes if plan.compute_bytes < WIDE else 0
+        one = stack.logits if plan.tensor in GRIDS else WIDE + narrow  # a grid's product is computed again by autograd
+        return logits(network, plan) * one / plan.loss_chunks + WIDE * counts.embedding(network, plan)
     return logits(network, plan) * (stack.logits + (stack.logits_shared if shared else 0.0) - stack.logits_kept)
 
 

@@ -30,6 +30,7 @@ class Program:
     staged         sums where there are stages: as above, or `by stage`, each when its stage is done, beside the rank's other actions
     gathers        of sharded parameters: `beside` the layer before, or only `partly`, when layers are fetched in small pieces; `waited` for
     alone          the part of the faster of host and device that is not beside the slower (1: one core does both, one after the other)
+    shards         parameters of FSDP beside stages: gathered, and gradients summed, in each `micro-batch`, or once a `step`
     gather_gb_s    the most that one rank receives in such gathers (None: what its links carry)
     experts_beside the part of exchanges with experts that the other direction's work hides
     tensor_beside  the part of tensor parallelism's collectives that products hide
@@ -59,6 +60,7 @@ class Program:
     staged: Literal["as gradients", "by stage"] = "as gradients"
     gathers: Literal["beside", "partly", "waited"] = "beside"
     alone: float = ALONE
+    shards: Literal["micro-batch", "step"] = "step"
     gather_gb_s: float | None = None
     tensor_beside: float = 0.0
     experts_beside: float = 0.0
@@ -78,7 +80,9 @@ PROGRAMS = {
     program.name: program
     for program in (
         # this project: torch's eager mode and fused attention; selective recomputation repeats the second half of a layer
-        Program("moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage"),
+        Program(
+            "moe-parallel", launch_us=20, pointwise=2.0, transfers="whole", selective="second", staged="by stage", shards="micro-batch"
+        ),
         # ... on processes of a host without accelerators: a core computes and sends, one after the other
         Program(
             "moe-parallel-cpu",
@@ -90,6 +94,7 @@ PROGRAMS = {
             gathers="waited",
             alone=1.0,
             selective="second",
+            shards="micro-batch",
         ),
         # Megatron-LM of 2021: fused softmax and bias kernels, sums of gradients after the backward pass, parts of messages between stages
         Program("megatron-2021", attention="scores", launch_us=28, checkpoint_us=50, gradients="after"),

@@ -38,11 +38,12 @@ class Stack:
 
     `mask`: bytes of its element, or those of a tensor's. `logits`: bytes per logit where the loss peaks, of which `logits_kept` wait
     for the backward pass; `logits_shared`: more of them where ranks of tp share the vocabulary. `gathers`: what of sharded parameters
-    is whole at once, layers or a number of elements. `reads_again`: with sequence parallelism the products gather their input again in
-    the backward pass instead of keeping it. `outputs`: of stages, whether they are kept after they were sent. `casts`: weights wider
-    than the compute dtype are cast, and autograd keeps the cast. `bucket_elements`: gradients that travel together, in a buffer of that
-    size, of `bucket_bytes` each. `reduce_bytes`: of an element of a gradient that arrives whole and is reduced to shards. `gradients`:
-    between steps, kept in buffers of the software's own, or freed, except where an engine's buckets keep them.
+    is whole at once, layers or a number of elements, or at each moment what gathered.py says. `reads_again`: with sequence parallelism
+    the products gather their input again in the backward pass instead of keeping it. `outputs`: of stages, whether they are kept after
+    they were sent. `casts`: weights wider than the compute dtype are cast, and autograd keeps the cast. `bucket_elements`: gradients
+    that travel together, in a buffer of that size, of `bucket_bytes` each. `reduce_bytes`: of an element of a gradient that arrives
+    whole and is reduced to shards. `gradients`: between steps, kept in buffers of the software's own, or freed, except where an
+    engine's buckets keep them.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Stack:
     logits: float = 10
     logits_kept: float = 4
     logits_shared: float = 0
-    gathers: Literal["layers", "elements"] = "layers"
+    gathers: Literal["layers", "elements", "moments"] = "layers"
     gathered: float = 2
     reads_again: bool = True
     outputs: Literal["freed", "kept"] = "freed"
@@ -96,7 +97,7 @@ OURS = Stack(
     logits_shared=8,
     reads_again=False,
     casts=True,
-    gathered=2,
+    gathers="moments",
     bucket_elements=8 * 2**20,
     bucket_bytes=4,
     gradients="freed",

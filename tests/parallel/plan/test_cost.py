@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -131,6 +132,17 @@ def test_sums_beside_the_backward_pass_cost_less_and_fsdp_pays_by_the_micro_batc
     sent = [step_time(DENSE, replace(plan, engine="fsdp", microbatches=m, microbatch=8 // m), A100.of(2), beside) for m in (1, 2, 4, 8)]
     waited = [time.gradients + time.parameters for time in sent]
     assert waited == sorted(waited)
+
+
+def test_fsdp_beside_stages_sends_in_each_micro_batch_here_and_once_a_step_elsewhere() -> None:
+    def sent(m: int, shards: Literal["micro-batch", "step"]) -> float:
+        plan = Plan(dp=4, pp=2, engine="fsdp", microbatches=m, microbatch=2, reshard=False)
+        time = step_time(DENSE, plan, A100.of(1), replace(FUSED, gradients="after", gathers="waited", shards=shards))
+        return time.gradients + time.parameters
+
+    assert sent(8, "micro-batch") == pytest.approx(2 * sent(4, "micro-batch"))
+    assert sent(8, "step") == pytest.approx(sent(4, "step"))
+    assert sent(4, "step") < sent(4, "micro-batch") / 3
 
 
 def test_recomputation_offload_and_real_routing_cost_time() -> None:

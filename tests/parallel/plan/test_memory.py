@@ -256,7 +256,8 @@ def test_gradients_that_nothing_keeps_between_steps_come_with_the_only_backward_
     assert once.parts["gradients"] == 4 * held_here.dense and twice.parts["gradients"] == 4 * held_here.total
     assert twice.allocated - once.allocated == pytest.approx(4 * held_here.expert)
     assert peak(sparse, replace(plan, ep=1), OURS).parts["gradients"] == 4 * parameters(sparse)  # all are in buckets
-    assert peak(sparse, replace(plan, engine="zero1"), OURS).parts["gradients"] == 0
+    no_bucket = replace(OURS, bucket_elements=0)
+    assert peak(sparse, replace(plan, engine="zero1"), no_bucket).parts["gradients"] == 0
     assert peak(sparse, plan, MEGATRON).parts["gradients"] == 4 * held_here.total  # its own buffers stay
 
 
@@ -266,9 +267,46 @@ def test_the_last_gradients_meet_no_activations_of_layers_behind() -> None:
     assert once.parts["gradients"] > 0.9 * 4 * parameters(GPT) and once.parts["activations"] < 0.2 * once.parts["gradients"]
 
 
+def test_before_any_backward_pass_of_the_step_stages_have_no_gradients() -> None:
+    """gpipe runs all forward passes first; in 1f1b others went back before most of them."""
+    plan = Plan(pp=3, microbatch=8, microbatches=6, storage=FP32)
+    network = replace(GPT, vocab=64)
+    at_first, later = (memory(network, replace(plan, schedule=schedule), OURS)[1].parts for schedule in ("gpipe", "1f1b"))
+    assert at_first["gradients"] < 1e-9 < later["gradients"] == 4 * held(network, plan, stages_of(network, plan, 3), (1,)).total
+
+
+def test_fsdp_has_nothing_whole_at_the_loss_and_two_layers_while_one_works() -> None:
+    plan = Plan(dp=4, engine="fsdp", microbatch=64, microbatches=3, storage=FP32)
+    network = replace(GPT, vocab=8)
+    layer, table = (12 * 96**2 + 2 * 96), 8 * 96
+
+    def whole(network: Network, p: Plan) -> float:
+        return peak(network, p, OURS).parts["gathered layers"]
+
+    assert whole(WIDE_VOCABULARY, plan) == 0
+    assert whole(WIDE_VOCABULARY, replace(plan, loss_chunks=2)) == 2 * 20_000 * 96
+    assert whole(network, plan) == 2 * 2 * layer + 4 * table, "its own, the next, and the head's gradient on its way"
+    assert whole(network, replace(plan, reshard=False)) == 2 * parameters(network) + 4 * table
+    assert whole(network, replace(plan, recompute="full")) == 2 * 2 * layer + 4 * layer, "the gradient behind is a layer's"
+    assert whole(network, replace(plan, microbatch=1)) == 2 * layer + 2 * 4 * layer, "gradients that are summed outweigh activations"
+    assert whole(network, replace(plan, dp=1)) == 0, "no rank shares them"
+    sparse = replace(network, experts=Experts(8, 2, 48), sparse_layers=(1, 4, 11))
+    assert whole(sparse, replace(plan, ep=2)) > whole(sparse, replace(plan, ep=4)), "experts that no other rank has are never cut"
+
+
+@pytest.mark.parametrize("bucket", [20_000, 500_000, 10**7])
+def test_zero3_has_two_buckets_whole_or_all_it_needs(bucket: int) -> None:
+    plan, network = Plan(dp=4, engine="zero3", microbatch=4, microbatches=3, storage=FP32), replace(WIDE_VOCABULARY, vocab=10_000)
+    found = peak(network, replace(plan, microbatch=16), replace(OURS, bucket_elements=bucket)).parts
+    assert found["loss and logits"] > 12 * 16 * 32 * 10_000, "the fullest moment is the loss"
+    assert found["gathered layers"] == 2 * min(parameters(network), max(2 * bucket, 10_000 * 96))
+    assert found["gradients"] == 4 * parameters(network) / 4 and found["gradient buckets"] == 4 * bucket
+
+
 def test_25d_cuts_logits_and_states_over_depth_too() -> None:
     grid = Plan(tp=8, tensor="2.5d", depth=2, microbatch=4, engine="zero1", storage=FP32)
-    deep, flat = (peak(WIDE_VOCABULARY, plan, OURS).parts for plan in (grid, replace(grid, tp=4, tensor="2d", depth=1)))
+    no_bucket = replace(OURS, bucket_elements=0)
+    deep, flat = (peak(WIDE_VOCABULARY, plan, no_bucket).parts for plan in (grid, replace(grid, tp=4, tensor="2d", depth=1)))
     assert deep["loss and logits"] == pytest.approx(flat["loss and logits"] / 2)
     assert deep["optimizer"] == pytest.approx(flat["optimizer"] / 2) and deep["parameters"] == pytest.approx(flat["parameters"])
 
