@@ -41,7 +41,7 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
     """Bytes at a moment of this project's engines. `held`: elements of a rank's stages; `table`: of the vocabulary's."""
     c, r, whole = plan.compute_bytes, stack.reduce_bytes, _shared(plan, held)
     table, layer, behind = _shared(plan, Elements(table)), _shared(plan, unit.at_once), _shared(plan, unit.behind)
-    if plan.engine == "zero3":
+    if plan.engine == "zero3" and plan.pp == 1:  # with stages FSDP carries it out
         bucket = min(stack.bucket_elements, whole)
         widest = min(unit.matrix, layer) if at == "work" else table
         live = min(whole, max(2 * stack.bucket_elements, widest))

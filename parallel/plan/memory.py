@@ -214,17 +214,14 @@ class _Rank:
     number: int
     versions: int
     held: Elements
-    gathered: tuple[float, ...]
+    gathered: tuple[Elements, ...]
     table: float
     moments: tuple[_Moment, ...]
 
 
 def _of_activations(plan: Plan, stack: Stack) -> Plan:
     """Without what only a rank's states depend on: engines share the rest, but for what is gathered at its moments."""
-    kept: dict[str, Any] = {}
-    if _gathers(plan, stack):
-        kept = {"dp": plan.dp, "engine": plan.engine, "reshard": plan.reshard}
-        kept |= {"engine": "fsdp", "reshard": False} if plan.pp > 1 else {}  # with stages FSDP carries all of them out
+    kept = {"dp": plan.dp, "engine": plan.engine, "reshard": plan.reshard} if _gathers(plan, stack) else {}
     without: dict[str, Any] = dict(
         dp=1,
         sequence=plan.sequence if keeps_scores(plan) else _BARE.sequence,
@@ -239,8 +236,8 @@ def _of_activations(plan: Plan, stack: Stack) -> Plan:
 
 
 def _gathers(plan: Plan, stack: Stack) -> bool:
-    """Whether there is more of stage 3 at some moments than at others."""
-    return plan.stage == 3 and plan.copies > 1 and stack.gathers == "moments"
+    """Whether there is much more of stage 3 at some moments than at others. With stages all of it stays whole."""
+    return plan.stage == 3 and plan.pp == 1 and plan.copies > 1 and stack.gathers == "moments"
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,9 +349,12 @@ def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
     """Bytes of stage 3 at one of the rank's moments."""
     if plan.stage < 3 or plan.copies == 1:
         return 0.0
-    if stack.gathers == "moments":
+    if _gathers(plan, stack):
         return moment.gathered
-    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=rank.gathered)
+    if stack.gathers == "moments":
+        behind = max(rank.gathered, key=lambda of: of.total, default=NOTHING)
+        return gathered(plan, stack, moment.at, Unit(behind=behind), held=rank.held, table=rank.table)
+    return at_any_moment(plan, stack, held=rank.held.total, table=rank.table, units=[of.total for of in rank.gathered])
 
 
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
@@ -399,8 +399,10 @@ class _Job:
             number,
             rank.versions,
             held,
-            tuple(of.gathered.total for mine in layers.values() for of, _ in mine)
-            + ((beside.ahead,) if last and self.network.ahead else ()),
+            (
+                *(of.gathered for mine in layers.values() for of, _ in mine),
+                *([Elements(beside.ahead)] if last and self.network.ahead else []),
+            ),
             beside.table if first or last else 0.0,
             self._fullest(self._moments(rank, layers, held)),
         )
