@@ -5,7 +5,8 @@ With c bytes of an element in the compute dtype, r of a gradient that is reduced
     FSDP        forward pass      -                   torch's fully_shard, a unit at a time (parallel/data/fsdp.py): of each moment here
                 the loss          -                   the rest has been given back; where it comes in chunks, the head's table
                 a layer works     2 c L + r B         its own and those of the next, asked for ahead; B: the gradient behind, in its buffer
-                its sums          c L + 2 r L         its gradient and the buffer that is reduced, when its activations are gone
+                it has worked     2 c L + r (B + L)   its own gradient besides, when its activations are gone; then its weights go back,
+                                  c L + 2 r L         and its gradient is put into a buffer. So with the head, while all layers wait
     kept whole  any of them       c P + the sums      without `reshard`, and with stages, where other micro-batches still need them
     ZeRO-3      forward pass      c (W + F)           DeepSpeed (parallel/data/zero3.py) gathers weight by weight and frees late: W elements
                 the loss          c W                 are whole, two buckets or the widest matrix, F of a bucket as they arrived
@@ -24,7 +25,7 @@ from parallel.plan.counts import Elements
 from parallel.plan.job import Plan
 from parallel.plan.stack import Stack
 
-At = Literal["forward", "loss", "work", "sums", "bucket", "embedding"]
+At = Literal["forward", "loss", "head", "work", "sums", "bucket", "embedding"]
 NOTHING = Elements()
 
 
@@ -49,13 +50,16 @@ def gathered(plan: Plan, stack: Stack, at: At, unit: Unit, *, held: Elements, ta
             return c * min(live, whole - bucket) + (2 + 1 / plan.copies) * r * bucket
         return c * (live + (bucket if at == "forward" or (at == "work" and live < whole) else 0.0))
     kept = plan.pp > 1 or not plan.reshard
+    left = whole - behind if plan.pp == 1 else whole  # what has worked is given back, unless other micro-batches need it
     match at:
         case "loss":
             return c * (whole if kept else table if plan.loss_chunks > 1 else 0.0)
         case "work":
-            return c * (whole if kept else 2 * layer) + r * behind
+            return c * (left if kept else 2 * layer) + r * behind
+        case "head":  # `behind`: the layer that works next
+            return max(c * (whole if kept else table + behind) + r * table, c * (whole - table if kept else behind) + 2 * r * table)
         case "sums":
-            return c * (whole - layer if kept else layer) + 2 * r * layer
+            return max(c * (left if kept else 2 * layer) + r * (behind + layer), c * (left - layer if kept else layer) + 2 * r * layer)
         case "embedding":
             return c * (whole if plan.pp > 1 else 0.0) + (2 * r - c) * table
     return 0.0

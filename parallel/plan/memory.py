@@ -328,7 +328,7 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
     """Of a rank's moments the one with most bytes."""
     if stack.gradients == "kept":
         return _Full(rank.moments[0], 0.0, 0.0, _gathered(plan, stack, rank, rank.moments[0]), _bucket(plan, stack, rank.moments[0].at))
-    head = plan.storage.gradients if plan.stage < 3 else 0.0  # stage 3: with what is gathered
+    head = plan.storage.gradients if plan.stage < 3 or _gathers(plan, stack) else 0.0
     dense = expert = 0.0  # after the first micro-batch all gradients are there
     if any(one.to_come is not NOTHING for one in rank.moments):
         dense, expert = (_states(plan, one)[0].gradients for one in _freed(plan))
@@ -463,10 +463,12 @@ class _Job:
                     if bytes_of_sums:
                         gone += of.kept
                         yield moment("sums", kept - gone, left, 0.0, 0.0, 0.0, to_come=missing, waiting=tied, gathered=bytes_of_sums)
+                if "head" in whole and stage == last:
+                    yield moment("head", kept, left, 0.0, 0.0, 0.0, to_come=all_to_come, waiting=0.0)
                 if "bucket" in whole:
                     full = min(1.0, self.stack.bucket_elements / max(1.0, held.total))  # the part of the backward pass that fills it
                     yield moment("forward", kept, left, 0.0, 0.0, 0.0, to_come=all_to_come)
-                    yield moment("bucket", kept - full * body, left, 0.0, 0.0, 0.0, to_come=before, waiting=tied)
+                    yield moment("bucket", kept - full * body, left, 0.0, 0.0, 0.0, to_come=before)
                 if stage == 0:
                     table_to_come = Elements(tied) if once else NOTHING
                     yield moment("embedding", kept - body, left, of_embedding, 0.0, 0.0, to_come=table_to_come, waiting=tied)
@@ -484,10 +486,10 @@ class _Job:
         """Bytes of stage 3 at the moments that are no layer's."""
         if not self.gathers:
             return {}
-        moments: tuple[At, ...] = ("loss", "embedding")
-        if self.plan.engine == "zero3":
-            moments += ("forward", "bucket")
-        return {at: gathered(self.plan, self.stack, at, NO_UNIT, held=held, table=table) for at in moments}
+        moments: tuple[At, ...] = ("loss", "embedding", *(("forward", "bucket") if self.plan.engine == "zero3" else ("head",)))
+        next_to_work = self.layer(self.network.depth - 1).gathered
+        unit = Unit(behind=next_to_work)
+        return {at: gathered(self.plan, self.stack, at, unit, held=held, table=table) for at in moments}
 
     def _at_work(self, stage: int, held: Elements, table: float, once: bool) -> list[tuple[_Layer, float, Elements, float, float]]:
         """Layers of a stage of which one is the fullest while it works: each kind's last and first. With them what those behind kept,

@@ -18,6 +18,7 @@ from moe.checks.together import check_run
 from moe.cli.main import main
 from moe.nn import attention
 from moe.nn.rotary import Turns
+from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
 from moe.rehearse.rehearse import carried
@@ -26,6 +27,8 @@ from moe.router.rehearsed import balanced_logits
 from moe.verify.cases import ATTENTION, FORMS, GRIDS, LAYERS, ROWS, SLICED, Case, divisors
 from parallel.errors import BadInput
 from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.plan.memory import memory
+from parallel.plan.stack import OURS
 from parallel.process import World
 from parallel.rehearse.pretended import Found
 from tests.support.ranks import run_on_ranks
@@ -95,6 +98,25 @@ def test_states_at_the_peak_are_those_of_the_closed_form() -> None:
     assert walked.held["gradients"] == 4 * elements
     assert 8 * elements <= walked.held["optimizer"] <= 8 * elements + 8 * len(walked.parameters)
     assert walked.saved_bytes == 0 and rehearsed(case, rank=0).saved_bytes == 12 * elements
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("reshard", "recompute"), [(True, "none"), (True, "full"), (False, "full")])
+def test_predicted_bytes_of_fsdp_are_those_of_a_rehearsed_gpu(tied: bool, reshard: bool, recompute: str) -> None:
+    """Weights outweigh activations, so what is gathered decides: parallel/plan/gathered.py."""
+    model = {"num_layers": 6, "d_model": 512, "d_ff": 1536, "num_heads": 8, "vocab_size": 1000, "max_length": 96, "positions": "rotary"}
+    run = build_run(
+        {
+            "model": model | {"tied_embeddings": tied},
+            "train": {"global_batch": 8, "eval_sequences": 8},
+            "precision": {"compute": "bf16"},
+            "sharding": {"kind": "fsdp", "reshard": reshard},
+            "recompute": {"kind": recompute},
+        }
+    ).resolve(8)
+    walked = walk(run, World(5, 8, place="cuda"))
+    (said,) = memory(network_of(run), plan_of(run), OURS)
+    assert said.allocated == pytest.approx(walked.peak_bytes, rel=0.07)
 
 
 # --- every engine, schedule and kind, on both devices -----------------------------------------------------------------
