@@ -13,12 +13,12 @@ from moe.checks.advice import check_for_user
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.flops import size as flops_of
-from moe.plan.predicted import Place, Prediction, predict
+from moe.plan.predicted import Place, Prediction, predict, settled
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import count, size
 from parallel.plan.choose import described
-from parallel.plan.cluster import Cluster, load_cluster
+from parallel.plan.cluster import load_cluster
 from parallel.plan.memory import CONTEXT_BYTES
 
 
@@ -26,7 +26,7 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
     """Print the table. `world` None: all devices of the cluster, or one process. Raises BadInput for what cannot fit, unless forced."""
     machines = None if cluster is None else load_cluster(cluster)
     world = world or (machines.world if machines else 1)
-    run, place = _here(run, world) if machines is None else (_settled(run, machines), Place.of(machines, world))
+    run, place = _here(run, world) if machines is None else (settled(run, machines), Place.of(machines, world))
     checked = check_for_user(run, world)
     found = predict(checked, place)
     for line in _lines(checked, world, found):
@@ -40,14 +40,6 @@ def main(run: Run, *, world: int | None, cluster: str | None, force: bool = Fals
         print(warned)
     print("nothing was started and nothing written (--dry-run)")
     return exit_codes.DONE
-
-
-def _settled(run: Run, cluster: Cluster) -> Run:
-    """`auto` as the cluster's devices have it."""
-    if run.precision.compute != "auto":
-        return run
-    compute = "bf16" if "bf16" in cluster.device.peak_tflops else "fp32"
-    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
 
 
 def _here(run: Run, world: int) -> tuple[Run, Place]:

@@ -16,7 +16,8 @@ import yaml
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.plan.job import network_of, plan_of
-from moe.plan.planned import WAYS, Planned, guided, planned
+from moe.plan.planned import WAYS, Planned, gib, guided, planned
+from moe.plan.predicted import held_bytes, settled
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
 from moe.records.results import check_writable, write_text
@@ -25,9 +26,8 @@ from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
 from parallel.plan.cost import step_time
 from parallel.plan.job import Plan
-from parallel.plan.memory import peak
 
-_SECONDS, _GIB = "seconds", 2**30
+_SECONDS = "seconds"
 
 
 def main(
@@ -51,8 +51,9 @@ def main(
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
     if out is not None:
         check_writable(out, what="--out")
-    run, _ = load(recipe, overrides)
+    asked, _ = load(recipe, overrides)
     machines = load_cluster(cluster)
+    run = settled(asked, machines)
     print(_about(run, machines))
     if explain:
         for rule in guided(run, machines):
@@ -64,19 +65,19 @@ def main(
 
         made = plan_as_is.as_is(run, machines)
         print("\n".join(plan_as_is.lines(made)))
-        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, pictures, json)
+        return _written(made, recipe, asked, cluster, time.perf_counter() - began, out, pictures, json)
     if search != "enumerate":
         from moe.cli.plan_search import searched
 
         ranked, chosen, said = searched(run, machines, search)
-        print(f"{said}\n{ranked.seconds:.4g} s a step, {ranked.held_bytes / _GIB:.1f} GiB: {described(ranked.plan)}")
+        print(f"{said}\n{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}")
         made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
-        return _written(made, recipe, run, cluster, time.perf_counter() - began, out, pictures, json)
+        return _written(made, recipe, asked, cluster, time.perf_counter() - began, out, pictures, json)
     made = planned(run, machines, checked=check_run, top=top, ways=None if exhaustive else WAYS)
     seconds = time.perf_counter() - began
     for line in _lines(made, run, seconds):
         print(line)
-    return _written(made, recipe, run, cluster, seconds, out, pictures, json)
+    return _written(made, recipe, asked, cluster, seconds, out, pictures, json)
 
 
 def _written(
@@ -97,10 +98,10 @@ def _written(
 
 def _about(run: Run, cluster: Cluster) -> str:
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
-    memory = cluster.device.memory_gib
+    memory = f"{cluster.device.memory_gib:.0f} GiB " + ("for all" if cluster.cores else "each")
     written = f" read and {run.model.target_length} written" if run.model.target_length else ""
     batch = f"{run.train.global_batch} sequences of {run.model.max_length} tokens{written} a step"
-    return f"{cluster.world} x {cluster.device.name}, {memory:.0f} GiB each ({nodes}); {batch}"
+    return f"{cluster.world} x {cluster.device.name}, {memory} ({nodes}); {batch}"
 
 
 def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
@@ -109,14 +110,14 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     lines.append(f"{'':>3} {'s a step':>9} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
         note = f"   not recommended: {ranked.advice}" if ranked.advice else ""
-        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {ranked.held_bytes / _GIB:>6.1f}  {described(ranked.plan)}{note}")
+        lines.append(f"{place:>3} {ranked.seconds:>9.4g} {gib(ranked.held_bytes):>6}  {described(ranked.plan)}{note}")
     best = found.ranked[0]
     lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
     lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
     lines += _why(made, best)
     if asked := _asked(run, made.cluster):
         lines.append(asked)
-    lines += ["", "refused, by their first reason:"]
+    lines += ["", "refused, by their first reason:" if found.refused else "none was refused"]
     lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
     if len(found.refused) > 8:
         lines.append(f"{sum(one.count for one in found.refused[8:]):>8}  for {len(found.refused) - 8} other reasons (--json lists them)")
@@ -130,14 +131,14 @@ def _parts(parts: dict[str, float], whole: float) -> str:
 
 def _bytes(parts: dict[str, float]) -> str:
     large = sorted(((name, b) for name, b in parts.items() if b >= 0.01 * sum(parts.values())), key=lambda p: -p[1])
-    return ", ".join(f"{name} {b / _GIB:.2g} GiB" for name, b in large)
+    return ", ".join(f"{name} {b / 2**30:.2g} GiB" for name, b in large)
 
 
 def _why(made: Planned, best: Ranked) -> list[str]:
-    """What the best way to cut the ranks saves against the next one that differs."""
-    other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan)), None)
+    """What the best way to cut the ranks saves against the next one that differs. Plans that are not recommended may be faster."""
+    other = next((r for r in made.found.ranked[1:] if _way(r.plan) != _way(best.plan) and r.advice == best.advice), None)
     if other is None:
-        return []
+        return ["why: these plans all cut the ranks alike (--top lists more)"] if len(made.found.ranked) < made.found.fitting else []
     mine, theirs = made.time(best.plan).parts, made.time(other.plan).parts
     more = {name: theirs[name] - mine[name] for name in mine}
     costs = max(more, key=lambda name: more[name])
@@ -156,16 +157,16 @@ def _asked(run: Run, cluster: Cluster) -> str:
     except BadInput:
         return ""
     network, plan = network_of(resolved), plan_of(resolved)
-    held = peak(network, plan).used
+    held = held_bytes(network, plan, cluster)
     fits = "fits" if held <= cluster.memory_bytes() else "does not fit"
-    return f"as the recipe has it: {step_time(network, plan, cluster).step:.4g} s, {held / _GIB:.1f} GiB ({fits}): {described(plan)}"
+    return f"as the recipe has it: {step_time(network, plan, cluster).step:.4g} s, {gib(held)} GiB ({fits}): {described(plan)}"
 
 
 def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
     """The chosen plan as a recipe that extends the one it was made for, or holds all of it where that is not a shipped one."""
-    best, chosen = made.found.ranked[0], made.runs[0]
+    best, chosen = made.found.ranked[0], made.runs[0].model_copy(update={"precision": run.precision})
     shipped = (RECIPES / f"{name}.yaml").is_file()
-    before, after = flat(run), flat(chosen)
+    before, after = flat(load(name)[0]) if shipped else {}, flat(chosen)  # without what the command line changed
     told: dict[str, Any] = {"extends": name} if shipped else {}
     for key, value in after.items():
         if not shipped or value != before[key]:
@@ -174,7 +175,7 @@ def _recipe(name: str, run: Run, made: Planned, cluster: str) -> str:
             for section in sections:
                 held = held.setdefault(section, {})
             held[last] = value
-    head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {best.held_bytes / _GIB:.1f} GiB predicted"
+    head = f"# {name} as moe plan --cluster {cluster} chose it: {best.seconds:.4g} s a step and {gib(best.held_bytes)} GiB predicted"
     return f"{head}\n{yaml.safe_dump(told, sort_keys=False)}"
 
 

@@ -10,22 +10,20 @@ from __future__ import annotations
 from moe.checks.together import check_run
 from moe.plan.flops import counted_training
 from moe.plan.job import network_of, plan_of
-from moe.plan.planned import Planned
+from moe.plan.planned import Planned, gib
+from moe.plan.predicted import held_bytes, stack_on
 from moe.recipe.sections import Run
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import step_time
 from parallel.plan.legal import advice
-from parallel.plan.memory import peak
-
-_GIB = 2**30
 
 
 def as_is(run: Run, cluster: Cluster) -> Planned:
     """The recipe's plan alone, on all devices of the cluster. Raises BadInput for a recipe that its checks refuse there."""
     made = check_run(run, cluster.world)
     network, plan = network_of(made), plan_of(made)
-    held = peak(network, plan).used
+    held = held_bytes(network, plan, cluster)
     not_recommended = advice(network, plan, devices_per_node=cluster.devices_per_node)
     ranked = Ranked(plan, step_time(network, plan, cluster).step, held, not_recommended)
     fits = held <= cluster.memory_bytes()
@@ -37,16 +35,16 @@ def lines(made: Planned) -> list[str]:
     from moe.report.planned import table
     from parallel.plan.memory import memory
 
-    (ranked,), run, device = made.found.ranked, made.runs[0], made.cluster.device
-    fits = "fits" if made.found.fitting else f"does not fit {device.memory_gib:.0f} GiB"
-    tflops = counted_training(run) * run.train.global_batch * run.model.read_length / made.cluster.world / ranked.seconds / 1e12
+    (ranked,), run, cluster = made.found.ranked, made.runs[0], made.cluster
+    fits = "fits" if made.found.fitting else f"does not fit {gib(cluster.memory_bytes())} GiB"
+    tflops = counted_training(run) * run.train.global_batch * run.model.read_length / cluster.world / ranked.seconds / 1e12
     said = [
         f"the recipe's own plan: {described(ranked.plan)}",
-        f"{ranked.seconds:.4g} s a step, {tflops:.0f} TFLOP/s a device; {ranked.held_bytes / _GIB:.1f} GiB on the fullest rank: {fits}",
+        f"{ranked.seconds:.4g} s a step, {tflops:.3g} TFLOP/s a device; {gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     if ranked.advice:
         said.append(f"not recommended: {ranked.advice}")
     parts = made.time(ranked.plan).parts
     shares = sorted(((name, s) for name, s in parts.items() if s >= 0.005 * ranked.seconds), key=lambda p: -p[1])
     said.append("time: " + ", ".join(f"{name} {s / ranked.seconds:.0%}" for name, s in shares))
-    return [*said, "", table(memory(made.network, ranked.plan))]
+    return [*said, "", table(memory(made.network, ranked.plan, stack_on(cluster)), context=not cluster.cores)]

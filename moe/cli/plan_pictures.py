@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe.plan.planned import Planned
+from moe.plan.predicted import stack_on
 from parallel.errors import BadInput
 from parallel.plan.choose import described
 from parallel.plan.memory import memory
@@ -29,5 +30,6 @@ def draw(made: Planned, folder: Path) -> tuple[Path, Path]:
     title = f"{described(plan)}: {best.seconds:.4g} s a step" + (f"; here {shown} of them" if shown < plan.microbatches else "")
     times = folder / "timeline.png"
     pipeline.draw(timeline(network, plan, made.cluster, microbatches=shown), times, unit="s", title=title)
-    held = planned.draw(memory(network, plan), folder / "memory.png", capacity=made.cluster.memory_bytes())
+    ranks, cluster = memory(network, plan, stack_on(made.cluster)), made.cluster
+    held = planned.draw(ranks, folder / "memory.png", capacity=cluster.memory_bytes(), context=not cluster.cores)
     return times, held

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe.checks.together import check_run
+from moe.plan.activations import compute_bytes
 from moe.plan.graph import graph_of
 from moe.plan.job import network_of
+from moe.plan.predicted import held_bytes
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
@@ -18,9 +20,9 @@ from parallel.plan.choose import Ranked
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import step_time
 from parallel.plan.job import Plan
+from parallel.plan.layer_time import KIND
 from parallel.plan.layouts import gspmd, mesh_tf
 from parallel.plan.links import machine_of
-from parallel.plan.memory import peak
 from parallel.plan.search import alpa, flexflow
 from parallel.plan.strategies import Settings
 
@@ -43,9 +45,9 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
             made = check_run(recipe_of(filled(plan), run), cluster.world)
         except BadInput:
             return False
-        return peak(network_of(made), filled(plan)).used <= cluster.memory_bytes()
+        return held_bytes(network_of(made), filled(plan), cluster) <= cluster.memory_bytes()
 
-    graph, machine = graph_of(run, sequences=batch // m), machine_of(cluster)
+    graph, machine = graph_of(run, sequences=batch // m), machine_of(cluster, kind=KIND[compute_bytes(run)])
     if search in BY_LAYOUT:
         found = BY_LAYOUT[search](graph, machine, m, allowed=allowed)
     else:
@@ -55,4 +57,4 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
     made = check_run(recipe_of(plan, run), cluster.world)
     network = network_of(made)
     said = f"{search}: {found.said}; by its own costs {found.seconds:.4g} s"
-    return Ranked(plan, step_time(network, plan, cluster).step, peak(network, plan).used), made, said
+    return Ranked(plan, step_time(network, plan, cluster).step, held_bytes(network, plan, cluster)), made, said

@@ -9,20 +9,24 @@ has passed the recipe's own checks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
+from moe.plan.fitting import Values, with_values
 from moe.plan.job import network_of, plan_of
+from moe.plan.predicted import held_bytes, stack_on
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
 from parallel.plan.candidates import Space, Way, candidates, way_of
 from parallel.plan.choose import Found, Ranked, Refused, choose, described
-from parallel.plan.cluster import Cluster
+from parallel.plan.cluster import FOLDER, Cluster, load_cluster
 from parallel.plan.cost import Time, step_time
 from parallel.plan.guide import FAMILIES, Said, walk
 from parallel.plan.job import Engine, Network, Plan
+from parallel.plan.legal import refusal
 from parallel.plan.memory import Memory, peak
 from parallel.plan.pipeline_time import CLOSED, How
 
@@ -52,7 +56,7 @@ class Planned:
         return step_time(self.network, plan, self.cluster)
 
     def memory(self, plan: Plan) -> Memory:
-        return peak(self.network, plan)
+        return peak(self.network, plan, stack_on(self.cluster))
 
 
 def planned(
@@ -68,14 +72,9 @@ def planned(
 
     Raises BadInput where no plan fits, with the change that would make one fit.
     """
-    space = space or Space()
+    space = _offloading(space or Space(), run)
     run = run.resolve(cluster.world)
-    network, base = network_of(run), plan_of(run)
-    stored = _storages(run, base, space.engines)
-
-    def made(space: Space, only: Collection[Way] | None) -> Iterator[Plan]:
-        for plan in candidates(network, world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
-            yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+    network = network_of(run)
 
     def bound(how: How) -> Callable[[Plan], float]:
         return lambda plan: step_time(network, plan, cluster, pipeline=how).step
@@ -85,7 +84,7 @@ def planned(
         return choose(
             network,
             plans,
-            held_bytes=lambda plan: peak(network, plan).used,
+            held_bytes=lambda plan: held_bytes(network, plan, cluster),
             limit_bytes=cluster.memory_bytes(),
             seconds=bound("simulated"),
             least=(bound("alone"), bound("least")) if simulates else (bound("alone"),),
@@ -95,22 +94,38 @@ def planned(
         )
 
     only: dict[Way, None] = {}
-    first, found, accepted = None, None, _Accepted(run, cluster.world, top, checked)
+    first, accepted = None, _Accepted(run, cluster.world, top, checked)
     if ways is not None:
 
         def cut_so(ranked: Ranked) -> bool:
             only[way_of(ranked.plan)] = None
             return len(only) == ways
 
-        small = replace(FIRST, largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
-        first = chosen(made(small, None), small, top=100 * ways, enough=cut_so)
-    if ways is None or only:
-        found = chosen(made(space, None if ways is None else only), space, top=4 * top, enough=accepted)
-    if found is None or not found.ranked:
-        raise _nothing_fits((found or first), cluster)
+        small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
+        first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
+    if ways is None or not only:  # where none of the first round fits, one of all may
+        found = chosen(_plans(run, cluster, space), space, top=4 * top, enough=accepted)
+    else:
+        found = chosen(_plans(run, cluster, space, only), space, top=4 * top, enough=accepted)
+    if not found.ranked:
+        raise _nothing_fits(found, run, cluster, checked)
     if first is not None:
         found = replace(found, tried=found.tried + first.tried, fitting=found.fitting + first.fitting, refused=_joined(found, first))
     return accepted.planned(network, cluster, found)
+
+
+def _plans(run: Run, cluster: Cluster, space: Space, only: Collection[Way] | None = None) -> Iterator[Plan]:
+    """Of a resolved run, legal or not, each with the bytes that an element has under its engine."""
+    base, stored = plan_of(run), _storages(run, plan_of(run), space.engines)
+    for plan in candidates(network_of(run), world=cluster.world, global_batch=run.train.global_batch, base=base, space=space, only=only):
+        yield plan.but(storage=stored[plan.engine].storage, compute_bytes=stored[plan.engine].compute_bytes)
+
+
+def _offloading(space: Space, run: Run) -> Space:
+    """With the engines that keep states on the host, where the recipe has them there."""
+    offload = run.sharding.offload
+    on_host = (offload.optimizer, offload.parameters) != ("none", "none")
+    return replace(space, engines=("zero1", "zero2", "zero3")) if on_host else space
 
 
 class _Accepted:
@@ -121,12 +136,14 @@ class _Accepted:
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
         self.refused: list[Refused] = []
+        self.first: BadInput | None = None
 
     def __call__(self, ranked: Ranked) -> bool:
         """Whether there are enough."""
         try:
             made = self.checked(recipe_of(ranked.plan, self.run), self.world)
         except BadInput as reason:
+            self.first = self.first or reason
             self.refused.append(Refused(str(reason), 1, ranked.plan))
             return False
         self.kept.append(ranked)
@@ -136,8 +153,13 @@ class _Accepted:
     def planned(self, network: Network, cluster: Cluster, found: Found) -> Planned:
         refused = (*found.refused, *self.refused)
         if not self.kept:
-            fix = f"mend the recipe: {refused[-1].reason}"
-            raise BadInput("plan", got="no plan that the recipe's checks accept", needed="one", fix=fix)
+            assert self.first is not None
+            raise BadInput(
+                "plan",
+                got=f"no plan that the recipe's checks accept: {self.first.what}={self.first.got}",
+                needed=self.first.needed,
+                fix=self.first.fix,
+            )
         return Planned(network, cluster, replace(found, ranked=tuple(self.kept), refused=refused), tuple(self.runs))
 
 
@@ -154,21 +176,66 @@ def _joined(found: Found, first: Found) -> tuple[Refused, ...]:
     return tuple(sorted(reasons.values(), key=lambda one: -one.count))
 
 
-def _nothing_fits(found: Found | None, cluster: Cluster) -> BadInput:
-    assert found is not None
+def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> BadInput:
+    """The line of a recipe that no plan trains there. Its fix has been tried."""
     if found.nearest is None:
-        reason = found.refused[0].reason if found.refused else "no way to cut so many ranks divides the batch"
-        got = f"no plan that runs on {cluster.world} devices: {reason}"
-        return BadInput("plan", got=got, needed="one", fix="change that size, or --cluster")
+        reason = (
+            found.refused[0].reason if found.refused else f"its ways to cut ranks do not divide train.global_batch={run.train.global_batch}"
+        )
+        batch = -(-run.train.global_batch // cluster.world) * cluster.world
+        larger = {"train.global_batch": batch}
+        works = batch > run.train.global_batch and _some_fits(with_values(run, larger), cluster, checked)
+        fix = f"add {_words(larger)}" if works else "change that size, or --cluster"
+        return BadInput("plan", got=f"no plan that runs on {cluster.world} devices: {reason}", needed="one", fix=fix)
     plan, over = found.nearest
-    limit = cluster.memory_bytes()
-    times = math.ceil((over + limit) / limit)
     return BadInput(
         "plan",
-        got=f"{over / _GIB:.1f} GiB a device too much for the smallest plan ({described(plan)})",
-        needed=f"at most {cluster.device.memory_gib:.0f} GiB",
-        fix=f"take about {times} times as many devices, a smaller model.max_length, or offload (sharding.offload)",
+        got=f"{gib(over)} GiB a device too much for the smallest plan ({described(plan)})",
+        needed=f"at most {gib(cluster.memory_bytes())} GiB",
+        fix=", or ".join(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
+        or "a smaller model, or devices with more memory",
     )
+
+
+def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, least: float) -> Iterator[str]:
+    """A change of the recipe with which something fits, and a number of nodes. `least`: times of the devices that need be tried."""
+    chunks: Values = {"recompute.loss_chunks": 8}
+    optimizer: Values = {"sharding.kind": "zero", "sharding.offload.optimizer": "cpu"}
+    changes = [chunks]
+    if not cluster.cores:  # there states on the host stay in the same memory
+        changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
+        changes.append(changes[-1] | chunks)
+    works = (values for values in changes if _some_fits(with_values(run, values), cluster, checked))
+    yield from (f"add {_words(values)}" for values in islice(works, 1))
+    if cluster.cores:
+        return
+    nodes = (cluster.nodes * 2**n for n in range(1, 15) if 2**n > least / 2 and cluster.world * 2**n <= 64 * run.train.global_batch)
+    for more in islice((n for n in nodes if _some_fits(run, cluster.of(n), checked)), 1):
+        shipped = (FOLDER / f"{cluster.name}.yaml").is_file() and load_cluster(cluster.name).of(cluster.nodes) == cluster
+        yield f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml"
+
+
+def _words(values: Values) -> str:
+    return " ".join(f"--{key} {value}" for key, value in values.items())
+
+
+def _some_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> bool:
+    """Whether the recipe's checks accept a plan that fits, of the first round, with everything computed again."""
+    run = run.resolve(cluster.world)
+    network, limit = network_of(run), cluster.memory_bytes()
+    for plan in _plans(run, cluster, _offloading(FIRST, run)):
+        again = plan.but(recompute="full")
+        if refusal(network, again) is None and held_bytes(network, again, cluster) <= limit:
+            with suppress(BadInput):
+                checked(recipe_of(again, run), cluster.world)
+                return True
+    return False
+
+
+def gib(size_bytes: float) -> str:
+    """With one digit after the point, or two digits of what is less than a tenth."""
+    size = size_bytes / _GIB
+    return f"{size:.1f}" if size >= 0.1 else f"{size:.2g}"
 
 
 def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
@@ -182,7 +249,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
 
     def judged(plan: Plan) -> Ranked:
         plan = kept(plan)
-        return Ranked(plan, step_time(network, plan, cluster).step, peak(network, plan).used)
+        return Ranked(plan, step_time(network, plan, cluster).step, held_bytes(network, plan, cluster))
 
     def best(family: str, devices: int) -> Ranked | None:
         space = replace(GUIDED, largest_tp=cluster.devices_per_node)
@@ -190,7 +257,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
         found = choose(
             network,
             (kept(plan) for plan in plans if FAMILIES[family](plan)),
-            held_bytes=lambda plan: peak(network, plan).used,
+            held_bytes=lambda plan: held_bytes(network, plan, cluster),
             limit_bytes=cluster.memory_bytes(),
             seconds=lambda plan: step_time(network, plan, cluster).step,
             top=1,
@@ -199,7 +266,7 @@ def guided(run: Run, cluster: Cluster) -> Iterator[Said]:
 
     alone = replace(Plan(), microbatch=1, microbatches=batch, recompute="full")
     host = judged(replace(alone, engine="zero3", offload_optimizer="cpu", offload_parameters="cpu"))
-    return walk(best, cluster, one_device=judged(alone), offloaded=host)
+    return walk(best, cluster, one_device=judged(alone), offloaded=host, compute=run.precision.compute)
 
 
 GUIDED = Space(

@@ -19,8 +19,8 @@ from moe.recipe.sections import Run
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import Time, step_time
 from parallel.plan.job import Network, Plan
-from parallel.plan.memory import CONTEXT_BYTES, RESERVED, Memory, memory
-from parallel.plan.stack import OURS, OURS_ON_CPU
+from parallel.plan.memory import CONTEXT_BYTES, RESERVED, Memory, memory, peak
+from parallel.plan.stack import OURS, OURS_ON_CPU, Stack
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,27 @@ class Bound:
 def predict(run: Run, place: Place) -> Prediction:
     """Of a checked run, whose degrees are numbers. Raises BadInput for a schedule that the planner does not know."""
     network, plan = network_of(run), plan_of(run)
-    on_cpu = place.kind == "cpu"
-    ranks = memory(network, plan, OURS_ON_CPU if on_cpu else OURS)
+    ranks = memory(network, plan, OURS_ON_CPU if place.kind == "cpu" else OURS)
     time = step_time(network, plan, place.cluster) if place.cluster else None
     return Prediction(place, network, plan, ranks, time)
+
+
+def settled(run: Run, cluster: Cluster) -> Run:
+    """`precision.compute: auto` as the cluster's devices have it: bf16, or fp32 where they lack it (moe/train/place.py)."""
+    if run.precision.compute != "auto":
+        return run
+    compute = "bf16" if "bf16" in cluster.device.peak_tflops else "fp32"
+    return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
+
+
+def stack_on(cluster: Cluster) -> Stack:
+    return OURS_ON_CPU if cluster.cores else OURS
+
+
+def held_bytes(network: Network, plan: Plan, cluster: Cluster) -> float:
+    """Of the fullest rank, as Cluster.memory_bytes counts: with allocator and context, or on a host with what is offloaded to it."""
+    fullest = peak(network, plan, stack_on(cluster))
+    return fullest.allocated + sum(fullest.host.values()) if cluster.cores else fullest.used
 
 
 def _held(place: Place) -> Callable[[Memory], float]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 from moe.plan.job import plan_of, stage_layers
 from moe.recipe.sections import Run, Sequence
 from parallel.errors import BadInput
 from parallel.plan.job import Plan
+from parallel.plan.legal import grid_of
 
 
 def recipe_of(plan: Plan, run: Run) -> Run:
-    """The run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay.
+    """The run with the plan's degrees, kinds, pipeline, batch and recomputation; model, data, precision and optimizer stay. An evaluation
+    reads a few sequences more where the plan's ranks could not share them out equally.
 
     plan_of(recipe_of(plan, run)) == plan for a plan whose element sizes are the recipe's: `as_stored` gives it those. Raises BadInput where
     they are others. Whether the run can be trained is told by check_run (moe/checks/together.py).
@@ -61,7 +64,7 @@ def _changed(plan: Plan, run: Run) -> Run:
         },
         "recompute": {"kind": plan.recompute, "every": plan.recompute_every, "loss_chunks": plan.loss_chunks},
         "tiling": {"ffn": plan.tiles},
-        "train": {"global_batch": plan.global_batch},
+        "train": {"global_batch": plan.global_batch, "eval_sequences": _evaluated(plan, run)},
     }
     made = {section: getattr(run, section).model_copy(update=values) for section, values in changes.items()}
     offload = run.sharding.offload.model_copy(update={"optimizer": plan.offload_optimizer, "parameters": plan.offload_parameters})
@@ -70,3 +73,14 @@ def _changed(plan: Plan, run: Run) -> Run:
     if plan.stage_layers is not None and plan.stage_layers == stage_layers(made_run):  # the trainer's own cut needs no list
         made_run = made_run.model_copy(update={"pipeline": made_run.pipeline.model_copy(update={"layers": None})})
     return made_run
+
+
+def _evaluated(plan: Plan, run: Run) -> int:
+    """The recipe's sequences of an evaluation, up to the next number that the ranks' checks accept: else 64 of them would rule out dp 6."""
+    unit, spec = plan.dp, run.router.spec
+    if run.model.layers_with_experts():
+        grouped = isinstance(spec.group, int) and (plan.tp > 1 or spec.eval_capacity_factor is not None)
+        unit *= plan.tp * (int(spec.group) if grouped else 1)
+    elif (grid := grid_of(plan)) is not None:
+        unit *= grid.sequence_parts
+    return ceil(run.train.eval_sequences / unit) * unit

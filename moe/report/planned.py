@@ -25,23 +25,33 @@ def parts_of(ranks: Sequence[Memory]) -> tuple[str, ...]:
     return tuple(sorted((name for name, size in most.items() if size > 0), key=lambda name: -most[name]))
 
 
-def table(ranks: Sequence[Memory]) -> str:
-    """GiB of each part on each pipeline rank, their sum, and what the device gives for it."""
+def table(ranks: Sequence[Memory], *, context: bool = True) -> str:
+    """GiB of each part on each pipeline rank, their sum, and what the device gives for it. `context`: not on a host's own memory."""
     head = f"{'GiB of pipeline rank':<24}" + "".join(f"{rank.rank:>9}" for rank in ranks)
     lines = [(name, [rank.parts[name] for rank in ranks]) for name in parts_of(ranks)]
-    lines += [("allocated", [rank.allocated for rank in ranks]), ("with allocator, context", [rank.used for rank in ranks])]
+    lines.append(("allocated", [rank.allocated for rank in ranks]))
+    if context:
+        lines.append(("with allocator, context", [rank.used for rank in ranks]))
     if any(rank.host for rank in ranks):
         lines.append(("on the host", [sum(rank.host.values()) for rank in ranks]))
-    return "\n".join([head, *(f"{name:<24}" + "".join(f"{size / GIB:>9.2f}" for size in sizes) for name, sizes in lines)])
+    return "\n".join(
+        [
+            head,
+            *(
+                f"{name:<24}" + "".join(f"{size / GIB:>9.{'2f' if size >= 0.1 * GIB or not size else '2g'}}" for size in sizes)
+                for name, sizes in lines
+            ),
+        ]
+    )
 
 
-def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None) -> Figure:
+def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None, context: bool = True) -> Figure:
     """`capacity`: bytes of the device. Call it inside `drawn_in`, or through `save` of moe/report/style.py."""
     names = parts_of(ranks)
     fig = figure(width=max(6.4, 3.0 + 0.7 * len(ranks)), height=4.2)
     ax = fig.subplots()
     bottoms = [0.0] * len(ranks)
-    for number, name in enumerate((*names, "allocator and context")):
+    for number, name in enumerate((*names, *["allocator and context"] * context)):
         sizes = [(rank.parts[name] if name in names else rank.used - rank.allocated) / GIB for rank in ranks]
         colour = theme.lines[number % len(theme.lines)] if name in names else theme.grid
         alpha = 0.55 if len(theme.lines) <= number < len(names) else 1.0
@@ -56,7 +66,7 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
     return fig
 
 
-def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None) -> Path:
+def draw(ranks: Sequence[Memory], path: Path, *, capacity: float | None = None, context: bool = True) -> Path:
     """Write the bars as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return save(lambda theme: bars(ranks, theme, capacity=capacity), path)
+    return save(lambda theme: bars(ranks, theme, capacity=capacity, context=context), path)

@@ -21,6 +21,7 @@ from parallel.plan.job import Plan
 
 _GIB = 2**30
 ABOUT_EQUAL = 0.1  # times that differ by less count as equal
+FAST_LINK = 50.0  # GB/s that a device sends within its node: NVLink has 100 and more, PCIe 10 to 30
 
 FAMILIES: dict[str, Callable[[Plan], bool]] = {
     "DDP": lambda p: _data_alone(p) and p.engine == "ddp",
@@ -56,31 +57,33 @@ class Said:
         return f"{self.rule} [{judged}]\n    {self.numbers}"
 
 
-def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None) -> Iterator[Said]:
-    """`one_device`: the smallest plan on one device, whether it fits or not; `offloaded`: the same with states on the host."""
+def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked | None, compute: str) -> Iterator[Said]:
+    """`one_device`: the smallest plan on one device, whether it fits or not; `offloaded`: the same with states on the host. `compute`: the
+    recipe's precision."""
     limit = cluster.memory_bytes()
     fits = one_device.held_bytes <= limit
     yield _single(one_device, offloaded, limit)
     node = cluster.devices_per_node
-    yield from _node(best, node, fits=fits)
+    yield from _node(best, node, fits=fits, link_gb_s=cluster.inside.bus(node) / 1e9)
     if cluster.nodes > 1:
         yield from _nodes(best, cluster)
     yield from _always(best, cluster)
+    yield _precision(cluster.device.peak_tflops, compute)
 
 
 def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> Said:
-    need = f"{one.held_bytes / _GIB:.1f} GiB of {limit / _GIB:.0f}"
+    need = f"{one.held_bytes / _GIB:.3g} GiB of {limit / _GIB:.3g}"
     if one.held_bytes <= limit:
         return Said("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.3g} s a step", True)
     numbers = f"{need}, with everything computed again"
     if offloaded is None:
         return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
     rest = "fits" if offloaded.held_bytes <= limit else "does not fit either: tile the largest matrices, or take more devices"
-    numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.1f} GiB, which {rest}, and {offloaded.seconds:.3g} s a step"
+    numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.3g} GiB, which {rest}, and {offloaded.seconds:.3g} s a step"
     return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit)
 
 
-def _node(best: Best, devices: int, *, fits: bool) -> Iterator[Said]:
+def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator[Said]:
     if devices == 1:
         return
     found = {name: best(name, devices) for name in ("DDP", "ZeRO", "tensor", "pipeline")}
@@ -98,11 +101,11 @@ def _node(best: Best, devices: int, *, fits: bool) -> Iterator[Said]:
     if tensor is not None and pipeline is not None:
         apart = tensor.seconds / pipeline.seconds - 1
         words = "about equal" if abs(apart) < ABOUT_EQUAL else "slower" if apart > 0 else "faster"
-        yield Said(
-            "Fast links within the node: tensor parallelism and a pipeline are about equal; slow ones: the pipeline first.",
-            f"tensor parallelism is {words} ({apart:+.0%})",
-            apart > -ABOUT_EQUAL,
-        )
+        numbers = f"{link_gb_s:.3g} GB/s a device; tensor parallelism is {words} ({apart:+.0%})"
+        if link_gb_s >= FAST_LINK:
+            yield Said("Fast links within the node: tensor parallelism and a pipeline are about equal.", numbers, abs(apart) < ABOUT_EQUAL)
+        else:
+            yield Said("Slow links within the node: the pipeline before tensor parallelism.", numbers, apart > 0)
 
 
 def _nodes(best: Best, cluster: Cluster) -> Iterator[Said]:
@@ -127,9 +130,20 @@ def _always(best: Best, cluster: Cluster) -> Iterator[Said]:
         apart = sharded.seconds / whole.seconds - 1
         yield Said(
             "A pipeline goes with DDP or ZeRO-1: ZeRO-2 and 3 would scatter and gather for every micro-batch.",
-            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.0f} GiB in the place of {whole.held_bytes / _GIB:.0f})",
+            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.3g} GiB in the place of {whole.held_bytes / _GIB:.3g})",
             apart >= 0,
         )
+
+
+def _precision(peaks: dict[str, float], compute: str) -> Said:
+    rates = ", ".join(f"{kind} {peaks[kind]:.3g} TFLOP/s" for kind in ("bf16", "fp16", "fp32") if kind in peaks)
+    numbers = f"at most {rates}; the recipe computes in {compute}"
+    if "bf16" in peaks:
+        rule = "The device has bf16: take it before fp16, whose gradients need a scale of the loss."
+        return Said(rule, numbers, peaks["bf16"] >= peaks.get("fp16", 0.0))
+    if compute == "bf16":
+        numbers += ", which the device only imitates: it is predicted as fast as fp16, and is not"
+    return Said("The device has no bf16: fp16 with precision.loss_scale=dynamic, or fp32.", numbers, None)
 
 
 def _listed(found: dict[str, Ranked | None]) -> str:

@@ -123,15 +123,18 @@ class Machine:
 
 
 def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:
-    """A cluster file's (cluster.py) rates and bandwidths as one speed and two links. Of the memory a tenth is the allocator's."""
+    """A cluster file's (cluster.py) rates and bandwidths as one speed and two links. Of the memory a tenth is the allocator's.
+
+    `kind`: of the products. Processes of a host share its cores, and its memory.
+    """
     device, inside, between = cluster.device, cluster.inside, cluster.between
     share = between.node_gb_s * 1e9 * between.share / cluster.devices_per_node
     return Machine(
         nodes=cluster.nodes,
         node_size=cluster.devices_per_node,
-        flops=device.rate(kind),
+        flops=device.rate(kind) / cluster.crowd(cluster.world),
         inside=Link(inside.latency_us * 1e-6, 1 / inside.bus(cluster.devices_per_node)),
         between=Link(between.latency_us * 1e-6, 1 / share),
         moved=device.bandwidth,
-        memory_bytes=device.memory_gib * 2**30 / 1.1,
+        memory_bytes=cluster.memory_bytes() / 1.1,
     )

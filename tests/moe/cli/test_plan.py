@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe.checks.together import check_run
 from moe.cli import plan_search
 from moe.cli.main import main
 from moe.plan.job import plan_of
+from moe.plan.predicted import Place, predict, settled
 from moe.recipe.load import load
 from parallel.plan.choose import described
+from parallel.plan.cluster import load_cluster, told_of
 
 WORDS = ["plan", "glam_tiny", "--cluster", "a100-80-8", "--top", "3"]
 
@@ -44,6 +49,49 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
     assert any("degrees.sp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
 
 
+@pytest.mark.parametrize(("devices", "cores"), [(8, 0), (3, 2)], ids=["without bf16", "a host"])
+def test_the_recipe_needs_what_the_plan_said(devices: int, cores: int, tmp_path: Path) -> None:
+    """By the prediction of `moe train`, which makes `auto` the device's precision, and knows no CUDA on a host."""
+    file, out, table = tmp_path / "mine.yaml", tmp_path / "plan.yaml", tmp_path / "plan.json"
+    cluster = replace(load_cluster("v100-8"), name="mine", devices_per_node=devices, cores=cores)
+    file.write_text(yaml.safe_dump(told_of(cluster)))
+    words = ["--train.global_batch", "24", "--model.max_length", "240", "--out", str(out), "--json", str(table)]
+    assert main(["plan", "dense_tiny", "--cluster", str(file), *words]) == 0
+    chosen, asked = json.loads(table.read_text())["chosen"], load(str(out))[0]
+    assert asked.precision.compute == "auto"
+    found = predict(check_run(settled(asked, cluster), devices), Place.of(cluster, devices))
+    assert found.time is not None and found.time.step == pytest.approx(chosen["seconds"]) and found.fits
+    assert (found.rank_bytes if cores else found.needed_bytes) == pytest.approx(chosen["held_bytes"])
+
+
+def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_path: Path) -> None:
+    """Of 64 sequences dp 6 can be had with 66: to refuse it left the second best way, 65 % slower."""
+    file, out = tmp_path / "six.yaml", tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump(told_of(replace(load_cluster("a100-80-8"), devices_per_node=6))))
+    assert main(["plan", "dense_tiny", "--cluster", str(file), "--train.global_batch", "24", "--out", str(out)]) == 0
+    run = load(str(out))[0]
+    assert run.degrees.dp == 6 and run.train.eval_sequences == 66
+
+
+@pytest.mark.parametrize(
+    ("words", "fixes"),
+    [
+        (["dense_8b", "--cluster", "v100-8"], 2),
+        (["glam_8b_64e", "--cluster", "a100-40-8x2"], 2),
+        (["published/gpt3_175b", "--cluster", "a100-40-8x2"], 2),
+        (["dense_tiny", "--cluster", "gb200-72"], 1),
+    ],
+)
+def test_a_fix_of_what_does_not_fit_works(words: list[str], fixes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    found = re.findall(r"(?:add|take) ([^,]*)", capsys.readouterr().err.partition("fix: ")[2])
+    assert len(found) == fixes
+    for fix in found:
+        more = fix.split()
+        kept = words[:1] if more[0] == "--cluster" else words
+        assert main(["plan", *kept, *more, "--top", "1"]) == 0, fix
+
+
 @pytest.mark.parametrize("search", ["alpa", "flexflow", "mesh-tf", "gspmd"])
 def test_a_search_ends_in_a_recipe(
     search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -60,6 +108,22 @@ def test_the_guide_says_each_rule_with_numbers(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     for rule in ("One device holds the model", "One node of 8", "Many nodes, a fast network", "A pipeline goes with DDP or ZeRO-1"):
         assert rule in said
+    assert "The device has bf16" in said
+
+
+def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to_be_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fast ones where they are not confirm nothing; slow ones put the pipeline first."""
+    known = load_cluster("h100-8")
+    slow = replace(known, inside=replace(known.inside, bus_gb_s={8: 10.0}, sum_bus_gb_s=None, pair_gb_s=10.0, times={}))
+    (tmp_path / "pcie.yaml").write_text(yaml.safe_dump(told_of(slow)))
+    for name, rule in (("h100-8", "Fast links"), (str(tmp_path / "pcie.yaml"), "Slow links")):
+        assert main(["plan", "dense_8b", "--cluster", name, "--explain", "--top", "1"]) == 0
+        title, numbers = re.search(rf"{rule} .*\[(.*)\]\n(.*)", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+        apart = float(re.search(r"\(([+-]\d+)%\)", numbers)[1])  # type: ignore[index]
+        holds = abs(apart) < 10 if rule == "Fast links" else apart > 0
+        assert title == ("confirmed here" if holds else "not so here")
 
 
 @pytest.mark.parametrize(
