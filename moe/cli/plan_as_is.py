@@ -36,7 +36,7 @@ def lines(made: Planned) -> list[str]:
     from parallel.plan.memory import memory
 
     (ranked,), run, cluster = made.found.ranked, made.runs[0], made.cluster
-    fits = "fits" if made.found.fitting else f"does not fit {gib(cluster.memory_bytes())} GiB"
+    fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.3g} GiB"
     tflops = counted_training(run) * run.train.global_batch * run.model.read_length / cluster.world / ranked.seconds / 1e12
     said = [
         f"the recipe's own plan: {described(ranked.plan)}",

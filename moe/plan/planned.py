@@ -191,7 +191,7 @@ def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[R
     return BadInput(
         "plan",
         got=f"{gib(over)} GiB a device too much for the smallest plan ({described(plan)})",
-        needed=f"at most {gib(cluster.memory_bytes())} GiB",
+        needed=f"at most {cluster.memory_bytes() / _GIB:.3g} GiB",
         fix=", or ".join(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
         or "a smaller model, or devices with more memory",
     )
