@@ -10,20 +10,30 @@ Cluster files are YAML, each number with its source. load_cluster("h100-8x4") is
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from parallel import yaml_text
-from parallel.errors import BadInput, harmless
+from parallel.errors import BadInput, did_you_mean, harmless
 from parallel.files import read_text, user_path
-from parallel.plan.device import Device
+from parallel.plan.device import RATED, Device
 from parallel.plan.hashed import hashed_once
+from parallel.plan.program import Program
 
 FOLDER = Path(__file__).parent / "clusters"
 _MOST = 1_000_000  # nodes, and devices of one
+_SMALLEST = 1e-15  # below, and above its inverse, sums of what is computed from it overflow
+_DEEP = {"peak_tflops": 1, "bus_gb_s": 1, "sum_bus_gb_s": 1, "rates": 2, "attention_times": 1, "times": 3, "threads": 1, "program": 1}
+_LISTS = {"attention": 2, "attention_times": 4}
+_NO_NUMBERS = ("name", "sources", "device", "inside", "between")
+_MAY_LACK = ("sum_bus_gb_s", "rates", "attention_times", "times", "threads", "program")
+_DIVIDES = (
+    *("memory_gib", "memory_gb_s", "units", "peak_tflops", "sustained", "attention", "memory_share", "rates"),
+    *("bus_gb_s", "sum_bus_gb_s", "pair_gb_s", "node_gb_s", "device_gb_s", "share", "exchange_share"),
+    *("host_gb_s", "host_adam_per_s", "disk_gb_s", "threads"),
+)
 
 
 @dataclass(frozen=True)
@@ -157,46 +167,87 @@ def _read(path: Path) -> Cluster:
 
 def cluster_of(told: dict[str, Any], *, name: str) -> Cluster:
     """A cluster from the mapping that its file holds. Raises ValueError and others for a mapping that no cluster has."""
-    _check_values(told)
-    device, inside = dict(told["device"]), dict(told["inside"])
-    device["attention"] = tuple(device["attention"])
-    device["attention_times"] = {kind: [float(one) for one in of] for kind, of in device.get("attention_times", {}).items()}
+    _check_texts(told)
+    device, inside, between, rest = (
+        _section(told, name, of) for name, of in (("device", Device), ("inside", Inside), ("between", Between), ("", Cluster))
+    )
+    device["name"], device["attention"] = str(device["name"]), tuple(device["attention"])
+    if not set(device["peak_tflops"]) & set(RATED):
+        raise ValueError(f"peak_tflops of {', '.join(device['peak_tflops'])}, none of {', '.join(RATED)}")
+    if other := set(rest.get("program") or {}) - {one.name for one in fields(Program)}:
+        raise ValueError(f"program.{other.pop()}, which no program has")
     device["rates"] = {kind: {float(flops): float(rate) for flops, rate in row.items()} for kind, row in device.get("rates", {}).items()}
     times = {
         kind: {int(ranks): {int(size): float(us) for size, us in row.items()} for ranks, row in table.items()}
         for kind, table in inside.pop("times", {}).items()
     }
-    each, nodes = int(told["devices_per_node"]), int(told.get("nodes", 1))
-    if not (0 < each <= _MOST and 0 < nodes <= _MOST):
+    each, nodes = rest["devices_per_node"], rest.get("nodes", 1)
+    if not (0 < each <= _MOST and 0 < nodes <= _MOST and each == int(each) and nodes == int(nodes)):
         raise ValueError(f"{nodes} nodes of {each} devices, of each 1 to {_MOST}")
-    if not inside["bus_gb_s"]:
-        raise ValueError("no bus_gb_s")
     return Cluster(
         name=name,
         device=Device(**device),
-        devices_per_node=each,
-        nodes=nodes,
+        devices_per_node=int(each),
+        nodes=int(nodes),
         inside=Inside(**inside, times=times),
-        between=Between(**told["between"]),
-        host_gb_s=float(told.get("host_gb_s", 20)),
-        host_adam_per_s=float(told.get("host_adam_per_s", 4e9)),
-        disk_gb_s=float(told.get("disk_gb_s", 3)),
-        cores=int(told.get("cores", 0)),
-        threads={int(count): float(speed) for count, speed in told.get("threads", {}).items()},
-        program={str(name): float(value) for name, value in told.get("program", {}).items()},
+        between=Between(**between),
+        host_gb_s=float(rest.get("host_gb_s", 20)),
+        host_adam_per_s=float(rest.get("host_adam_per_s", 4e9)),
+        disk_gb_s=float(rest.get("disk_gb_s", 3)),
+        cores=int(rest.get("cores", 0)),
+        threads={int(count): float(speed) for count, speed in rest.get("threads", {}).items()},
+        program={str(name): float(value) for name, value in rest.get("program", {}).items()},
         sources=tuple(told.get("sources", ())),
     )
 
 
-def _check_values(told: Any) -> None:
-    """Refuse numbers that are not finite or below 0, and text that a terminal would obey."""
+def _check_texts(told: Any) -> None:
+    """Refuse text that a terminal would obey."""
     if isinstance(told, dict | list):
         for value in (*told, *told.values()) if isinstance(told, dict) else told:
-            _check_values(value)
+            _check_texts(value)
     elif isinstance(told, str) and not harmless(told):
         raise ValueError(f"{told!r}, which a terminal would obey")
-    elif isinstance(told, int | float) and not 0 <= told < math.inf:
-        raise ValueError(f"{told}, which is no number from 0")
+
+
+def _section(told: dict[str, Any], section: str, of: type) -> dict[str, Any]:
+    """The numbers of a section (of the file itself with ""), by the names that `of` has. Raises ValueError for what no formula can use."""
+    values = told[section] if section else told
+    if not isinstance(values, dict):
+        raise ValueError(f"{section}: {values!r}, which is no mapping")
+    known = {one.name for one in fields(of)}
+    if other := [key for key in values if key not in known]:
+        near = did_you_mean(str(other[0]), known)
+        raise ValueError(
+            f"{section + '.' if section else ''}{other[0]}, which no cluster has" + (f" (did you mean {near}?)" if near else "")
+        )
+    return {key: value if key in _NO_NUMBERS else _number(key, value, _DEEP.get(key, 0), key) for key, value in values.items()}
+
+
+def _number(key: str, value: Any, deep: int, where: Any) -> Any:
+    """A number, or a list or a nest of mappings with numbers. YAML reads 4e9 as text."""
+    if key in _MAY_LACK and not value and where == key:
+        return value
+    if deep:
+        if not isinstance(value, dict) or not value:
+            raise ValueError(f"{where}: {value!r}, which is no mapping of numbers")
+        return {name: _number(key, of, deep - 1, f"{where}.{name}") for name, of in value.items()}
+    if key in _LISTS:
+        if not isinstance(value, list | tuple) or len(value) != _LISTS[key]:
+            raise ValueError(f"{where}: {value!r}, which is no list of {_LISTS[key]} numbers")
+        return [_of_range(key, one, where) for one in value]
+    return _of_range(key, value, where)
+
+
+def _of_range(key: str, value: Any, where: Any) -> Any:
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    least = _SMALLEST if key in _DIVIDES else 0
+    if not isinstance(number, int | float) or isinstance(number, bool) or not least <= number <= 1 / _SMALLEST:
+        raise ValueError(f"{where}: {value}, which is no number from {least:.3g} to {1 / _SMALLEST:.0e}")
+    return number
 
 
 def told_of(cluster: Cluster) -> dict[str, Any]:

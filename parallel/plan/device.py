@@ -25,6 +25,7 @@ Kind = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 # Sides of an output tile, and how much of a processor's rate it reaches: each side shares what the other loads, so that
 # small tiles wait for loads (the first is the kernels' standard size; NVIDIA's guide measures 128x128 at about nine tenths of it).
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6))
+RATED = ("bf16", "fp16", "tf32", "fp32")  # kinds of products, narrow ones first, of which a device has a rate
 RAMP = 96  # elements of k in whose time a tile is begun and written out
 SPLITS = (1, 2, 4, 8)  # parts into which k may be cut when tiles leave processors idle; the parts are then summed in fp32
 
@@ -57,7 +58,7 @@ class Device:
 
     def rate(self, kind: str = "bf16") -> float:
         """FLOP/s that large products sustain. A kind that the device lacks runs at the nearest wider one's rate."""
-        for wider in (kind, "bf16", "fp16", "tf32", "fp32"):
+        for wider in (kind, *RATED):
             if wider in self.peak_tflops:
                 return self.peak_tflops[wider] * 1e12 * self.sustained
         raise AssertionError(f"{self.name} has no rate")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from parallel.errors import BadInput
 from parallel.plan.cluster import Cluster, cluster_names, cluster_of, load_cluster, told_of
@@ -49,6 +51,36 @@ def test_a_malformed_file_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(refused.value)
     with pytest.raises(BadInput, match="none.yaml"):
         load_cluster(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("device.memory_gb_s", 0, "memory_gb_s: 0, which is no number from 1e-15"),
+        ("device.units", "many", "units: many, which is no number"),
+        ("device.attention", [0.4], "attention: .* no list of 2 numbers"),
+        ("device.peak_tflops", {}, "peak_tflops: {}, which is no mapping of numbers"),
+        ("device.peak_tflops", {"int8": 5}, "none of bf16, fp16, tf32, fp32"),
+        ("device.rates", {"bf16": {}}, "rates.bf16: {}, which is no mapping"),
+        ("inside.bus_gb_s", {2: 1e300}, r"bus_gb_s.2: 1e\+300, which is no number"),
+        ("inside.latency_us", None, "latency_us: None, which is no number"),
+        ("inside.times", {"all_reduce": {8: {}}}, "times.all_reduce.8: {}, which is no mapping"),
+        ("inside.times", {"all_reduce": {8: {1024: float("nan")}}}, "times.all_reduce.8.1024: nan"),
+        ("between.share", [], r"share: \[\], which is no number"),
+        ("between.node_gbs", 5, r"between.node_gbs, which no cluster has \(did you mean node_gb_s\?\)"),
+        ("cores", True, "cores: True, which is no number"),
+        ("program", {"step": 1}, "program.step, which no program has"),
+        ("devices_per_node", 2.5, "1 nodes of 2.5 devices"),
+    ],
+)
+def test_a_number_that_no_formula_can_use_is_one_line_with_its_name(path: str, value: Any, said: str, tmp_path: Path) -> None:
+    told = told_of(load_cluster("a100-80-8"))
+    *section, key = path.split(".")
+    (told[section[0]] if section else told)[key] = value
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(told))
+    with pytest.raises(BadInput, match=said) as refused:
+        load_cluster(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("size", "stride"), [(2, 1), (8, 1), (16, 1), (4, 2), (4, 8), (6, 4), (32, 1), (3, 16)])
