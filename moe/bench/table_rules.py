@@ -10,6 +10,7 @@ A rule that fills a gap adds the gap's name to `inferred`. Where no rule applies
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,9 +51,12 @@ class Cells:
         return (self.values.get(name) or "").strip()
 
     def number(self, name: str) -> float | None:
-        """The cell's number; `250k` is 250,000. None for an empty cell or words."""
-        found = re.fullmatch(r"(-?[\d.]+(?:e[+-]?\d+)?)\s*([kK]?)", self.text(name).replace(",", ""))
-        return float(found[1]) * (1000 if found[2] else 1) if found else None
+        """The cell's number; `250k` is 250,000. None for an empty cell or words. Raises NotUsable for what nothing can measure."""
+        found = re.fullmatch(r"(-?\d*\.?\d+(?:e[+-]?\d+)?|\d+\.)\s*([kK]?)", self.text(name).replace(",", ""))
+        value = float(found[1]) * (1000 if found[2] else 1) if found else None
+        if value is not None and not 0 <= value < math.inf:
+            raise NotUsable(f"{name} is {self.text(name)}")
+        return value
 
     def count(self, name: str) -> int | None:
         value = self.number(name)
@@ -83,6 +87,8 @@ def network_of(cells: Cells) -> Network:
         raise NotUsable("the gated network's hidden size is not stated")
     hidden = cells.count("ffn") or (cells.count("moe_ffn") if gated else cells.infer("ffn", 4 * width)) or 4 * width
     heads = cells.infer("heads", max(1, width // HEAD_SIZE))
+    if not heads:
+        raise NotUsable("heads is 0")
     family = next((key for key in ("lite", "v2", "v3", "kimi") if key in name), None) if "deepseek" in name or "kimi" in name else None
     network = Network(
         layers=1,

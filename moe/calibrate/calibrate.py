@@ -63,7 +63,8 @@ def text(cluster: Cluster) -> str:
 
 
 def host(ranks: int) -> Cluster:
-    """A host without accelerators: its devices are processes, which share cores and memory."""
+    """A host without accelerators: its devices are processes, which share cores and memory. One has no collectives: two are measured."""
+    ranks = max(2, ranks)
     cores = usable_cores()
     at_once = min(cores, MOST_AT_ONCE)
     found = _typical(run_on_ranks(_of_core, at_once, timeout_s=TIMEOUT_S))
@@ -72,7 +73,7 @@ def host(ranks: int) -> Cluster:
     cluster = Cluster(
         name="machine",
         device=core,
-        devices_per_node=max(2, ranks),
+        devices_per_node=ranks,
         nodes=1,
         inside=inside(times),
         between=Between(node_gb_s=1.0, device_gb_s=1.0, share=1.0, latency_us=100.0, tree_us=100.0),

@@ -105,6 +105,10 @@ def test_what_lacks_memory_is_told_from_what_failed(tmp_path: Path) -> None:
         ({"dp": 30}, "not 512 GPUs"),
         ({"params_b": 100}, "parameters"),
         ({"schedule": "1f1b (redis)"}, "not stated"),
+        ({"heads": 0}, "heads is 0"),
+        ({"layers": "1e400"}, "layers is 1e400"),
+        ({"iteration_time_s": -3}, "iteration_time_s is -3"),
+        ({"gpus": "1.2.3"}, "number of GPUs not stated"),
     ],
 )
 def test_a_row_that_no_rule_completes_is_counted_with_its_reason(tmp_path: Path, cells: dict[str, Any], reason: str) -> None:
