@@ -171,7 +171,7 @@ def _best(
         if allowed(plan):
             best = plan, seconds, one
     if best is None:
-        fits = least <= machine.memory_bytes
+        fits = least <= machine.memory_bytes or least == inf  # or there was none, on any mesh
         got = "no layout that the trainer runs" if fits else f"{least / 2**30:.1f} GiB a device for the smallest layout"
         more = "" if fits else ", or a larger pipeline.microbatches"
         needed = "one whose sizes the mesh divides" if fits else f"at most {machine.memory_bytes / 2**30:.1f} GiB"

@@ -119,7 +119,7 @@ class Machine:
     def submeshes(self) -> tuple[int, ...]:
         """Numbers of devices that a stage may have, as in Alpa: 1, 2, 4, ... of a node, or whole nodes."""
         parts = [n for n in (2**i for i in range(self.node_size.bit_length())) if self.node_size % n == 0]
-        return (*parts, *(k * self.node_size for k in range(2, self.nodes + 1)))
+        return tuple(sorted({*parts, *(k * self.node_size for k in range(1, self.nodes + 1))}))
 
 
 def machine_of(cluster: Cluster, *, kind: str = "bf16") -> Machine:

@@ -66,7 +66,8 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
     """
     settings = settings or Settings()
     runnable = Runnable(graph, machine, settings, allowed)
-    submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n & (n - 1) == 0 or n == machine.devices)
+    whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
+    submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n in (*whole, machine.devices))
     solutions = {n: _solutions(runnable, n) for n in submeshes}
     used: dict[tuple[int, int, int, int], _Solution] = {}
 
@@ -149,12 +150,17 @@ def _nearest(runnable: Runnable, pp: int | None, layers: tuple[int, ...] | None)
             costs = runnable.costs(best)
             assert costs is not None
             return replace(best, stage_layers=runnable.stages(best, costs) if best.pp > 1 else None)
-    raise BadInput("memory", got="no plan that fits", needed="more of it", fix="take more devices, or smaller micro-batches")
+    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, recompute.kind=full, or more devices"
+    raise BadInput("--search", got="no plan of its kinds that runs and fits", needed="one", fix=fix)
 
 
 def _said(own: bool, seconds: float, free_seconds: float) -> str:
     if own:
         return "the optimum itself is a plan that runs"
+    if seconds < free_seconds:
+        return (
+            f"a plan that runs, {seconds / free_seconds - 1:+.1%} by the same cost: what was found chose its cuts before it was recomputed"
+        )
     return f"the nearest plan that runs: {seconds / free_seconds - 1:+.1%} by the same cost"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from parallel.errors import BadInput
 from parallel.plan.cluster import load_cluster
 from parallel.plan.graph import Graph
 from parallel.plan.job import Plan
+from parallel.plan.layouts import gspmd, mesh_tf
 from parallel.plan.links import Link, Machine, machine_of
 from parallel.plan.runnable import Runnable, fold
 from parallel.plan.search import Found, alpa, flexflow
@@ -137,6 +139,23 @@ def test_alpa_cuts_into_stages_where_links_are_slow() -> None:
         alpa(graph, replace(machine, memory_bytes=1000), settings)
 
 
+def test_a_stage_may_have_a_whole_node_of_six() -> None:
+    """Two layers, so six stages cannot be; what lies between 2 and 12 devices is one node, or two."""
+    run, link = tiny(), Link(1e-5, 1e-10)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"num_layers": 2})})
+    for machine in (Machine(1, 6, 1e9, link, link), Machine(2, 6, 1e9, link, link)):
+        assert machine.submeshes() == (1, 2, 6, 12)[: 2 + machine.nodes]
+        assert alpa(graph_of(run, sequences=12), machine, Settings()).plan.world == machine.devices
+
+
+@pytest.mark.parametrize("search", [mesh_tf, gspmd])
+def test_where_nothing_divides_no_memory_is_asked_for(search: Callable[..., Found]) -> None:
+    """Five sequences on seven devices."""
+    machine = Machine(1, 7, 1e9, Link(1e-6, 1e-10), Link(1e-6, 1e-10))
+    with pytest.raises(BadInput, match="no layout that the trainer runs, needed one whose sizes the mesh divides"):
+        search(graph_of(tiny(), sequences=5), machine)
+
+
 def test_a_cluster_file_is_a_machine() -> None:
     """Its links carry what the file says: a ring over all devices is as fast as the share of the network that a device has."""
     cluster = load_cluster("h100-8x4")
@@ -146,6 +165,9 @@ def test_a_cluster_file_is_a_machine() -> None:
     gather = machine.mesh(32).all_gather(1e9, 0)  # 3 of 4 nodes' bytes come in over 8 adapters at a time
     inside = 7 / 8 * 1e9 / cluster.inside.bus(8)
     assert gather == pytest.approx(inside + 3 / 4 * 1e9 / share, rel=0.02)
+    assert machine_of(cluster, kind="fp32").flops == pytest.approx(machine.flops * 67 / 989)
+    host = machine_of(replace(cluster, nodes=1, cores=2))  # whose eight processes have a quarter of a core and an eighth of its memory
+    assert (host.flops, host.memory_bytes) == pytest.approx((machine.flops / 4, machine.memory_bytes / 8))
 
 
 # --- and train ---------------------------------------------------------------------------------------------------------------
