@@ -49,8 +49,12 @@ def main(
         raise BadInput("--top", got=top, needed="at least 1", fix="--top 10")
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
-    if out is not None:
-        check_writable(out, what="--out")
+    for what, path in (("--out", out), ("--json", json)):
+        if path is not None:
+            check_writable(path, what=what)
+    if search != "enumerate" and (as_is or exhaustive):
+        flag = "--as-is" if as_is else "--exhaustive"
+        raise BadInput(flag, got=f"it with --search {search}", needed="one of the two", fix=f"remove {flag}")
     asked, _ = load(recipe, overrides)
     machines = load_cluster(cluster)
     run = settled(asked, machines)
@@ -115,8 +119,7 @@ def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     lines += ["", f"the best: {_parts(made.time(best.plan).parts, best.seconds)}"]
     lines.append(f"its fullest rank: {_bytes(made.memory(best.plan).parts)}")
     lines += _why(made, best)
-    if asked := _asked(run, made.cluster):
-        lines.append(asked)
+    lines.append(_asked(run, made.cluster))
     lines += ["", "refused, by their first reason:" if found.refused else "none was refused"]
     lines += [f"{one.count:>8}  {one.reason}" for one in found.refused[:8]]
     if len(found.refused) > 8:
@@ -151,11 +154,11 @@ def _way(plan: Plan) -> tuple[Any, ...]:
 
 
 def _asked(run: Run, cluster: Cluster) -> str:
-    """The recipe's own plan beside the best, where it runs on so many devices."""
+    """The recipe's own plan beside the best, or why it does not run on so many devices."""
     try:
         resolved = check_run(run, cluster.world)
-    except BadInput:
-        return ""
+    except BadInput as bad:
+        return f"as the recipe has it, it does not run here: {bad.what} is {bad.got}, needed {bad.needed}"
     network, plan = network_of(resolved), plan_of(resolved)
     held = held_bytes(network, plan, cluster)
     fits = "fits" if held <= cluster.memory_bytes() else "does not fit"

@@ -36,11 +36,11 @@ def lines(made: Planned) -> list[str]:
     from parallel.plan.memory import memory
 
     (ranked,), run, cluster = made.found.ranked, made.runs[0], made.cluster
-    fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.3g} GiB"
+    fits = "fits" if made.found.fitting else f"does not fit {cluster.memory_bytes() / 2**30:.4g} GiB"
     tflops = counted_training(run) * run.train.global_batch * run.model.read_length / cluster.world / ranked.seconds / 1e12
     said = [
         f"the recipe's own plan: {described(ranked.plan)}",
-        f"{ranked.seconds:.4g} s a step, {tflops:.3g} TFLOP/s a device; {gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
+        f"{ranked.seconds:.4g} s a step, {tflops:.4g} TFLOP/s a device; {gib(ranked.held_bytes)} GiB on the fullest rank: {fits}",
     ]
     if ranked.advice:
         said.append(f"not recommended: {ranked.advice}")

@@ -6,12 +6,10 @@ and bytes are then predicted as those of every other plan.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moe.checks.together import check_run
 from moe.plan.activations import compute_bytes
 from moe.plan.graph import graph_of
-from moe.plan.job import network_of
+from moe.plan.job import network_of, plan_of
 from moe.plan.predicted import held_bytes
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
@@ -27,6 +25,7 @@ from parallel.plan.search import alpa, flexflow
 from parallel.plan.strategies import Settings
 
 BY_LAYOUT = {"mesh-tf": mesh_tf, "gspmd": gspmd}
+OF_RECIPE = ("recompute_every", "loss_chunks", "tiles", "offload_optimizer", "offload_parameters")  # what no search decides
 SEARCHES = ("enumerate", "alpa", "flexflow", "mesh-tf", "gspmd")
 
 
@@ -37,8 +36,11 @@ def searched(run: Run, cluster: Cluster, search: str) -> tuple[Ranked, Run, str]
         fix = f"set pipeline.microbatches to a divisor of {batch}"
         raise BadInput("pipeline.microbatches", got=m, needed=f"a divisor of train.global_batch={batch}", fix=fix)
 
+    own = plan_of(run.resolve(cluster.world))
+    kept = {name: getattr(own, name) for name in (*OF_RECIPE, *(["recompute"] if search in BY_LAYOUT else []))}
+
     def filled(plan: Plan) -> Plan:
-        return as_stored(replace(plan, microbatches=m, microbatch=max(1, batch // m // plan.dp)), run)
+        return as_stored(plan.but(microbatches=m, microbatch=max(1, batch // m // plan.dp), **kept), run)
 
     def allowed(plan: Plan) -> bool:
         try:

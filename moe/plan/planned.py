@@ -104,9 +104,9 @@ def planned(
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
     if ways is None or not only:  # where none of the first round fits, one of all may
-        found = chosen(_plans(run, cluster, space), space, top=4 * top, enough=accepted)
+        found = chosen(_plans(run, cluster, space), space, top=100 * top, enough=accepted)
     else:
-        found = chosen(_plans(run, cluster, space, only), space, top=4 * top, enough=accepted)
+        found = chosen(_plans(run, cluster, space, only), space, top=100 * top, enough=accepted)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
     if first is not None:
@@ -135,7 +135,7 @@ class _Accepted:
         self.run, self.world, self.top, self.checked = run, world, top, checked
         self.kept: list[Ranked] = []
         self.runs: list[Run] = []
-        self.refused: list[Refused] = []
+        self.refused: dict[str, Refused] = {}
         self.first: BadInput | None = None
 
     def __call__(self, ranked: Ranked) -> bool:
@@ -144,14 +144,15 @@ class _Accepted:
             made = self.checked(recipe_of(ranked.plan, self.run), self.world)
         except BadInput as reason:
             self.first = self.first or reason
-            self.refused.append(Refused(str(reason), 1, ranked.plan))
+            before = self.refused.get(str(reason), Refused(str(reason), 0, ranked.plan))
+            self.refused[str(reason)] = replace(before, count=before.count + 1)
             return False
         self.kept.append(ranked)
         self.runs.append(made)
         return len(self.kept) == self.top
 
     def planned(self, network: Network, cluster: Cluster, found: Found) -> Planned:
-        refused = (*found.refused, *self.refused)
+        refused = (*found.refused, *self.refused.values())
         if not self.kept:
             assert self.first is not None
             raise BadInput(
@@ -184,14 +185,14 @@ def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[R
         )
         batch = -(-run.train.global_batch // cluster.world) * cluster.world
         larger = {"train.global_batch": batch}
-        works = batch > run.train.global_batch and _some_fits(with_values(run, larger), cluster, checked)
+        works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
         fix = f"add {_words(larger)}" if works else "change that size, or --cluster"
         return BadInput("plan", got=f"no plan that runs on {cluster.world} devices: {reason}", needed="one", fix=fix)
     plan, over = found.nearest
     return BadInput(
         "plan",
         got=f"{gib(over)} GiB a device too much for the smallest plan ({described(plan)})",
-        needed=f"at most {cluster.memory_bytes() / _GIB:.3g} GiB",
+        needed=f"at most {cluster.memory_bytes() / _GIB:.4g} GiB",
         fix=", or ".join(_mends(run, cluster, checked, least=over / cluster.memory_bytes() + 1))
         or "a smaller model, or devices with more memory",
     )
@@ -205,12 +206,16 @@ def _mends(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run], *, le
     if not cluster.cores:  # there states on the host stay in the same memory
         changes += [optimizer, optimizer | {"sharding.stage": 3, "sharding.offload.parameters": "cpu"}]
         changes.append(changes[-1] | chunks)
-    works = (values for values in changes if _some_fits(with_values(run, values), cluster, checked))
-    yield from (f"add {_words(values)}" for values in islice(works, 1))
+    for values in changes:
+        changed = with_values(run, values)
+        if (plan := _that_fits(changed, cluster, checked)) is not None:
+            host = sum(peak(network_of(changed), plan, stack_on(cluster)).host.values())
+            yield f"add {_words(values)}" + (f" (and about {gib(host)} GiB of its host's memory for each device)" if host else "")
+            break
     if cluster.cores:
         return
     nodes = (cluster.nodes * 2**n for n in range(1, 15) if 2**n > least / 2 and cluster.world * 2**n <= 64 * run.train.global_batch)
-    for more in islice((n for n in nodes if _some_fits(run, cluster.of(n), checked)), 1):
+    for more in islice((n for n in nodes if _that_fits(run, cluster.of(n), checked)), 1):
         shipped = (FOLDER / f"{cluster.name}.yaml").is_file() and load_cluster(cluster.name).of(cluster.nodes) == cluster
         yield f"take --cluster {cluster.name}x{more}" if shipped else f"write nodes: {more} in {cluster.name}.yaml"
 
@@ -219,17 +224,17 @@ def _words(values: Values) -> str:
     return " ".join(f"--{key} {value}" for key, value in values.items())
 
 
-def _some_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> bool:
-    """Whether the recipe's checks accept a plan that fits, of the first round, with everything computed again."""
+def _that_fits(run: Run, cluster: Cluster, checked: Callable[[Run, int], Run]) -> Plan | None:
+    """A plan of the first round that fits and that the recipe's checks accept, with everything computed again."""
     run = run.resolve(cluster.world)
     network, limit = network_of(run), cluster.memory_bytes()
-    for plan in _plans(run, cluster, _offloading(FIRST, run)):
-        again = plan.but(recompute="full")
-        if refusal(network, again) is None and held_bytes(network, again, cluster) <= limit:
-            with suppress(BadInput):
-                checked(recipe_of(again, run), cluster.world)
-                return True
-    return False
+    again = (plan.but(recompute="full") for plan in _plans(run, cluster, _offloading(FIRST, run)))
+    fitting = (plan for plan in again if refusal(network, plan) is None and held_bytes(network, plan, cluster) <= limit)
+    for plan in islice(fitting, 100):  # checks that refuse so many refuse the recipe
+        with suppress(BadInput):
+            checked(recipe_of(plan, run), cluster.world)
+            return plan
+    return None
 
 
 def gib(size_bytes: float) -> str:

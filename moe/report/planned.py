@@ -57,9 +57,12 @@ def bars(ranks: Sequence[Memory], theme: Theme, *, capacity: float | None = None
         alpha = 0.55 if len(theme.lines) <= number < len(names) else 1.0
         ax.bar([str(rank.rank) for rank in ranks], sizes, bottom=bottoms, label=name, width=0.7, color=colour, alpha=alpha)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    if capacity is not None:
+    title = "Memory at the peak"
+    if capacity is not None and max(bottoms) < capacity / GIB / 20:  # below the line nobody would see the bars
+        title += f", of the device's {capacity / GIB:.4g} GiB"
+    elif capacity is not None:
         ax.axhline(capacity / GIB, color=theme.text, linewidth=1.2, linestyle=(0, (4, 3)), label="the device's")
-    ax.set_title("Memory at the peak")
+    ax.set_title(title)
     ax.set_ylabel("GiB")
     ax.set_xlabel("pipeline rank")
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right upper")

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 from parallel.errors import BadInput, did_you_mean
 from parallel.plan.graph import Graph, Operator
 from parallel.plan.partition import Conflict, Cuts, Program, Work, indices, shape, tensors, work_of
-from parallel.plan.resharding import Axes, Sharding, Sizes, reshard, sent, ways
+from parallel.plan.resharding import Axes, Sharding, Sizes, check_axes, reshard, sent, ways
 
 
 class Annotation(NamedTuple):
@@ -52,6 +52,9 @@ Strength = Literal["agreed", "contended"]
 def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> Annotation:
     """Read one. Raises BadInput for an axis that is not there or twice, for a wrong number of dims, and where axes do not divide a dim."""
     head, colon, rest = text.partition(":")
+    if colon and not head.strip().isdecimal():
+        fix = f'write "0:{rest}", or leave it out with its colon'
+        raise BadInput(f"annotation of {tensor}", got=f"a priority {head!r}", needed="a whole number from 0, 0 going first", fix=fix)
     words, _, never = (rest if colon else text).partition("|")
     dims = [word.strip() for word in words.split(",")] if words.strip() else []
     if len(dims) != len(shape):
@@ -72,10 +75,8 @@ def annotation(text: str, *, tensor: str, shape: tuple[int, ...], mesh: Sizes) -
 
 def _check(found: Annotation, tensor: str, shape: tuple[int, ...], mesh: Sizes) -> None:
     what, used = f"annotation of {tensor}", [axis for axes in found.dims for axis in axes]
+    check_axes((*used, *found.never), mesh, what=what)
     for axis in (*used, *found.never):
-        if axis not in mesh:
-            near = did_you_mean(axis, mesh) or next(iter(mesh))
-            raise BadInput(what, got=f"axis {axis!r}", needed=f"an axis of the mesh: {', '.join(mesh)}", fix=f"use {near}")
         if used.count(axis) + (axis in found.never) > 1:
             raise BadInput(
                 what, got=f"{axis} more than once", needed="each axis once in a tensor: it cuts one dim", fix=f"leave {axis} at one place"

@@ -72,14 +72,14 @@ def walk(best: Best, cluster: Cluster, *, one_device: Ranked, offloaded: Ranked 
 
 
 def _single(one: Ranked, offloaded: Ranked | None, limit: float) -> Said:
-    need = f"{one.held_bytes / _GIB:.3g} GiB of {limit / _GIB:.3g}"
+    need = f"{one.held_bytes / _GIB:.4g} GiB of {limit / _GIB:.4g}"
     if one.held_bytes <= limit:
-        return Said("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.3g} s a step", True)
+        return Said("One device holds the model: more devices are for speed.", f"{need}, {one.seconds:.4g} s a step", True)
     numbers = f"{need}, with everything computed again"
     if offloaded is None:
         return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers)
     rest = "fits" if offloaded.held_bytes <= limit else "does not fit either: tile the largest matrices, or take more devices"
-    numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.3g} GiB, which {rest}, and {offloaded.seconds:.3g} s a step"
+    numbers += f"; with states on the host {offloaded.held_bytes / _GIB:.4g} GiB, which {rest}, and {offloaded.seconds:.4g} s a step"
     return Said("One device does not hold it: ZeRO with offload, then tiling of large matrices.", numbers, offloaded.held_bytes <= limit)
 
 
@@ -101,7 +101,7 @@ def _node(best: Best, devices: int, *, fits: bool, link_gb_s: float) -> Iterator
     if tensor is not None and pipeline is not None:
         apart = tensor.seconds / pipeline.seconds - 1
         words = "about equal" if abs(apart) < ABOUT_EQUAL else "slower" if apart > 0 else "faster"
-        numbers = f"{link_gb_s:.3g} GB/s a device; tensor parallelism is {words} ({apart:+.0%})"
+        numbers = f"{link_gb_s:.4g} GB/s a device; tensor parallelism is {words} ({apart:+.0%})"
         if link_gb_s >= FAST_LINK:
             yield Said("Fast links within the node: tensor parallelism and a pipeline are about equal.", numbers, abs(apart) < ABOUT_EQUAL)
         else:
@@ -121,7 +121,7 @@ def _nodes(best: Best, cluster: Cluster) -> Iterator[Said]:
     holds = None
     if three is not None or zero is not None:
         holds = fast or zero is None or (three is not None and three.seconds <= zero.seconds)
-    yield Said(rule, f"{rate:.3g} GB/s a device; {_listed(found)}", holds)
+    yield Said(rule, f"{rate:.4g} GB/s a device; {_listed(found)}", holds)
 
 
 def _always(best: Best, cluster: Cluster) -> Iterator[Said]:
@@ -130,13 +130,13 @@ def _always(best: Best, cluster: Cluster) -> Iterator[Said]:
         apart = sharded.seconds / whole.seconds - 1
         yield Said(
             "A pipeline goes with DDP or ZeRO-1: ZeRO-2 and 3 would scatter and gather for every micro-batch.",
-            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.3g} GiB in the place of {whole.held_bytes / _GIB:.3g})",
+            f"with ZeRO-3 the step takes {apart:+.1%} ({sharded.held_bytes / _GIB:.4g} GiB in the place of {whole.held_bytes / _GIB:.4g})",
             apart >= 0,
         )
 
 
 def _precision(peaks: dict[str, float], compute: str) -> Said:
-    rates = ", ".join(f"{kind} {peaks[kind]:.3g} TFLOP/s" for kind in ("bf16", "fp16", "fp32") if kind in peaks)
+    rates = ", ".join(f"{kind} {peaks[kind]:.4g} TFLOP/s" for kind in ("bf16", "fp16", "fp32") if kind in peaks)
     numbers = f"at most {rates}; the recipe computes in {compute}"
     if "bf16" in peaks:
         rule = "The device has bf16: take it before fp16, whose gradients need a scale of the loss."
@@ -147,5 +147,5 @@ def _precision(peaks: dict[str, float], compute: str) -> Said:
 
 
 def _listed(found: dict[str, Ranked | None]) -> str:
-    texts = [f"{name} " + (f"{r.seconds:.3g} s ({described(r.plan)})" if r else "does not fit or cannot run") for name, r in found.items()]
+    texts = [f"{name} " + (f"{r.seconds:.4g} s ({described(r.plan)})" if r else "does not fit or cannot run") for name, r in found.items()]
     return "; ".join(texts)

@@ -174,7 +174,11 @@ def _best(
         fits = least <= machine.memory_bytes or least == inf  # or there was none, on any mesh
         got = "no layout that the trainer runs" if fits else f"{least / 2**30:.1f} GiB a device for the smallest layout"
         more = "" if fits else ", or a larger pipeline.microbatches"
-        needed = "one whose sizes the mesh divides" if fits else f"at most {machine.memory_bytes / 2**30:.1f} GiB"
+        needed = (
+            "one whose sizes the mesh divides, and that the recipe's checks accept"
+            if fits
+            else f"at most {machine.memory_bytes / 2**30:.1f} GiB"
+        )
         raise BadInput(f"--search {search}", got=got, needed=needed, fix=f"--search enumerate, which has stages and ZeRO as well{more}")
     return best
 

@@ -68,7 +68,8 @@ def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
     if plan.pp > 1 and kind is not None and kind.continuous:
         yield f"{plan.schedule} computes gradients with older weights: not the same training as one process"
     if plan.pp > 1 and plan.microbatches < plan.pp:
-        yield f"{plan.microbatches} micro-batches on {plan.pp} stages: most ranks wait most of the time"
+        few = "1 micro-batch" if plan.microbatches == 1 else f"{plan.microbatches} micro-batches"
+        yield f"{few} on {plan.pp} stages: most ranks wait most of the time"
 
 
 def _tensor(network: Network, plan: Plan) -> Iterator[str]:

@@ -22,7 +22,7 @@ from itertools import combinations
 from parallel.errors import BadInput, did_you_mean
 from parallel.plan.graph import Dim, Graph, Operator
 from parallel.plan.partition import Cuts, Program, indices, needed, tensors, work_of
-from parallel.plan.resharding import Sharding, Sizes
+from parallel.plan.resharding import Sharding, Sizes, check_axes
 
 Layout = Mapping[str, str]  # a dim's name -> an axis of the mesh
 INSIDE, OUTSIDE = "expert_batch", "experts_whole"
@@ -35,14 +35,8 @@ def layout_of(text: str, graph: Graph, mesh: Sizes) -> dict[str, str]:
         name, colon, axis = (part.strip() for part in rule.partition(":"))
         names = sorted({dim.name for dim in renamed(graph).dims.values()})
         if not colon:
-            raise BadInput("layout", got=repr(rule), needed="name:axis", fix=f"write {name}:{next(iter(mesh))}")
-        if name not in names:
-            raise BadInput(
-                "layout", got=f"a dim {name!r}", needed=f"one of {', '.join(names)}", fix=f"use {did_you_mean(name, names) or names[0]}"
-            )
-        if axis not in mesh:
-            near = did_you_mean(axis, mesh) or next(iter(mesh))
-            raise BadInput("layout", got=f"an axis {axis!r}", needed=f"one of {', '.join(mesh)}", fix=f"use {name}:{near}")
+            dim = did_you_mean(name.split()[0], names) or names[0]
+            raise BadInput("layout", got=repr(rule), needed="name:axis", fix=f"write {dim}:{next(iter(mesh), 'axis')}")
         if name in found:
             raise BadInput("layout", got=f"{name} twice", needed="each dim over one axis at most", fix=f"leave out {rule}")
         found[name] = axis
@@ -51,8 +45,14 @@ def layout_of(text: str, graph: Graph, mesh: Sizes) -> dict[str, str]:
 
 
 def check(graph: Graph, layout: Layout, mesh: Sizes) -> None:
-    """Raises BadInput where a dim's size is not divisible, or two dims of one tensor or operator are on one axis."""
+    """Raises BadInput for unknown names and axes, a size that is not divisible, and two dims of one tensor or operator on one axis."""
     graph = renamed(graph)
+    names = sorted({dim.name for dim in graph.dims.values()})
+    for name, axis in layout.items():
+        if name not in names:
+            near = did_you_mean(name, names) or names[0]
+            raise BadInput("layout", got=f"a dim {name!r}", needed=f"one of {', '.join(names)}", fix=f"use {near}")
+        check_axes([axis], mesh, what=f"layout {name}:{axis}")
     for letter in graph.dims:
         dim = graph.dims[letter]
         if dim.name in layout and dim.size % mesh[layout[dim.name]]:

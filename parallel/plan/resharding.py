@@ -18,12 +18,14 @@ steps. Sources: GSPMD (arXiv 2105.04663), section 3.5 and 4.5; the counts are th
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from math import prod
 from typing import Literal
+
+from parallel.errors import BadInput, did_you_mean
 
 Axes = tuple[str, ...]
 Sizes = Mapping[str, int]  # of a mesh's axes, in order: the last varies fastest from rank to rank
@@ -75,6 +77,20 @@ class Step:
 def ways(axes: Axes, mesh: Sizes) -> int:
     """Into how many parts the axes cut."""
     return prod(mesh[axis] for axis in axes)
+
+
+def check_axes(axes: Iterable[str], mesh: Sizes, *, what: str) -> None:
+    """Raises BadInput for an axis that the mesh does not have, and for a mesh whose axes are no numbers of ranks."""
+    for axis, size in mesh.items():
+        if not isinstance(size, int) or size < 1:
+            raise BadInput(f"mesh axis {axis}", got=size, needed="a whole number of ranks from 1", fix=f"set {axis} to 1, or leave it out")
+    for axis in axes:
+        if axis not in mesh:
+            near = did_you_mean(axis, mesh) or next(iter(mesh), None)
+            there = f"an axis of the mesh: {', '.join(mesh)}" if mesh else "no axis: the mesh has none"
+            raise BadInput(
+                what, got=f"axis {axis!r}", needed=there, fix=f"use {near}" if near else f"leave {axis} out, or give the mesh one"
+            )
 
 
 def sent_by(kind: Kind, ways: int, held: float) -> float:

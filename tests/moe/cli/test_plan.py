@@ -84,7 +84,7 @@ def test_ranks_that_do_not_divide_an_evaluation_read_a_few_sequences_more(tmp_pa
 )
 def test_a_fix_of_what_does_not_fit_works(words: list[str], fixes: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 2
-    found = re.findall(r"(?:add|take) ([^,]*)", capsys.readouterr().err.partition("fix: ")[2])
+    found = re.findall(r"(?:add|take) ([^,(]*)", capsys.readouterr().err.partition("fix: ")[2])
     assert len(found) == fixes
     for fix in found:
         more = fix.split()
@@ -97,9 +97,10 @@ def test_a_search_ends_in_a_recipe(
     search: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_search, "flexflow", partial(plan_search.flexflow, budget=50))  # of 2,000 proposals
-    out = tmp_path / "plan.yaml"
-    assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--search", search, "--out", str(out)]) == 0
+    out, more = tmp_path / "plan.yaml", ["--recompute.kind", "full", "--recompute.loss_chunks", "2"]
+    assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--search", search, "--out", str(out), *more]) == 0
     chosen = plan_of(check_run(load(str(out))[0], 8))
+    assert chosen.loss_chunks == 2 and (chosen.recompute == "full" or search in ("alpa", "flexflow"))  # those decide on it
     assert described(chosen) in capsys.readouterr().out
 
 
@@ -134,8 +135,10 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
         ([*WORDS, "--out", "plan.txt"], "--out: got plan.txt, needed a recipe, *.yaml; fix: --out plan.yaml"),
         ([*WORDS, "--out", f"{__file__}/plan.yaml"], "is no folder, needed a file that can be written"),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--out", "/proc/plan.yaml"], "--out: got /proc/plan.yaml: "),
+        (["plan", "dense_tiny", "--cluster", "a100-80-8", "--json", "/proc/plan.json"], "--json: got /proc/plan.json: "),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
+        ([*WORDS, "--as-is", "--search", "alpa"], "--as-is: got it with --search alpa, needed one of the two"),
         (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),
         (["plan", "glam_8b_64e", "--cluster", "v100-8"], "GiB a device too much for the smallest plan"),
     ],

@@ -151,6 +151,20 @@ def test_the_choice_is_the_best_of_all_that_are_recommended() -> None:
     assert found.found.ranked[0].seconds <= min(times) * (1 + 1e-9)
 
 
+def test_plans_that_the_checks_refuse_are_passed_over() -> None:
+    """However many they are: here all with replicas. A reason is listed once."""
+    run, cluster = run_of(sparse=False), replace(load_cluster("a100-80-8"), devices_per_node=4)
+
+    def checked(run: Run, world: int) -> Run:
+        if run.degrees.dp != 1:
+            raise BadInput("degrees.dp", got="more", needed="1", fix="set it to 1")
+        return check_run(run, world)
+
+    found = planned(run, cluster, checked=checked, top=1).found
+    (count,) = (one.count for one in found.refused if one.reason.startswith("degrees.dp: got more"))
+    assert found.ranked[0].plan.dp == 1 and count > 4
+
+
 def test_a_head_that_is_dear_gets_a_stage_and_the_recipe_trains_what_was_priced() -> None:
     """The list of a plan is that of its recipe; what the recipe leaves to the trainer's cut is priced as that."""
     run = run_of(sparse=False)

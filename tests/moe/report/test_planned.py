@@ -32,4 +32,8 @@ def test_bars_stack_to_what_a_rank_uses(tmp_path: Path) -> None:
         number = round(patch.get_x() + patch.get_width() / 2)
         tops[number] = max(tops[number], patch.get_y() + patch.get_height())
     assert tops == pytest.approx([rank.used / 2**30 for rank in RANKS])
+    for capacity, lines in ((16, 1), (1024, 0)):  # far above the bars it would leave nothing of them to see
+        with drawn_in(LIGHT):
+            (ax,) = bars(RANKS, LIGHT, capacity=capacity * 2**30).axes
+        assert len(ax.lines) == lines and ("1024 GiB" in ax.get_title("left")) == (lines == 0)
     assert draw(RANKS, tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")

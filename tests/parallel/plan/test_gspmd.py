@@ -186,12 +186,20 @@ def test_a_conflict_is_resolved_by_bytes_and_said(hidden: int, kept: str) -> Non
         ({"w1": "rows, rows"}, "leave rows at one place"),
         ({"w1": "rows, _ | rows"}, "leave rows at one place"),
         ({"w2": "_, rows+columns"}, "set the size to 24"),
+        ({"w1": "first: rows, _"}, "a priority 'first'"),
+        ({"w1": ": rows, _"}, 'write "0: rows, _"'),
     ],
 )
 def test_a_wrong_annotation_is_one_line(notes: dict[str, str], words: str) -> None:
     with pytest.raises(BadInput) as error:
         gspmd.propagate(network(d=20), MESH, notes)
     assert words in str(error.value)
+
+
+def test_a_mesh_of_no_ranks_or_no_axes_is_one_line() -> None:
+    for mesh, words in (({"rows": 0}, "mesh axis rows: got 0"), ({}, "no axis: the mesh has none"), ({"rows": 2.0}, "got 2.0")):
+        with pytest.raises(BadInput, match=words):
+            gspmd.propagate(network(d=20), mesh, {"w1": "rows, _"})  # type: ignore[arg-type]
 
 
 # --- laws over random graphs --------------------------------------------------------------------------------------------------

@@ -72,8 +72,9 @@ def equals_one_process(program: Program) -> None:
         ("batch:rows, hidden:rows", "leave out hidden, or use hidden:columns"),
         ("width:columns, hidden:columns", "leave out hidden, or use hidden:rows"),
         ("hiden:rows", "use hidden"),
-        ("hidden:colums", "use hidden:columns"),
+        ("hidden:colums", "use columns"),
         ("hidden", "write hidden:rows"),
+        ("hidden columns", "write hidden:rows"),
         ("hidden:rows, hidden:columns", "leave out hidden:columns"),
     ],
 )
@@ -81,6 +82,12 @@ def test_an_illegal_layout_is_one_line(text: str, words: str) -> None:
     with pytest.raises(BadInput) as error:
         mesh_tensorflow.layout_of(text, NETWORK, MESH)
     assert words in str(error.value)
+
+
+def test_a_mesh_of_no_ranks_or_no_axes_is_one_line() -> None:
+    for mesh, words in (({"rows": 0}, "mesh axis rows: got 0"), ({}, "no axis: the mesh has none")):
+        with pytest.raises(BadInput, match=words):
+            mesh_tensorflow.layout_of("hidden:rows", NETWORK, mesh)
 
 
 def test_a_size_that_is_not_divisible_is_said_with_one_that_is() -> None:
