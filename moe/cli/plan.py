@@ -40,6 +40,7 @@ def main(
     as_is: bool = False,
     explain: bool = False,
     search: str = "enumerate",
+    order: Path | None = None,
     out: Path | None = None,
     pictures: Path | None = None,
     json: Path | None = None,
@@ -49,7 +50,9 @@ def main(
         raise BadInput("--top", got=top, needed="at least 1", fix="--top 10")
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise BadInput("--out", got=str(out), needed="a recipe, *.yaml", fix=f"--out {out.stem or 'plan'}.yaml")
-    for what, path in (("--out", out), ("--json", json)):
+    if order is not None and order.suffix != ".csv":
+        raise BadInput("--order", got=str(order), needed="a file of actions, *.csv", fix=f"--order {order.stem or 'order'}.csv")
+    for what, path in (("--out", out), ("--order", order), ("--json", json)):
         if path is not None:
             check_writable(path, what=what)
     if search != "enumerate" and (as_is or exhaustive):
@@ -69,25 +72,38 @@ def main(
 
         made = plan_as_is.as_is(run, machines)
         print("\n".join(plan_as_is.lines(made)))
-        return _written(made, recipe, asked, cluster, time.perf_counter() - began, out, pictures, json)
+        return _written(made, recipe, asked, cluster, time.perf_counter() - began, order, out, pictures, json)
     if search != "enumerate":
         from moe.cli.plan_search import searched
 
         ranked, chosen, said = searched(run, machines, search)
         print(f"{said}\n{ranked.seconds:.4g} s a step, {gib(ranked.held_bytes)} GiB: {described(ranked.plan)}")
         made = Planned(network_of(chosen), machines, Found(1, 1, (ranked,), ()), (chosen,))
-        return _written(made, recipe, asked, cluster, time.perf_counter() - began, out, pictures, json)
+        return _written(made, recipe, asked, cluster, time.perf_counter() - began, order, out, pictures, json)
     made = planned(run, machines, checked=check_run, top=top, ways=None if exhaustive else WAYS)
     seconds = time.perf_counter() - began
     for line in _lines(made, run, seconds):
         print(line)
-    return _written(made, recipe, asked, cluster, seconds, out, pictures, json)
+    return _written(made, recipe, asked, cluster, seconds, order, out, pictures, json)
 
 
 def _written(
-    made: Planned, recipe: str, run: Run, cluster: str, seconds: float, out: Path | None, pictures: Path | None, json: Path | None
+    made: Planned,
+    recipe: str,
+    run: Run,
+    cluster: str,
+    seconds: float,
+    order: Path | None,
+    out: Path | None,
+    pictures: Path | None,
+    json: Path | None,
 ) -> int:
     machines = made.cluster
+    if order is not None:
+        from moe.cli.plan_order import with_order
+
+        made, said = with_order(made, order)
+        print(said)
     if out is not None:
         write_text(out, _recipe(recipe, run, made, cluster), what="--out")
         print(f"wrote {out}: moe train {out}" + (f" --nproc {machines.world}" if machines.nodes == 1 else ", started on every node"))

@@ -160,6 +160,7 @@ class Plan:
         "enumerate", "try all plans; or search on the graph of the recipe's operators"
     )
     explain: bool = _flag(False, "first walk through the guide that chooses a strategy, with this recipe's numbers")
+    order: Path | None = _flag(None, "also search an order of actions for the best plan's stages, and write it, *.csv, if it is faster")
     out: Path | None = _flag(None, "also write the best plan as a recipe, *.yaml")
     pictures: Path | None = _flag(None, "also draw the best plan into this folder: its pipeline over time, and what each rank holds")
     json: Path | None = _flag(None, "also write what was chosen, ranked and refused as JSON")

@@ -8,8 +8,9 @@ forms for schedules whose stages are on a line. A plan without stages is one ran
 
 from __future__ import annotations
 
+from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from parallel.pipeline.simulator.simulate import Timeline, costs, simulate
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, simulate
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import own_program, stage_times, transfer_time
 from parallel.plan.counts import stages_of
@@ -23,13 +24,21 @@ def timeline(
     network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, microbatches: int | None = None
 ) -> Timeline:
     """Seconds of each action of a step, or of so many of its micro-batches. Raises BadInput for sizes that the schedule cannot have."""
+    made, times, transfer = priced(network, plan, cluster, program, microbatches=microbatches)
+    return simulate(made, times, transfer_time=transfer)
+
+
+def priced(
+    network: Network, plan: Plan, cluster: Cluster, program: Program | None = None, *, microbatches: int | None = None
+) -> tuple[Schedule, Cost, float]:
+    """The plan's schedule, seconds of its actions, and of a message between stages."""
     chunks = plan.chunks if plan.chunks > 1 else None
     made = make_schedule(plan.schedule, ranks=plan.pp, microbatches=microbatches or plan.microbatches, chunks=chunks)
     layers = tuple(len(stage) for stage in stages_of(network, plan, made.num_stages))
     stages = stage_times(network, plan, cluster, layers, program)
     share = sum(stage.weights for stage in stages) / sum(stage.back for stage in stages)
     times = costs([stage.ahead for stage in stages], [stage.back for stage in stages], weight_share=min(0.99, share))
-    return simulate(made, times, transfer_time=transfer_time(network, plan, cluster, program or own_program(cluster)))
+    return made, times, transfer_time(network, plan, cluster, program or own_program(cluster))
 
 
 def pictured(plan: Plan) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,16 @@ import yaml
 from moe.checks.together import check_run
 from moe.cli import plan_search
 from moe.cli.main import main
-from moe.plan.job import plan_of
+from moe.plan.job import network_of, plan_of
 from moe.plan.predicted import Place, predict, settled
 from moe.recipe.load import load
+from parallel.pipeline.order_file import read_order
+from parallel.pipeline.schedule import Action, Op, Schedule
+from parallel.pipeline.simulator.held import peak_held
+from parallel.pipeline.simulator.simulate import Cost
 from parallel.plan.choose import described
 from parallel.plan.cluster import load_cluster, told_of
+from parallel.plan.timeline import priced
 
 WORDS = ["plan", "glam_tiny", "--cluster", "a100-80-8", "--top", "3"]
 
@@ -47,6 +53,71 @@ def test_the_plan_of_an_encoder_and_a_decoder_is_one_that_the_trainer_runs(tmp_p
     assert described(plan_of(check_run(load(str(out))[0], 8))) == written["chosen"]["plan"]
     assert {(row["pp"], row["sp"], row["tensor"]) for row in written["ranked"]} == {(1, 1, "1d")}
     assert any("degrees.sp=2 does not go with model.kind=encoder_decoder" in row["reason"] for row in written["refused"])
+
+
+UNEVEN = ["--model.vocab_size", "30000", "--degrees.pp", "4", "--pipeline.microbatches", "6"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a plain replay of the order's actions, with the plan's own seconds."""
+    order, out = tmp_path / "order.csv", tmp_path / "plan.yaml"
+    words = [
+        *UNEVEN,
+        "--model.num_layers",
+        "9" if schedule == "zb_v" else "5",
+        "--train.global_batch",
+        "12",
+        "--pipeline.schedule",
+        schedule,
+    ]
+    assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--order", str(order), "--out", str(out), *words]) == 0
+    run = check_run(load(str(out))[0], 8)
+    assert run.pipeline.schedule == str(order) and f"wrote {order}" in capsys.readouterr().out
+    before = check_run(load("dense_tiny", dict(zip((w[2:] for w in words[::2]), words[1::2], strict=True)))[0], 8)
+    own, cost, transfer = priced(network_of(before), plan_of(before), load_cluster("a100-80-8"))
+    found = read_order(order)
+    assert replayed(found, cost, transfer) < replayed(own, cost, transfer)
+    assert max(peak_held(found)) <= max(peak_held(own)) and found.homes == own.homes
+
+
+def replayed(schedule: Schedule, cost: Cost, transfer: float) -> float:
+    """Seconds until the last action ends: each begins when its rank is free and what it reads has come."""
+    ends: dict[tuple[str, int, int], float] = {}  # of (F, the input's gradient or the weights', stage, micro-batch)
+    last, free = schedule.num_stages - 1, [0.0] * schedule.num_ranks
+    left = [deque(order) for order in schedule.orders]
+
+    def read(action: Action) -> list[tuple[str, int, int]]:
+        s, n = action.stage, action.microbatch
+        if action.op is Op.F:
+            return [("F", s - 1, n)] if s else []
+        if action.op in (Op.B, Op.I):
+            return [("F", s, n), *([("back", s + 1, n)] if s < last else [])]
+        return [("back", s, n)] if action.op is Op.W else []
+
+    while any(left):
+        rank = next(r for r, order in enumerate(left) if order and all(one in ends for one in read(order[0])))
+        action = left[rank].popleft()
+        come = [ends[one] + (0.0 if schedule.homes[one[1]][0] == rank else transfer) for one in read(action)]
+        free[rank] = max([free[rank], *come]) + cost(rank, action)
+        kind = {Op.F: "F", Op.B: "back", Op.I: "back"}.get(action.op, "")
+        ends[kind, action.stage, action.microbatch] = free[rank]
+    return max(free)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--degrees.pp", "1"], "the best plan has no stages"),
+        (["--degrees.pp", "2", "--pipeline.schedule", "chimera", "--pipeline.microbatches", "4"], "chimera is more than an order"),
+    ],
+)
+def test_where_no_order_is_searched_it_says_why(words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    order = tmp_path / "order.csv"
+    assert main(["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--order", str(order), *words]) == 0
+    assert reason in capsys.readouterr().out and not order.exists()
 
 
 @pytest.mark.parametrize(("devices", "cores"), [(8, 0), (3, 2)], ids=["without bf16", "a host"])
@@ -138,6 +209,7 @@ def test_links_of_a_node_decide_whether_tensor_parallelism_and_a_pipeline_are_to
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--json", "/proc/plan.json"], "--json: got /proc/plan.json: "),
         (["plan", "dense_tiny", "--cluster", "a100-80-8", "--as-is", "--pictures", __file__], "--pictures: got"),
         (["plan", "dense_8b", "--cluster", "v100-8", "--train.global_batch", "7"], "plan: got"),
+        ([*WORDS, "--order", "order.txt"], "--order: got order.txt, needed a file of actions, *.csv; fix: --order order.csv"),
         ([*WORDS, "--as-is", "--search", "alpa"], "--as-is: got it with --search alpa, needed one of the two"),
         (["plan", "switch_t5_tiny", "--cluster", "h100-8", "--search", "alpa"], "model.kind: got encoder_decoder, needed decoder"),
         (["plan", "glam_8b_64e", "--cluster", "v100-8"], "GiB a device too much for the smallest plan"),
