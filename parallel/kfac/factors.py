@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parallel.supposed import supposed
+
 # R rows, W width, E matrices of a stack (1 for a single linear), I in, O out
 
 
@@ -64,11 +66,17 @@ def damped_inverse(factor_EWW: Tensor, *, damping: float) -> Tensor:
     seen_E11 = mean_eigenvalue(factor_EWW) > 0
     added_E11 = torch.full_like(mean_eigenvalue(factor_EWW), max(damping**0.5, least))
     for _ in range(2 + math.ceil(math.log10(width / least))):
-        lower_EWW, failed_E = torch.linalg.cholesky_ex(factor_EWW + added_E11 * eye_WW)
+        lower_EWW, failed_E = _cholesky(factor_EWW + added_E11 * eye_WW)
         if not failed_E.any():
             break
         added_E11 = torch.where(failed_E[:, None, None] > 0, 10 * added_E11, added_E11)
     return torch.cholesky_inverse(lower_EWW) * seen_E11
+
+
+def _cholesky(matrix_EWW: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower triangles, and above 0 for each matrix that is not positive definite, of which a rehearsal has none."""
+    lower_EWW, failed_E = torch.linalg.cholesky_ex(matrix_EWW)
+    return lower_EWW, supposed(failed_E, lambda: torch.zeros(len(failed_E)))
 
 
 def direction(gradient: Tensor, a_inverse_EII: Tensor, g_inverse_EOO: Tensor) -> Tensor:

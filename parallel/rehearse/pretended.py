@@ -33,9 +33,10 @@ KNOWN_ELEMENTS = 2**24  # and whatever follows from known values, up to here
 _SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operators whose result depends on values
-_ENGINE = "torch/autograd/graph.py"  # the innermost Python while autograd's engine runs no function of ours
+_ENGINE = ("torch/autograd/graph.py", "torch/autograd/__init__.py")  # the innermost Python while autograd runs no function of ours
 _BETWEEN = (
     "rehearse/pretended.py",
+    "rehearse/stage.py",
     "torch/_ops.py",
     "torch/utils/_stats.py",
     "torch/_compile.py",
@@ -95,7 +96,7 @@ class Pretended(FakeTensorMode):
             with _disable_current_modes():  # as in a run: a model is laid out there before it has values
                 return func(*args, **kwargs)
         if self.device.type != "cpu" and kwargs.get("device") is not None and _asked_by().endswith(_ENGINE):
-            kwargs = kwargs | {"device": self.device}  # autograd's C++: zeros for a gradient that nobody gave, or one cast back
+            kwargs = kwargs | {"device": self.device}  # autograd: zeros for a gradient that nobody gave, one cast back, the first 1
         values = [self.known(tensor) for tensor in tensors]
         everything = all(v is not None and v.numel() <= KNOWN_ELEMENTS for v in values)
         if func is torch.ops.aten.index.Tensor:  # of what is not known too: how many rows there are, masks alone decide

@@ -51,6 +51,8 @@ def rehearsal(world: World) -> Iterator[Pretended]:
             if world.device.type == "cuda":
                 for handle in _HANDLES:
                     stack.enter_context(mock.patch(handle, lambda _: _Handle(world.device.index)))
+                stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: True))  # GPUs since 2020 do
+                stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
                 stack.enter_context(_Moves())
             stack.enter_context(pretended)
             yield pretended

@@ -131,6 +131,7 @@ EVERY = {
     "tiles": Case("gshard", "fsdp", 2, 2, 1, "fp32", tiles=5, head_tiles=3, chunks=7),
     **{schedule: staged(schedule, "gshard" if schedule in ("chimera", "zb_h1") else "dense") for schedule in SCHEDULES},
     "1f1b fsdp": staged("1f1b", kind="fsdp"),
+    "1f1b 1d": replace(staged("1f1b", "dense"), tp=2, tensor="1d"),
     **{form: replace(plain, tp=2, tensor=form) for form in ("copied", "1d", "dtensor", *FORMS)},
     **{grid: Case("dense", "ddp", world, 1, 1, "bf16", tp=world, tensor=grid, batch=24) for grid, world in GRIDS.items()},
     "2d gshard": Case("gshard", "ddp", 4, 2, 1, "fp32", tp=4, tensor="2d", batch=24),
@@ -154,6 +155,14 @@ def test_every_kind_goes_through_on_a_gpu_that_is_not_there(name: str) -> None:
 def test_kinds_go_through_on_cpu(name: str) -> None:
     case = EVERY[name]
     assert walk(run_of(case), World(1, case.world, place="cpu"), steps=1).peak_bytes > 0
+
+
+def test_kfac_fills_the_waits_of_a_gpu_that_is_not_there_and_auto_is_bf16_there() -> None:
+    values = {"num_layers": 2, "d_model": 16, "num_heads": 2, "d_ff": 24, "max_length": 32, "vocab_size": 256}
+    choices = {"optimizer": {"kind": "kfac"}, "degrees": {"pp": 2}, "pipeline": {"microbatches": 3}, "train": {"global_batch": 6}}
+    run = check_run(build_run({"model": values, "precision": {"compute": "auto"}, **choices}), 2)
+    walked = walk(run, World(1, 2, place="cuda"))
+    assert walked.counts["pp", "send"].bytes == 3 * (2 * 32 * 16) * 2  # gradients of 3 micro-batches of 2 sequences, 2 bytes an element
 
 
 @pytest.mark.parametrize("world", [8, 1024])
