@@ -141,16 +141,17 @@ def _row(
 
 
 def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> int:
-    rows, refused = [], []
+    rows, refused, of_flags = [], [], []
     for name, kind in SCHEDULES.items():
         own = size | {option: None for option in OPTIONS if kind_of(name).option != option}
         own["chunks"] = size["chunks"] if kind.chunks is None else None
         try:
             rows.append(_row(_from_catalog(name, own), own["batches"], costs, drains=not kind.continuous)[0])
         except BadInput as bad:
-            if bad.what.startswith("--"):  # the flag is wrong for every schedule
-                raise
             refused.append({"schedule": name, "reason": str(bad)})
+            of_flags += [bad] * bad.what.startswith("--")
+    if of_flags and not rows:  # wrong for every schedule
+        raise of_flags[0]
     print_all(rows, refused)
     return _finish(rows, refused, json)
 

@@ -84,7 +84,7 @@ def _numbers(flag: str, value: str, schedule: Schedule) -> float | list[float]:
     except ValueError:
         numbers = []
     if not numbers or not all(0 < number < 1e12 for number in numbers):
-        raise BadInput(flag, got=value, needed="a time above 0, or one for each stage with commas between", fix=f"{flag} 1")
+        raise BadInput(flag, got=value, needed="a time above 0 and below 1e12, or one for each stage with commas between", fix=f"{flag} 1")
     if len(numbers) not in (1, schedule.num_stages):
         needed = f"1 time, or {schedule.num_stages}: one for each stage of {schedule.name}"
         raise BadInput(flag, got=f"{len(numbers)} times", needed=needed, fix=f"{flag} {','.join(['1'] * schedule.num_stages)}")

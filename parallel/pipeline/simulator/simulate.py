@@ -146,11 +146,16 @@ def drained_period(
 ) -> float:
     """`period` of a schedule of one batch that drains: `schedule.repeated(n)` without making it, by clocks that go on from batch to batch.
 
-    Costs do not depend on the micro-batch here.
+    Costs do not depend on the micro-batch here. Once a batch has moved all clocks by the same time, so does every later one.
     """
-    run = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap)
-    ends = [run.all(cost or costs()) for _ in range(batches + 1)]
-    return ends[-1] - ends[-2]
+    run, cost = _Run(steps(schedule, sums_block=not overlap), transfer_time, overlap), cost or costs()
+    end, clocks = run.all(cost), run.clocks()
+    for _ in range(batches):
+        last, end, before, clocks = end, run.all(cost), clocks, run.clocks()
+        moved = [now - then for then, now in zip(before, clocks, strict=True)]
+        if max(moved) - min(moved) <= 1e-12 * end:
+            return moved[0]
+    return end - last
 
 
 class _Run:
@@ -194,6 +199,10 @@ class _Run:
             if target[n] >= 0:
                 free[rank] = max(free[rank], self._send(n, ends[n]))
         return max(ends)
+
+    def clocks(self) -> list[float]:
+        """Of ranks, links and sums: all that the next batch takes over."""
+        return [*self._free, *self._link.values(), *filter(None, self._summing)]
 
     def first_starts(self) -> list[float]:
         """Of each rank."""

@@ -127,6 +127,17 @@ def test_options_of_one_schedule(tmp_path: Path) -> None:
     assert rows["chimera"] == four and rows["pipedream"]["weight_versions_by_rank"] == [4] * 4
 
 
+def test_a_table_takes_times_of_stages_and_says_where_their_number_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--stages", "2", "--microbatches", "4", "--forward-time"]
+    assert cli.main([*words, "1,3", "--json", str(tmp_path / "all.json")]) == 0
+    told = json.loads((tmp_path / "all.json").read_text())
+    assert {row["schedule"]: row["makespan"] for row in told["rows"]}["1f1b"] == 1 + 4 * (3 + 2) + 2
+    assert "got 2 times, needed 1 time, or 4" in {row["schedule"]: row["reason"] for row in told["refused"]}["zb_v"]
+    capsys.readouterr()
+    assert cli.main([*words, "1,1,1"]) == 2
+    assert "fix: --forward_time 1,1" in capsys.readouterr().err
+
+
 def test_a_searched_order_is_written_and_read_and_has_flags_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "order.csv")
     flags = ["--stages", "2", "--microbatches", "3", "--placement", "v", "--memory", "2"]

@@ -100,3 +100,7 @@ def test_clocks_that_go_on_give_the_period_of_repeated_batches(name: str, overla
     one = make_schedule(name, ranks=4, microbatches=8)
     expected = period(one.repeated, lambda s: simulate(s, cost, transfer_time=0.5, overlap=overlap), batches=3)
     assert drained_period(one, cost, transfer_time=0.5, overlap=overlap, batches=3) == expected
+
+
+def test_a_steady_pipeline_is_not_followed_to_the_last_batch() -> None:
+    assert drained_period(make_schedule("1f1b", ranks=2, microbatches=5), batches=10**9) == (5 + 1) * 3
