@@ -27,6 +27,7 @@ from parallel.pipeline.simulator.held import peak_activations
 
 KINDS = {".json": "the plan", ".png": "a picture"}
 FORWARD_S, BACKWARD_S, STAGES, MICROBATCHES = "0.01", "0.02", 4, 8
+MOST_ACTIONS = 2**11  # of a step: each has a clock of its own, chosen beside all others; some minutes
 
 
 def main(
@@ -107,7 +108,7 @@ def _schedule(name: str, size: dict[str, Any], measured: Measured | None) -> Sch
     chunks = size["chunks"] or kind_of(name).chunks or 2
     ranks = size["stages"] or (max(1, len(measured.stages) // chunks) if measured is not None else STAGES)
     microbatches = size["microbatches"] or MICROBATCHES
-    check_size(stages=ranks, microbatches=microbatches, chunks=size["chunks"])
+    check_size(stages=ranks, microbatches=microbatches, chunks=size["chunks"], most_actions=MOST_ACTIONS)
     return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=size["chunks"])
 
 

@@ -50,9 +50,12 @@ class Times:
 MOST_ACTIONS = 2**20  # of a pipeline's step: about a minute
 
 
-def check_size(*, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None) -> None:
+def check_size(
+    *, stages: int, microbatches: int, chunks: int | None = None, batches: int | None = None, most_actions: int | None = None
+) -> None:
     """Refuse an order that nobody would wait for. Raises BadInput, with sizes that every schedule takes."""
-    most = MOST_ACTIONS // ((chunks or 1) * (batches or 1))
+    allowed = most_actions or MOST_ACTIONS
+    most = allowed // ((chunks or 1) * (batches or 1))
     if stages * microbatches <= most:
         return
     times = stages * (chunks or 1) * (batches or 1)
@@ -62,7 +65,7 @@ def check_size(*, stages: int, microbatches: int, chunks: int | None = None, bat
         fix = f"--microbatches {fits}"
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
-    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
+    raise BadInput("--microbatches", got=got, needed=f"at most {allowed:,} passes in all", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:

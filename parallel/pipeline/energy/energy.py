@@ -16,7 +16,7 @@ from math import floor
 
 from parallel.errors import BadInput
 from parallel.pipeline.energy.clocks import Clock, Profile, above_idle, fastest, useful, valley
-from parallel.pipeline.energy.slack import Graph
+from parallel.pipeline.energy.slack import Clocked, Graph
 from parallel.pipeline.schedule import COMPUTE, Action, Node, Op, Schedule
 from parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from parallel.pipeline.simulator.simulate import Timeline, simulate
@@ -156,30 +156,41 @@ def _chosen(schedule: Schedule, profile: Profile, choose: Callable[[Sequence[Clo
 
 def _raise(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Speed up the critical path's cheapest action per time gained, until the limit holds."""
-    while graph.makespan(chosen) > limit * (1 + _EPSILON):
-        slack = graph.slack(chosen)
-        critical = [node for node, spare in slack.items() if spare <= _EPSILON * limit and chosen[node] != options[node][0]]
 
-        def price(node: Node) -> float:
-            faster = options[node][options[node].index(chosen[node]) - 1]
-            gain = chosen[node].time - faster.time
-            return (above_idle(faster, idle_power) - above_idle(chosen[node], idle_power)) / gain
+    def price(node: Node) -> float:
+        faster = _faster(options[node], chosen[node])
+        gain = chosen[node].time - faster.time
+        return (above_idle(faster, idle_power) - above_idle(chosen[node], idle_power)) / gain
 
-        node = min(critical, key=lambda node: (price(node), node))
-        chosen[node] = options[node][options[node].index(chosen[node]) - 1]
+    at = Clocked(graph, chosen)
+    prices = {node: price(node) for node, clocks in options.items() if chosen[node] != clocks[0]}
+    while at.makespan > limit * (1 + _EPSILON):
+        node = min(at.critical(prices, _EPSILON * limit), key=lambda node: (prices[node], node))
+        chosen[node] = _faster(options[node], chosen[node])
+        at.change(node, chosen[node])
+        if chosen[node] == options[node][0]:
+            del prices[node]
+        else:
+            prices[node] = price(node)
+
+
+def _faster(clocks: list[Clock], than: Clock) -> Clock:
+    return clocks[clocks.index(than) - 1]
 
 
 def _lower(graph: Graph, options: dict[Node, list[Clock]], chosen: dict[Node, Clock], limit: float, idle_power: float) -> None:
     """Slow down, one clock at a time, the action that saves most and still fits into its slack, until none fits."""
+    at = Clocked(graph, chosen)
     while True:
-        spare = limit - graph.makespan(chosen)
-        slack = graph.slack(chosen)
+        spare = limit - at.makespan
+        slack = at.slack()
         best: tuple[float, Node, Clock] | None = None
         for node, clocks in options.items():
-            at = clocks.index(chosen[node])
-            if at + 1 < len(clocks) and clocks[at + 1].time - chosen[node].time <= slack[node] + spare + _EPSILON * limit / len(options):
-                saved = above_idle(chosen[node], idle_power) - above_idle(clocks[at + 1], idle_power)
-                best = max(best, (saved, node, clocks[at + 1])) if best else (saved, node, clocks[at + 1])
+            now = clocks.index(chosen[node])
+            if now + 1 < len(clocks) and clocks[now + 1].time - chosen[node].time <= slack[node] + spare + _EPSILON * limit / len(options):
+                saved = above_idle(chosen[node], idle_power) - above_idle(clocks[now + 1], idle_power)
+                best = max(best, (saved, node, clocks[now + 1])) if best else (saved, node, clocks[now + 1])
         if best is None:
             return
         chosen[best[1]] = best[2]
+        at.change(best[1], best[2])

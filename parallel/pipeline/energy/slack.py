@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
 
 from parallel.pipeline.check import linear
 from parallel.pipeline.energy.clocks import Clock
@@ -17,8 +18,8 @@ class Graph:
     """
 
     def __init__(self, schedule: Schedule, transfer_time: float = 0) -> None:
-        self._place: dict[Node, int] = {}
-        self._before: list[list[int]] = []
+        self.place: dict[Node, int] = {}
+        self.before: list[list[int]] = []
         self._fixed: dict[int, float] = {}  # times of messages, by vertex
         self._waiting: dict[Node, set[int]] = {}  # S whose other replicas have not reached it yet -> the vertices before it
         last: dict[tuple[str, int, int], int] = {}  # the last vertex on a rank's compute, a rank's sums, or a link
@@ -29,16 +30,16 @@ class Graph:
                 self._sum(schedule, node, last)
                 continue
             needs = [need for need in schedule.needs(node) if need.rank == node.rank or action.op is Op.U]
-            before = {*(self._place[need] for need in needs), *(arrives[message] for message in schedule.receives(node))}
-            self._place[node] = last[here] = self._vertex(before | ({last[here]} if here in last else set()))
+            before = {*(self.place[need] for need in needs), *(arrives[message] for message in schedule.receives(node))}
+            self.place[node] = last[here] = self._vertex(before | ({last[here]} if here in last else set()))
             for message in schedule.sends(node):
                 link = ("link", message.source, message.target)
-                last[link] = arrives[message] = self._vertex({self._place[node], *([last[link]] if link in last else [])})
+                last[link] = arrives[message] = self._vertex({self.place[node], *([last[link]] if link in last else [])})
                 self._fixed[arrives[message]] = transfer_time
-        self._after: list[list[int]] = [[] for _ in self._before]
-        for i, before_i in enumerate(self._before):
+        self.after: list[list[int]] = [[] for _ in self.before]
+        for i, before_i in enumerate(self.before):
             for j in before_i:
-                self._after[j].append(i)
+                self.after[j].append(i)
 
     def _sum(self, schedule: Schedule, node: Node, last: dict[tuple[str, int, int], int]) -> None:
         """Handle S: one vertex for all replicas, after everything that each did before it. The last replica to reach S makes it."""
@@ -47,35 +48,84 @@ class Graph:
         if all(replica in self._waiting for replica in replicas):
             place = self._vertex({i for replica in replicas for i in self._waiting[replica]})
             for replica in replicas:
-                self._place[replica] = last["sums", replica.rank, 0] = place
+                self.place[replica] = last["sums", replica.rank, 0] = place
 
     def _vertex(self, before: set[int]) -> int:
-        self._before.append(sorted(before))
-        return len(self._before) - 1
+        self.before.append(sorted(before))
+        return len(self.before) - 1
 
     def makespan(self, clocks: Mapping[Node, Clock]) -> float:
-        return max(self._ends(self._times(clocks)))
+        return max(self.ends(self.times(clocks)))
 
     def slack(self, clocks: Mapping[Node, Clock]) -> dict[Node, float]:
         """How much longer each action alone could take without changing the makespan."""
-        times = self._times(clocks)
-        ends = self._ends(times)
-        latest = [max(ends)] * len(ends)
-        for i in reversed(range(len(ends))):
-            for j in self._after[i]:
-                latest[i] = min(latest[i], latest[j] - times[j])
-        return {node: latest[i] - ends[i] for node, i in self._place.items()}
+        return Clocked(self, clocks).slack()
 
-    def _times(self, clocks: Mapping[Node, Clock]) -> list[float]:
-        times = [0.0] * len(self._before)
+    def times(self, clocks: Mapping[Node, Clock]) -> list[float]:
+        times = [0.0] * len(self.before)
         for i, time in self._fixed.items():
             times[i] = time
-        for node, i in self._place.items():
+        for node, i in self.place.items():
             times[i] = max(times[i], clocks[node].time)
         return times
 
-    def _ends(self, times: list[float]) -> list[float]:
+    def ends(self, times: list[float]) -> list[float]:
         ends: list[float] = []
-        for before, time in zip(self._before, times, strict=True):
+        for before, time in zip(self.before, times, strict=True):
             ends.append(time + max((ends[j] for j in before), default=0.0))
         return ends
+
+
+class Clocked:
+    """A graph at its clocks, which change one at a time. Only what changes with one is computed again.
+
+    `tails`: of a vertex the longest way from its end to the end of all.
+    """
+
+    def __init__(self, graph: Graph, clocks: Mapping[Node, Clock]) -> None:
+        self.graph, self.times = graph, graph.times(clocks)
+        self.ends, self.tails = graph.ends(self.times), [0.0] * len(self.times)
+        for i in reversed(range(len(self.times))):
+            self.tails[i] = self._tail(i)
+
+    @property
+    def makespan(self) -> float:
+        return max(self.ends)
+
+    def slack(self) -> dict[Node, float]:
+        most, ends, tails = self.makespan, self.ends, self.tails
+        return {node: most - ends[i] - tails[i] for node, i in self.graph.place.items()}
+
+    def critical(self, nodes: Iterable[Node], spare: float) -> list[Node]:
+        """Those that could take no more than `spare` longer."""
+        longest, ends, tails, place = self.makespan - spare, self.ends, self.tails, self.graph.place
+        return [node for node in nodes if ends[place[node]] + tails[place[node]] >= longest]
+
+    def change(self, node: Node, clock: Clock) -> None:
+        """Another clock for an action that is no sum of replicas."""
+        changed = self.graph.place[node]
+        was, self.times[changed] = self.times[changed], clock.time
+        times, ends, tails, before, after = self.times, self.ends, self.tails, self.graph.before, self.graph.after
+        later = [changed]
+        while later:  # vertices are numbered in an order that respects needs
+            i = heappop(later)
+            then, now = ends[i], times[i] + max([ends[j] for j in before[i]], default=0.0)
+            ends[i] = now
+            if now != then:
+                for j in after[i]:
+                    if then + times[j] == ends[j] or now + times[j] > ends[j]:  # it was the last that j waited for, or is now
+                        heappush(later, j)
+        earlier: list[int] = []
+        then, now = was + tails[changed], clock.time + tails[changed]
+        while True:
+            for j in before[changed] if now != then else ():
+                if then == tails[j] or now > tails[j]:
+                    heappush(earlier, -j)
+            if not earlier:
+                return
+            changed = -heappop(earlier)
+            then, tails[changed] = times[changed] + tails[changed], self._tail(changed)
+            now = times[changed] + tails[changed]
+
+    def _tail(self, i: int) -> float:
+        return max([self.times[j] + self.tails[j] for j in self.graph.after[i]], default=0.0)

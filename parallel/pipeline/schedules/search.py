@@ -22,9 +22,10 @@ from parallel.pipeline.schedule import COMPUTE, Action, Op, Schedule, flushed, f
 from parallel.pipeline.schedules.alternating import Alternating
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.simulator.held import peak_held
-from parallel.pipeline.simulator.simulate import Cost, OfMessage, simulate
+from parallel.pipeline.simulator.simulate import Cost, OfMessage, makespan
 
 PLACEMENTS = ("line", "loop", "v")
+MOVED = 2**21  # actions in all the orders that moves make: half a minute at most
 
 
 def homes_of(placement: str, ranks: int, chunks: int) -> Sequence[tuple[int]]:
@@ -52,7 +53,7 @@ class Given(NamedTuple):
         return self.memory is None or max(peak_held(schedule)) <= self.memory * self.chunks + 1e-9
 
     def time(self, schedule: Schedule) -> float:
-        return simulate(schedule, self.cost, transfer_time=self.transfer_time, overlap=self.overlap).makespan
+        return makespan(schedule, self.cost, transfer_time=self.transfer_time, overlap=self.overlap)
 
 
 def search(
@@ -69,7 +70,7 @@ def search(
 ) -> Schedule:
     """The fastest order found on a placement, from the first start to the last end.
 
-    chunks: stages a rank for `loop`. rounds: moves tried after the start.
+    chunks: stages a rank for `loop`. rounds: moves tried after the start, fewer of a long order: no more than MOVED actions in all.
     cost: as for `simulate`; times do not depend on the micro-batch. Raises BadInput for a memory in which no order fits.
     """
     chunks = {"line": 1, "loop": chunks, "v": 2}[placement]
@@ -129,12 +130,14 @@ class _Greedy:
 
     def orders(self) -> list[list[Action]] | None:
         """Every rank's order; None if memory runs full with nothing left that frees it."""
+        choices = {rank: self._choice(rank) for rank in range(self.given.ranks)}
         for _ in range(3 * self.given.microbatches * len(self.rank)):
-            chosen = [c for c in map(self._choice, range(self.given.ranks)) if c is not None]
+            chosen = [c for c in choices.values() if c is not None]
             if not chosen:
                 return None
             start, _, action = min(chosen)
-            self._do(start, action)
+            for rank in self._do(start, action):
+                choices[rank] = self._choice(rank)
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
@@ -162,7 +165,8 @@ class _Greedy:
         later = sum(s > stage for s in self.held_by[rank])  # what this micro-batch will still need here
         return limit is None or self.kept[rank] + 1 + later <= limit * chunks
 
-    def _do(self, start: float, action: Action) -> None:
+    def _do(self, start: float, action: Action) -> set[int]:
+        """Do it; returns the ranks that can now do something else."""
         op, stage, microbatch, _ = action
         rank = self.rank[stage]
         end = self.free[rank] = start + self.given.cost(rank, action)
@@ -170,7 +174,7 @@ class _Greedy:
         self.kept[rank] += {Op.F: 1, Op.I: 0, Op.W: -1}[op]
         if op is Op.W:
             self.owed[rank].remove(action)
-            return
+            return {rank}
         self.next[op][stage] += 1
         last = len(self.rank) - 1
         if op is Op.F:
@@ -178,9 +182,11 @@ class _Greedy:
         else:
             self.owed[rank].append(action._replace(op=Op.W))
             to = (Op.I, stage - 1, microbatch)
-        if to[1] >= 0:
-            took = 0 if callable(self.given.transfer_time) or self.rank[to[1]] == rank else self.given.transfer_time
-            self.arrived[to] = end + took
+        if to[1] < 0:
+            return {rank}
+        took = 0 if callable(self.given.transfer_time) or self.rank[to[1]] == rank else self.given.transfer_time
+        self.arrived[to] = end + took
+        return {rank, self.rank[to[1]]}
 
 
 def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
@@ -189,7 +195,7 @@ def _improved(schedule: Schedule, given: Given, rounds: int) -> Schedule:
         return schedule
     draw, best, time = random.Random(0), schedule, given.time(schedule)
     least = max(sum(given.cost(r, a) for a in order) for r, order in enumerate(schedule.orders))
-    for _ in range(rounds):
+    for _ in range(min(rounds, MOVED // sum(map(len, best.orders)))):
         if time <= least:
             break
         tried = _moved(best, draw)
