@@ -43,6 +43,8 @@ def _check_whole(schedule: Schedule) -> None:
         if action.op in COMPUTE:
             if not 0 <= action.microbatch < schedule.microbatches:
                 raise _wrong(schedule, str(action), f"micro-batches 0 to {schedule.microbatches - 1}", "renumber it or remove it")
+            if action.version > schedule.num_updates:
+                raise _wrong(schedule, str(action), f"a version from 0 to {schedule.num_updates}, that an update makes", "correct it")
             count[action[:3]] += 1
     for named, n in count.items():
         if n > 1:

@@ -44,7 +44,7 @@ def write_order(schedule: Schedule, path: str | Path) -> None:
 def read_order(path: str | Path) -> Schedule:
     """The schedule in a file, checked to be complete and free of deadlock. Raises BadInput, one line, for anything else."""
     try:
-        lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline=""))) if cells]
+        lines = [cells for cells in csv.reader(io.StringIO(read_text(path, newline="").removeprefix("\ufeff"))) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         said = getattr(error, "strerror", None) or "no text of a CSV file"
         fix = "write one with moe simulate 1f1b --out order.csv"
@@ -59,6 +59,10 @@ def read_order(path: str | Path) -> Schedule:
             if pair:
                 pairs.add(Node(rank, len(orders[-1])))
             orders[-1] += [_action(text.strip(), where) for text in (pair.groups() if pair else (cell,)) if text.strip()]
+        if not orders[-1]:
+            raise BadInput(
+                f"{path} line {rank + 1}", got="no action", needed="a stage on every rank", fix="add actions, or remove the line"
+            )
     if not any(action.op is Op.F for order in orders for action in order):
         raise BadInput("schedule", got=f"{path} without a forward", needed="a line of actions a rank, such as 0F0,0B0", fix="add them")
     return check(_schedule(Path(path).stem, orders, frozenset(pairs)))
@@ -66,11 +70,11 @@ def read_order(path: str | Path) -> Schedule:
 
 def _action(text: str, where: str) -> Action:
     found = _ACTION.fullmatch(text)
-    if found is None or (not found[3]) != (found[2] in "SU"):
+    if found is None or (not found[3]) != (found[2] in "SU") or (found[2] in "SU" and found[4] and not int(found[4])):
         raise BadInput(
             where,
             got=repr(text),
-            needed="stage, then F, B, I or W, then micro-batch (2F0), or stage, then S or U, then version (2U@1)",
+            needed="stage, then F, B, I or W, then micro-batch (2F0), or stage, then S or U, then version from 1 (2U@1)",
             fix="correct or remove the cell",
         )
     op = Op(found[2])

@@ -298,6 +298,8 @@ def test_csv_gives_back_the_same_schedule(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=8, batches=2)
     write_order(schedule, tmp_path / f"{name}.csv")
     assert read_order(tmp_path / f"{name}.csv") == schedule
+    (tmp_path / f"{name}.csv").write_text((tmp_path / f"{name}.csv").read_text(), encoding="utf-8-sig")  # as spreadsheets save it
+    assert read_order(tmp_path / f"{name}.csv") == schedule
 
 
 def test_torchs_compute_only_csv_is_read(tmp_path: Path) -> None:
@@ -329,6 +331,9 @@ def test_pairs_start_and_send_together(tmp_path: Path) -> None:
         ("0F0,0B0\n2F0,2B0\n", "got stages up to 2, none 1, needed every stage from 0; fix: add stage 1"),
         ("0F0,0B0,0F2,0B2\n", "got nothing for stage 0 and micro-batch 1"),
         ("0F0,0B0,0F1,0B1,0F2,0B2,0U@1,0U@2\n", "got 3 micro-batches and 2 updates"),
+        ("0F0,0B0,0U@0\n", "line 1 cell 3: got '0U@0', needed .* version from 1"),
+        ("0F0@5,0B0@5,0U@1\n", "got 0F0@5, needed a version from 0 to 1"),
+        ("0F0,0B0\n,,\n", "line 2: got no action, needed a stage on every rank"),
         ("0F0,0B0\n1B0,1F0\n", "got a deadlock after 1 of 6 actions"),
         ("0F0,1F0\n1B0,0B0\n", "got no .*|got 1F0 1B0 on several ranks|got 0F0 0B0 on several ranks"),
     ],
