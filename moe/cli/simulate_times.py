@@ -154,7 +154,14 @@ class OfRecipe:
             "memory_gb_by_rank": [(states[rank] + activations[rank]) / 1e9 for rank in ranks],
             "sent_bytes_by_rank": list(timeline.sent_bytes()),
             "tokens_per_second": tokens / time_per_batch,
+            "not_counted": not_counted(self.recipe),
         }
+
+
+def not_counted(run: Run) -> list[str]:
+    """What a recipe has and its costs here leave out: a stage counts as one device's, whole."""
+    found = [f"degrees.{axis} {getattr(run.degrees, axis)}" for axis in ("tp", "sp", "etp") if getattr(run.degrees, axis) != 1]
+    return found + ([f"sharding.kind {run.sharding.kind}"] if run.sharding.kind in ("fsdp", "zero") else [])
 
 
 def of_recipe(recipe: str, overrides: dict[str, str], given: dict[str, Any], size: dict[str, Any], file: Schedule | None) -> OfRecipe:

@@ -97,6 +97,9 @@ def test_all_schedules_of_a_recipe_and_a_csv(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2]]) == 0
     assert "8 sequences a micro-batch" in capsys.readouterr().out
+    assert "not counted" not in said
+    assert cli.main(["simulate", "1f1b", *words[:2], "--stages", "2", "--degrees.tp", "2", "--sharding.kind", "fsdp"]) == 0
+    assert "not counted: degrees.tp 2, sharding.kind fsdp (moe plan counts them)" in capsys.readouterr().out
     assert cli.main(["simulate", str(tmp_path / "mine.csv"), *words[:2], "--model.num_layers", "1"]) == 2
     assert "stages: got 2, needed at most one a layer: 1; fix: --model.num_layers 2" in capsys.readouterr().err
 
