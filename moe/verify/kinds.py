@@ -23,7 +23,7 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
     for kind in kinds:
         if kind not in KINDS:
             raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
-    if kinds == ("hybrid",) and nproc < WORLD:
+    if "hybrid" in kinds and kinds != tuple(KINDS) and nproc < WORLD:
         raise BadInput(
             "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have so many", fix=f"--nproc {WORLD}"
         )

@@ -85,8 +85,9 @@ def test_no_row_that_may_be_has_a_pair_that_is_refused() -> None:
 def test_only_eight_processes_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid, "covering", made)
     assert hybrid_cases(4) == [] and hybrid_cases(8) == hybrid_cases(9) == cases(8, kinds=("hybrid",)) == rows_made()
-    with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):
-        cases(4, kinds=("hybrid",))
+    for kinds in (("hybrid",), ("data", "hybrid")):
+        with pytest.raises(BadInput, match="--nproc: got 4 with --kinds hybrid, needed 8"):
+            cases(4, kinds=kinds)
 
 
 @pytest.mark.parametrize(
