@@ -20,7 +20,6 @@ from parallel.pipeline.simulator.simulate import simulate
 from parallel.plan.job import Plan
 from parallel.plan.timeline import priced
 
-MOVED = 1_000_000  # actions in all of the moves that are tried, so that a search takes some seconds
 LEAST = 1e-4  # of its schedule's seconds: what an order must save
 
 
@@ -30,7 +29,6 @@ def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
     if why := _nothing_to_search(plan):
         return made, f"order: {why}; {path} is not written"
     own, cost, transfer = priced(made.network, plan, made.cluster)
-    actions = sum(map(len, own.orders))
     found = search(
         "v" if placed(plan.schedule) == "v" else "loop" if plan.chunks > 1 else "line",
         plan.pp,
@@ -39,7 +37,6 @@ def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
         chunks=plan.chunks,
         transfer_time=transfer,
         memory=max(peak_held(own)) / plan.chunks,
-        rounds=min(300, MOVED // actions),
     )
     before, after = (simulate(schedule, cost, transfer_time=transfer).makespan for schedule in (own, found))
     if after > (1 - LEAST) * before:
