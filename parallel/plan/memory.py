@@ -360,9 +360,9 @@ def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
 def _freed(plan: Plan) -> tuple[Elements, Elements]:
     """A dense element and one of an expert whose gradient is freed between steps. DDP's buckets keep what all its ranks sum, and
     DeepSpeed's stage 3 has one buffer for all of a rank's parts."""
-    buckets = (plan.engine == "ddp" and plan.pp == 1 and plan.copies > 1) or plan.engine == "zero3"
-    experts_too = (plan.ep, plan.etp) == (1, plan.tp) or plan.engine == "zero3"
-    return Elements(0.0 if buckets else 1.0), Elements(expert=0.0 if buckets and experts_too else 1.0)
+    stays = plan.pp == 1 and (plan.engine == "zero3" or (plan.engine == "ddp" and plan.copies > 1))
+    experts_too = plan.engine == "zero3" or (plan.ep, plan.etp) == (1, plan.tp)
+    return Elements(0.0 if stays else 1.0), Elements(expert=0.0 if stays and experts_too else 1.0)
 
 
 class _Job:
