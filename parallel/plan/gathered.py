@@ -7,7 +7,7 @@ With c bytes of an element in the compute dtype, r of a gradient that is reduced
                 a layer works     2 c L + r B         its own and those of the next, asked for ahead; B: the gradient behind, in its buffer
                 it has worked     2 c L + r (B + L)   its own gradient besides, when its activations are gone; then its weights go back,
                                   c L + 2 r L         and its gradient is put into a buffer. So with the head, while all layers wait
-    kept whole  any of them       c (P - B) + sums    without `reshard`; with stages c P, since other micro-batches still need what has worked
+    kept whole  any of them       c (P - B) + sums    without `reshard`; with stages c P, since other micro-batches need it
     ZeRO-3      forward pass      c (W + F)           DeepSpeed (parallel/data/zero3.py) gathers weight by weight and frees late: W elements
                 the loss          c W                 are whole, two buckets or the widest matrix, F of a bucket as they arrived
                 a layer works     c W (+ c F)         ... but where W is all there is
