@@ -1,6 +1,7 @@
 """The small costs that docs/inside/log.md quotes, on one thread: products of new shapes, norms, rotary, noise, losses in chunks, recompute.
 
     products, pieces, steps, losses, recomputed   milliseconds: medians over rounds, in turn with those of the same set
+    bytes of losses                               MiB that one makes and that are alive at its peak, its gradients among them
     idle groups                                   processors that eight ranks keep busy while they wait with so many process groups each
 
 `moe bench small-costs [--only TEXT] --json FILE`. `ONEDNN_MAX_CPU_ISA=AVX2` before it shows a processor without bf16 products.
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from moe.bench.alive import Alive
 from moe.bench.timing import in_turn
 from moe.model.transformer import Transformer
 from moe.nn.linear import Norm
@@ -42,15 +44,16 @@ def main(*, rounds: int = 9, only: str = "", json: str | None = None) -> int:
     sets: dict[str, Callable[[], dict[str, float]]] = {
         "idle groups": idle_groups,  # before torch has threads that a forked rank would miss
         "products": products,
+        "bytes of losses": bytes_of_losses,
         **{work.__name__: partial(_milliseconds, work, rounds) for work in (pieces, steps, losses, recomputed)},
     }
     rows: list[dict[str, Any]] = []
     for name, measure in sets.items():
         if only in name:
-            unit = "processors" if name == "idle groups" else "milliseconds"
+            unit = {"idle groups": "processors", "bytes of losses": "MiB"}.get(name, "milliseconds")
             for what, value in measure().items():
                 rows.append({"set": name, "what": what, unit: value})
-                print(f"{what:<44} {value:9.3f} {'' if unit == 'processors' else 'ms'}", flush=True)
+                print(f"{what:<44} {value:9.3f} {unit if unit != 'milliseconds' else 'ms'}", flush=True)
     if json:
         write_json(json, verb="bench small-costs", rows=rows, rounds=rounds)
     return 0
@@ -140,6 +143,17 @@ def losses() -> Work:
 
     cuts = ((1, 1), (4, 1), (16, 1), (1, 4), (16, 4))
     return {f"loss in {chunks} chunks, head in {tiles} tiles": loss(chunks, tiles) for chunks, tiles in cuts}
+
+
+def bytes_of_losses() -> dict[str, float]:
+    """Each has gradients from before, to which it adds its own."""
+    found = {}
+    for what, loss in losses().items():
+        loss()
+        with Alive() as alive:
+            loss()
+        found[what] = alive.most / 2**20
+    return found
 
 
 def idle_groups() -> dict[str, float]:

@@ -16,7 +16,7 @@ from parallel.pipeline.order_file import write_order
 from parallel.pipeline.schedules.catalog import kind_of, placed
 from parallel.pipeline.schedules.search import search
 from parallel.pipeline.simulator.held import peak_held
-from parallel.pipeline.simulator.simulate import simulate
+from parallel.pipeline.simulator.simulate import makespan
 from parallel.plan.job import Plan
 from parallel.plan.timeline import priced
 
@@ -38,14 +38,13 @@ def with_order(made: Planned, path: Path) -> tuple[Planned, str]:
         transfer_time=transfer,
         memory=max(peak_held(own)) / plan.chunks,
     )
-    before, after = (simulate(schedule, cost, transfer_time=transfer).makespan for schedule in (own, found))
+    before, after = (makespan(schedule, cost, transfer_time=transfer) for schedule in (own, found))
     if after > (1 - LEAST) * before:
         return made, f"order: none found is faster than {plan.schedule}, {before:.4g} s of its stages; {path} is not written"
-    write_order(found, path)
+    write_order(found, path, what="--order")
     runs = (_with(made.runs[0], plan, path), *made.runs[1:])
-    return replace(
-        made, runs=runs
-    ), f"order: {after:.4g} s of its stages, {plan.schedule} {before:.4g} ({after / before - 1:.1%}); wrote {path}"
+    said = f"order: {after:.4g} s of its stages, {plan.schedule} {before:.4g} ({after / before - 1:.1%}); wrote {path}"
+    return replace(made, runs=runs), said
 
 
 def _nothing_to_search(plan: Plan) -> str | None:

@@ -103,10 +103,8 @@ def planned(
 
         small = replace(_offloading(FIRST, run), largest_tp=space.largest_tp, largest_sp=space.largest_sp, largest_pp=space.largest_pp)
         first = chosen(_plans(run, cluster, small), small, top=100 * ways, enough=cut_so)
-    if ways is None or not only:  # where none of the first round fits, one of all may
-        found = chosen(_plans(run, cluster, space), space, top=100 * top, enough=accepted)
-    else:
-        found = chosen(_plans(run, cluster, space, only), space, top=100 * top, enough=accepted)
+    # where none of the first round fits, one of all ways may
+    found = chosen(_plans(run, cluster, space, only or None), space, top=100 * top, enough=accepted)
     if not found.ranked:
         raise _nothing_fits(found, run, cluster, checked)
     if first is not None:

@@ -24,8 +24,8 @@ _ACTION = re.compile(r"(\d{1,9})([FBIWSU])(\d{0,9})(?:@(\d{1,9}))?", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
-def write_order(schedule: Schedule, path: str | Path) -> None:
-    """Write one line per rank. Raises BadInput if the file cannot be written."""
+def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") -> None:
+    """Write one line per rank, and the folder that the file is to be in. Raises BadInput if the file cannot be written."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         cells: list[str] = []
@@ -36,9 +36,10 @@ def write_order(schedule: Schedule, path: str | Path) -> None:
                 cells.append(str(action))
         lines.append(",".join(cells) + "\n")
     try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+        raise BadInput(what, got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
 
 
 def read_order(path: str | Path) -> Schedule:

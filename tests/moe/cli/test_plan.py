@@ -63,7 +63,7 @@ def test_an_order_that_is_written_is_faster_keeps_no_more_and_is_the_recipes(
     schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a plain replay of the order's actions, with the plan's own seconds."""
-    order, out = tmp_path / "order.csv", tmp_path / "plan.yaml"
+    order, out = tmp_path / "a new folder" / "order.csv", tmp_path / "plan.yaml"
     words = [
         *UNEVEN,
         "--model.num_layers",
