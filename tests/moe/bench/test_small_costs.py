@@ -17,6 +17,7 @@ def test_every_small_cost_is_a_row_with_its_unit_and_is_printed(
         monkeypatch.setattr(small_costs, name, small)  # 99 tokens are not a multiple of the tiles and chunks
     assert small_costs.main(rounds=1, json=str(tmp_path / "costs.json")) == 0
     rows, printed = json.loads((tmp_path / "costs.json").read_text())["rows"], capsys.readouterr().out
-    assert {row["set"] for row in rows} == {"idle groups", "products", "pieces", "steps", "losses", "recomputed"}
+    assert {row["set"] for row in rows} == {"idle groups", "products", "pieces", "steps", "losses", "bytes of losses", "recomputed"}
     assert all(row["what"] in printed for row in rows) and len(rows) == len(printed.splitlines()) > 20
-    assert all(("processors" if row["set"] == "idle groups" else "milliseconds") in row for row in rows)
+    units = {"idle groups": "processors", "bytes of losses": "MiB"}
+    assert all(units.get(row["set"], "milliseconds") in row for row in rows)
