@@ -1,13 +1,17 @@
 """Files that a user names: a path that makes no sense, a pipe, a device or a huge file is one line instead of a hang.
 
-user_path("~/text")      the path, for anything that may or may not be there
-read_text(path)          the text of a regular file of a sensible size; OSError says what it is instead
+user_path("~/text")                     the path, for anything that may or may not be there
+read_text(path)                         the text of a regular file of a sensible size; OSError says what it is instead
+check_writable(path, what="--out")      before long work: can its results be written there
+write_text(path, text, what="--out")    the text in that file; `writing` is for what writes a file itself, such as a picture
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from parallel.errors import BadInput, harmless
@@ -44,3 +48,37 @@ def read_text(path: str | Path, *, most_bytes: int = MOST_BYTES, newline: str | 
 
 def _opened(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer opens at once, and is then seen for what it is
+
+
+def check_writable(path: Path, *, what: str) -> None:
+    """Refuse a place in which nothing can be written, before the work whose results it is for. Raises BadInput, about `what`."""
+    folder = next(place for place in (path.absolute().parent, *path.absolute().parents) if place.exists())
+    why = (
+        "Is a directory" if path.is_dir()
+        else f"{folder} is no folder" if not folder.is_dir()
+        else "Permission denied" if not os.access(path if path.exists() else folder, os.W_OK)
+        else None
+    )  # fmt: skip
+    if why:
+        raise _not_written(path, why, what)
+
+
+@contextmanager
+def writing(path: Path, *, what: str) -> Iterator[None]:
+    """Around what writes a file that the user asked for: makes the folder that it is to be in. Raises BadInput if it cannot write."""
+    check_writable(path, what=what)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise _not_written(path, error.strerror or str(error), what) from None
+
+
+def write_text(path: Path, text: str, *, what: str) -> None:
+    """Write a file that the user asked for, and the folder that it is to be in. Raises BadInput if it cannot write."""
+    with writing(path, what=what):
+        path.write_text(text, encoding="utf-8")
+
+
+def _not_written(path: Path, why: str, what: str) -> BadInput:
+    return BadInput(what, got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")

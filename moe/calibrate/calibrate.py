@@ -25,7 +25,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
-from moe.records.results import check_writable, write_text
+from parallel.files import check_writable, write_text
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Between, Cluster, Inside, told_of
 from parallel.plan.cost import step_time

@@ -16,6 +16,7 @@ from moe.launch import exit_codes
 from moe.verify.hybrid import FACTORS, Idle, case_of, completed
 from moe.verify.pairwise import Pair, every_pair, together
 from parallel.errors import BadInput
+from parallel.files import write_text
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
 PAGE = """# What goes with what
@@ -60,11 +61,7 @@ def main(*, out: str | None = None, json: str | None = None) -> int:
     if out is None:
         print(text, end="")
     else:
-        try:
-            Path(out).write_text(text, encoding="utf-8")
-        except OSError as error:
-            got = f"{out}: {error.strerror}"
-            raise BadInput("--out", got=got, needed="a file that can be written", fix="choose another path") from None
+        write_text(Path(out), text, what="--out")
     if json is not None:
         from moe.records.results import write_json
 

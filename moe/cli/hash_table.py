@@ -17,7 +17,7 @@ from moe.launch import exit_codes
 from moe.recipe.hash_table import Table, balanced
 from moe.recipe.sections import Run
 from parallel.errors import BadInput
-from parallel.files import user_path
+from parallel.files import user_path, write_text
 
 _AT_ONCE = 2**24  # tokens
 _OF_A_MIXTURE = 2**40  # tokens that its counts come to
@@ -40,10 +40,7 @@ def main(run: Run, *, recipe: str, out: Path) -> int:
     table: Table = made[run.experts.counts[0]]
     if len(made) > 1:
         table = {str(layer): made[run.experts.of_layer(nth)] for nth, layer in enumerate(layers)}
-    try:
-        path.write_text(json.dumps(table) + "\n")
-    except OSError as error:
-        raise BadInput("OUT", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another place") from None
+    write_text(path, json.dumps(table) + "\n", what="OUT")
     for count, rows in made.items():
         load_E = np.bincount(np.array(rows).reshape(len(rows), -1).ravel(), np.repeat(counts_V, choices), minlength=count)
         share_E = load_E / max(1, load_E.sum())

@@ -41,7 +41,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
 from parallel.errors import BadInput, did_you_mean, harmless
-from parallel.files import user_path
+from parallel.files import check_writable, user_path
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Run
@@ -544,9 +544,7 @@ def _run(words: list[str]) -> int:
     rest = check_words(verb, verbs.VERBS[verb], rest)
     flags = verbs.parse(verb, rest, benches=bench_names())
     if (results := getattr(flags, "json", None)) is not None:
-        from moe.records.results import check_writable
-
-        check_writable(user_path(results, what="--json"))
+        check_writable(user_path(results, what="--json"), what="--json")
     return FUNCTIONS[verb](flags, overrides)
 
 

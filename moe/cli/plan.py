@@ -20,8 +20,8 @@ from moe.plan.planned import WAYS, Planned, gib, guided, planned
 from moe.plan.predicted import held_bytes, settled
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
-from moe.records.results import check_writable, write_text
 from parallel.errors import BadInput
+from parallel.files import check_writable, write_text
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
 from parallel.plan.cost import step_time

@@ -20,6 +20,7 @@ from moe.cli.simulate_text import print_all, print_one
 from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
+from parallel.files import write_text
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, kind_of, make_schedule
@@ -169,11 +170,7 @@ def _write(timeline: Timeline, out: Path, *, seconds: bool) -> None:
     elif out.suffix == ".json":
         write_trace(timeline, out, microseconds=1e6 if seconds else 1000)
     else:
-        try:
-            out.write_text(text(timeline) + "\n", encoding="utf-8")
-        except OSError as error:
-            fix = "choose another path"
-            raise BadInput("--out", got=f"{out}: {error.strerror}", needed="a file that can be written", fix=fix) from None
+        write_text(out, text(timeline) + "\n", what="--out")
 
 
 def _finish(rows: list[dict[str, Any]], refused: list[dict[str, str]], json: Path | None) -> int:

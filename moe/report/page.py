@@ -19,6 +19,7 @@ from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows
 from parallel.errors import BadInput
+from parallel.files import write_text
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
 MOST_EVENTS = 200
@@ -45,8 +46,8 @@ def main(run_dir: Path | str, json: Path | str | None = None) -> Path:
         files = sorted((folder / PLOT_FOLDER).glob("*.png")) + [page]
         rows = [{"file": str(path.relative_to(folder)), "bytes": path.stat().st_size} for path in files]
         content = {"verb": "report", "commit": summary.get("commit"), "hardware": summary.get("hardware")}
-        Path(json).parent.mkdir(parents=True, exist_ok=True)
-        Path(json).write_text(json_format.dumps({**content, "rows": rows, "passed": len(rows), "failed": 0}, indent=2) + "\n")
+        text = json_format.dumps({**content, "rows": rows, "passed": len(rows), "failed": 0}, indent=2)
+        write_text(Path(json), text + "\n", what="--json")
     return page
 
 

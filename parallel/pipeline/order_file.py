@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.files import read_text, write_text
 from parallel.pipeline.check import check
 from parallel.pipeline.schedule import COMPUTE, OF_A_BATCH, Action, Node, Op, Schedule, updates
 
@@ -35,11 +35,7 @@ def write_order(schedule: Schedule, path: str | Path, *, what: str = "--out") ->
             else:
                 cells.append(str(action))
         lines.append(",".join(cells) + "\n")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(what, got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+    write_text(Path(path), "".join(lines), what=what)
 
 
 def read_order(path: str | Path) -> Schedule:

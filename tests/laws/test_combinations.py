@@ -100,4 +100,4 @@ def test_rows_and_page_are_written(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(ours) == len(table()) and {row["status"] for row in ours} == {judged.status for judged in table().values()}
     assert len(rows) - len(ours) == sum(len(rule.one[1]) * len(rule.other[1]) for rule in RULES)
     with pytest.raises(BadInput, match=re.escape("--out: got")):
-        main(out=str(tmp_path / "none" / "page.md"))
+        main(out=str(tmp_path / "page.md" / "page.md"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.files import read_text, write_text
 from parallel.pipeline.check import check
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Schedule
@@ -46,10 +46,7 @@ def write_plan(plan: EnergyPlan, path: str | Path) -> None:
             for order, clocks in zip(plan.schedule.orders, plan.clocks, strict=True)
         ],
     }
-    try:
-        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+    write_text(Path(path), json.dumps(value, indent=1) + "\n", what="--out")
 
 
 def read_plan(path: str | Path, schedule: Schedule, *, what: str, fix: str) -> Clocked:

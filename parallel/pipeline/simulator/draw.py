@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallel.errors import BadInput
+from parallel.files import writing
 from parallel.pipeline.schedule import Op
 from parallel.pipeline.simulator.simulate import Span, Timeline
 from parallel.pipeline.simulator.timeline import label
@@ -89,10 +89,8 @@ def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None) -> None
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    try:
+    with writing(Path(path), what="--out"):
         figure.savefig(path, format="png")
-    except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
 
 
 def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any) -> None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parallel.errors import BadInput
+from parallel.files import write_text
 from parallel.pipeline.schedule import Action, Op, Schedule
 from parallel.pipeline.simulator.simulate import Span, Timeline
 
@@ -94,7 +94,4 @@ def _event(name: str, category: str, track: int, span: Span, microseconds: float
 
 def write_trace(timeline: Timeline, path: str | Path, *, microseconds: float = 1000) -> None:
     """Write the trace as JSON. Raises BadInput if the file cannot be written."""
-    try:
-        Path(path).write_text(json.dumps(trace(timeline, microseconds=microseconds)) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BadInput("--out", got=f"{path}: {error.strerror}", needed="a file that can be written", fix="choose another path") from None
+    write_text(Path(path), json.dumps(trace(timeline, microseconds=microseconds)) + "\n", what="--out")

@@ -99,8 +99,8 @@ def test_a_recipe_and_a_csv_are_planned(tmp_path: Path) -> None:
         ("--steps 2", "--steps: got 2, needed at least 1, with --apply; fix: --apply --steps 1"),
         ("--out x.csv", "--out: got x.csv, needed *.json (the plan), *.png (a picture); fix: --out x.json"),
         ("--out .", "--out: got ., needed *.json (the plan), *.png (a picture); fix: --out plan.json"),
-        ("--out none/x.png", "--out: got none/x.png: No such file or directory"),
-        ("--out none/x.json", "--out: got none/x.json: No such file or directory"),
+        ("--out two.csv/x.png", "--out: got two.csv/x.png: {here}/two.csv is no folder, needed a file that can be written"),
+        ("--out two.csv/x.json", "--out: got two.csv/x.json: {here}/two.csv is no folder"),
         ("--forward-time 0", "--forward_time: got 0, needed a time above 0"),
         ("--tflops 3", "--tflops: got it without a recipe"),
         ("--model.d_ff 3", "--model.d_ff: got it without a recipe"),
@@ -117,9 +117,10 @@ def test_wrong_words_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     profile_file(tmp_path / "p.json", [(0.01, 0.02)] * 2)
+    Path("two.csv").write_text("0F0,0B0\n1F0,1B0\n")
     assert cli.main(["energy", *words.split()]) == 2
     got = capsys.readouterr().err
-    assert got.startswith(f"error: {said}") and got.count("\n") == 1
+    assert got.startswith(f"error: {said.replace('{here}', str(tmp_path))}") and got.count("\n") == 1
 
 
 CLOCK = '{"1530": {"s": 1, "j": 2}}'

@@ -202,19 +202,26 @@ def test_times_by_stage_transfer_and_overlap(tmp_path: Path) -> None:
         ("zb_v --recipe dense_tiny", "stages: got 4, 8 stages, needed at most one a layer: 4; fix: --stages 2 or --model.num_layers 8"),
         ("1f1b --recipe dense_tiny --microbatches 5", "--microbatches: got 5 of a batch of 16 sequences on 1 data-parallel ranks"),
         ("1f1b gpipe", "moe simulate: got 'gpipe' as one word too many, needed NAME"),
-        ("1f1b --out none/x.png", "--out: got none/x.png: No such file or directory, needed a file that can be written"),
-        ("1f1b --out none/x.csv", "--out: got none/x.csv: No such file or directory"),
-        ("1f1b --out none/x.txt", "--out: got none/x.txt: No such file or directory"),
-        ("1f1b --out none/x.json", "--out: got none/x.json: No such file or directory"),
+        ("1f1b --out two.csv/x.png", "--out: got two.csv/x.png: {here}/two.csv is no folder, needed a file that can be written"),
+        ("1f1b --out two.csv/x.csv", "--out: got two.csv/x.csv: {here}/two.csv is no folder"),
+        ("1f1b --out two.csv/x.txt", "--out: got two.csv/x.txt: {here}/two.csv is no folder"),
+        ("1f1b --out two.csv/x.json", "--out: got two.csv/x.json: {here}/two.csv is no folder"),
     ],
 )
 def test_wrong_words_are_one_line(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("two.csv").write_text("0F0,0B0\n")
     assert cli.main(["simulate", *words.split()]) == 2
     got = capsys.readouterr().err
-    assert got.startswith(f"error: {said}") and got.count("\n") == 1
+    assert got.startswith(f"error: {said.replace('{here}', str(tmp_path))}") and got.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.csv", "x.txt", "x.json"])
+def test_a_new_folder_is_made(name: str, tmp_path: Path) -> None:
+    assert cli.main(["simulate", "1f1b", "--out", str(tmp_path / "new" / "one" / name)]) == 0
+    assert (tmp_path / "new" / "one" / name).stat().st_size > 0
 
 
 def test_a_csv_takes_no_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
