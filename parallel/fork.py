@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.malloc import keep_freed_memory
 from parallel.parent import die_with
 
 _GRACE_S = 3.0  # time for the others after one rank has failed: often they fail too, and their errors help
@@ -83,6 +84,7 @@ def _child(
     code = 1
     die_with(parent)
     gc.freeze()  # what is inherited stays as it is: a collection would visit all of it, and copy every page that it marks
+    keep_freed_memory()  # as in ranks that a launcher starts (parallel/process.py): else what is timed here is how pages are cleared
     try:
         torch.set_num_threads(1)
         faulthandler.register(signal.SIGUSR1, file=open(folder / f"{rank}.stack", "w"), all_threads=False)  # noqa: SIM115 (open while the rank lives)

@@ -33,7 +33,6 @@ from parallel import process
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.fork import run_on_ranks
-from parallel.malloc import keep_freed_memory
 from parallel.mesh import Axis, Degrees, Mesh, divisors
 from parallel.process import World
 
@@ -155,7 +154,6 @@ def ways(mesh: Mesh, by_hidden: Mesh, shape: Shape) -> dict[str, tuple[Dispatche
 
 def measure(rank: int, ranks: int, rounds: int, shape: list[int]) -> list[dict[str, Any]]:
     """The rows of all dispatchers and dtypes, on ranks that are running. Bytes are equal on all ranks; times are this rank's."""
-    keep_freed_memory()  # for both sides: else the time would include the system clearing pages
     s, found, node = Shape(*shape), [], divisors(ranks)[len(divisors(ranks)) // 2]
     mesh, by_hidden = (
         process.connect(d, World(rank, ranks)) for d in (Degrees(dp=ranks, ep=ranks, ep_inner=node), Degrees(dp=ranks, etp=ranks))

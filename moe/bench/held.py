@@ -22,11 +22,6 @@ from parallel.data.engine import Engine
 from parallel.plan.states import States
 
 
-def give_freed_memory_back() -> None:
-    """Allocate every tensor of 64 KiB or more in pages of its own, which go back to the system at once. Else heap holes count as held."""
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h
-
-
 def resident_bytes() -> int:
     """Anonymous memory of this process, after the C library has returned what it keeps for later."""
     ctypes.CDLL(None).malloc_trim(0)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.bench.held import give_freed_memory_back, peak_resident_bytes
+from moe.bench.held import peak_resident_bytes
 from moe.model.initialise import FirstValues
 from moe.model.transformer import Transformer
 from moe.parallelize import stages
@@ -32,6 +32,7 @@ from moe.records.results import write_json
 from parallel.first_values import key_of_tensor
 from parallel.fork import run_on_ranks
 from parallel.layout import Layout
+from parallel.malloc import give_freed_memory_back
 from parallel.mesh import Degrees, Mesh
 
 MOST_BYTES = 2**30

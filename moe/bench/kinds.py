@@ -33,7 +33,6 @@ from moe.recipe.sections import Run, Sharding
 from moe.records.results import write_json
 from moe.train.step import finish
 from parallel.fork import run_on_ranks
-from parallel.malloc import keep_freed_memory
 from parallel.mesh import Mesh
 from parallel.precision import LossScale
 
@@ -122,7 +121,6 @@ def plain_deepspeed(started: Started, rank: int) -> Step:
 
 def measure(rank: int, ranks: int, kind: ShardedKind, rounds: int, folder: str) -> dict[str, Any]:
     """Seconds of each round and losses of each step, by implementation, on ranks that are running."""
-    keep_freed_memory()  # as the trainer does; the same for all
     started = start(kind, recipe(kind.with_path(folder), ranks), rank, ranks)
     steps: dict[str, Step] = {"torch": plain_torch(started, rank), "ours": ours(started, rank)}
     if kind.by_deepspeed:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from moe.bench import attention, resume, tensor_grids, tiles
-from moe.bench.held import Arriving, Held, give_freed_memory_back, held, living, resident_bytes, storages
+from moe.bench.held import Arriving, Held, held, living, resident_bytes, storages
 from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
@@ -31,6 +31,7 @@ from moe.records.results import write_json
 from moe.train.step import finish
 from parallel.extensions import missing_for_nvme
 from parallel.fork import run_on_ranks
+from parallel.malloc import give_freed_memory_back
 from parallel.mesh import divisors
 from parallel.plan.states import MIXED, STAGES, model_states, sparse_model_states
 from parallel.precision import LossScale

@@ -25,7 +25,6 @@ from moe.records.results import write_json
 from parallel import process
 from parallel.data.ddp import DDP
 from parallel.fork import run_on_ranks
-from parallel.malloc import keep_freed_memory
 from parallel.process import World
 
 WORLD, CPU = 2, torch.device("cpu")
@@ -40,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
 def main(*, rounds: int = 9, json: str | None = None) -> int:
     """`moe bench muon`."""
     torch.set_num_threads(1)
-    keep_freed_memory()
     rows = []
     for case, values in CASES.items():
         found = run_on_ranks(_on_rank, WORLD, values, rounds, timeout_s=900)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from moe.bench.alive import Alive
 from moe.bench.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
-from moe.calibrate.own_step import CPU, take_step, tokens_of
+from moe.calibrate.own_step import CPU, WARM_UP, take_step, tokens_of
 from moe.checks.together import check_run
 from moe.launch import exit_codes
 from moe.parallelize.build import build
@@ -208,7 +208,7 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
     mesh = process.connect(run.mesh_degrees(), World(rank, ranks, rank, ranks))
     prepare(run, lambda _: None)
     shard = shard_of(run, mesh, run.train.global_batch)
-    batches = [tokens_of(shard, run.vocab_size, step) for step in range(2 + steps)]
+    batches = [tokens_of(shard, run.vocab_size, step) for step in range(WARM_UP + steps)]
     with Alive(batches) as alive:
         model, layouts = build(run, mesh, device=CPU)
         executor = start_executor(run, model, layouts, mesh)
@@ -217,12 +217,12 @@ def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[s
             take_step(run, mesh, executor, shard, batches[step], step)
         held = alive.most
     seconds, core = [], []
-    for step in range(2, 2 + steps):
+    for step in range(2, WARM_UP + steps):
         dist.barrier()
         began, had = time.perf_counter(), time.process_time()
         take_step(run, mesh, executor, shard, batches[step], step)
         seconds.append(time.perf_counter() - began)
         core.append(time.process_time() - had)
-    fastest = torch.tensor(seconds)
+    fastest = torch.tensor(seconds[WARM_UP - 2 :])
     dist.all_reduce(fastest, dist.ReduceOp.MAX)
-    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core), "stage": mesh.axis("pp").index}
+    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core[WARM_UP - 2 :]), "stage": mesh.axis("pp").index}

@@ -24,13 +24,13 @@ from typing import Any
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from moe.bench.held import give_freed_memory_back
 from moe.bench.shapes import LENGTH, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, start, tokens_of
 from moe.train import state
 from moe.train.state import Counters
 from moe.train.step import finish
 from parallel.fork import run_on_ranks
+from parallel.malloc import give_freed_memory_back
 from parallel.precision import LossScale
 
 STEPS, ALLOWED = 3, 0.10  # allowed: more than training, as a share of it

@@ -23,7 +23,6 @@ from moe.records.results import write_json
 from parallel import process
 from parallel.checkpoint import Piece, sha256
 from parallel.fork import run_on_ranks
-from parallel.malloc import keep_freed_memory
 from parallel.mesh import Degrees
 from parallel.process import World
 from parallel.saver import Saver
@@ -59,7 +58,6 @@ def main(*, nproc: int = 2, rounds: int = 5, json: str | None = None) -> int:
 def measured(rank: int, ranks: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     """Seconds of each round: until a save that waits is done, until the copy is, and of a product alone and beside the writer."""
     torch.set_num_threads(1)
-    keep_freed_memory()
     world = process.connect(Degrees(dp=ranks), World(rank, ranks)).axis("world")
     draw = torch.Generator().manual_seed(rank)
     held = [

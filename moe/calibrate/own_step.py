@@ -30,11 +30,12 @@ from parallel.precision import LossScale
 from parallel.process import World
 
 CPU = torch.device("cpu")
+WARM_UP = 4  # steps until the process has all the memory that it will use: before, pages are cleared at their first touch
 
 
 def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 3, alone: bool = False) -> float:
-    """Median of `steps` after one that does not count; the slowest rank's. `alone`: each rank trains by itself, beside the others, and its
-    seconds are those that it had a core."""
+    """Median of `steps` after WARM_UP; the slowest rank's. `alone`: each rank trains by itself, beside the others, and its seconds are
+    those that it had a core."""
     clock = time.process_time if alone else time.perf_counter
     world = World() if alone else World(rank, ranks, rank, ranks)
     run = check_run(build_run(values), world.size)
@@ -44,14 +45,14 @@ def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 
     executor = start_executor(run, model, layouts, mesh)
     shard = shard_of(run, mesh, run.train.global_batch)
     seconds = []
-    for step in range(steps + 1):
+    for step in range(WARM_UP + steps):
         batch = tokens_of(shard, run.vocab_size, step)
         if ranks > 1:
             dist.barrier()
         began = clock()
         take_step(run, mesh, executor, shard, batch, step)
         seconds.append(clock() - began)
-    found = torch.tensor(median(seconds[1:]), dtype=torch.float64)
+    found = torch.tensor(median(seconds[WARM_UP:]), dtype=torch.float64)
     if ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

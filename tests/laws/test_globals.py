@@ -114,10 +114,7 @@ SETTINGS = {
         "parallel/data/deepspeed.py": "its calls of names that torch warns of, wherever they are made",
         "parallel/data/fsdp.py": "torch's warning of a view that it handles",
     },
-    ".mallopt": {
-        "parallel/malloc.py": "the C library has one heap for the process",
-        "moe/bench/held.py": "likewise: what is freed must show as freed",
-    },
+    ".mallopt": {"parallel/malloc.py": "the C library has one heap for the process"},
     ".prctl": {"parallel/parent.py": "a rank dies with who started it"},
     "logging.disable": {"moe/launch/torchrun.py": "of a process that is torchrun and nothing else"},
     "atexit.register": {"moe/records/progress.py": "a terminal's cursor must come back however the process ends"},
