@@ -9,6 +9,9 @@
 The first time is what a user waits for, and wrong by whatever else the machine does meanwhile. The second is nearly free of that; where
 cores are what a layout waits for, as with more ranks than cores, both are the same on an idle machine. The prediction of the second is
 that of the first without what a rank only waits for.
+
+The speed of a machine changes within minutes, and what is calibrated before cannot know it. So all of this is done `--rounds` times, and
+the medians of what was measured and of what was predicted are compared.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ LARGE: dict[str, Any] = {  # weights take more bytes than activations
     "train": {"global_batch": 4, "eval_sequences": 4},
 }
 IN_CHUNKS: dict[str, Any] = {"model": {"d_model": 128, "d_ff": 256, "vocab_size": 8192}, "recompute": {"loss_chunks": 4}}
-SEQUENCES, STEPS, TIMEOUT_S = 16, 3, 300.0
+SEQUENCES, STEPS, ROUNDS, TIMEOUT_S = 16, 3, 3, 300.0
 
 
 def layout(ranks: int, *, schedule: str = "1f1b", microbatches: int = 1, chunks: int | None = None, **values: Any) -> dict[str, Any]:
@@ -132,35 +135,43 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(*, only: str | None = None, json: str | None = None, rounds: int = STEPS) -> int:
-    """`only`: cases whose name holds it; `rounds`: steps timed of each. Returns 1 if a median |error|, of memory or of time, exceeds a
-    tenth."""
+def main(*, only: str | None = None, json: str | None = None, rounds: int = ROUNDS) -> int:
+    """`only`: cases whose name holds it; `rounds`: calibrations, and runs of each case. Returns 1 if a median |error|, of memory or of
+    time, exceeds a tenth."""
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or only in case]
     load_engines([kind_of(name) for name in ("zero1", "fsdp") if any(name[:4] in str(CASES[case].get("sharding")) for case in chosen)])
-    machine = calibrate.host(max(CASES[case]["ranks"] for case in chosen))
     pair = f"{'predicted':>11}{'error':>8}"
     print(f"{'case':<26}{'ranks':>6}{'step s':>9}{pair}{'core s':>9}{pair}{'MiB':>9}{'error':>8}", flush=True)
-    rows: list[dict[str, Any]] = []
+    runs: dict[str, list[dict[str, Any]]] = {case: [] for case in chosen}
+    programs: list[dict[str, float]] = []
     found: dict[str, float] = {}
-    for case in chosen:
-        row = _row(case, machine, rounds)
-        if row is None:
-            continue
-        rows.append(row)
-        found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "core_error", "memory_error")}
-        if json:  # with each row: many worlds start, and what is measured must not be lost
-            write_json(json, verb="bench planner-steps", rows=rows, medians=found, cores=machine.cores, program=machine.program)
+    for number in range(rounds):
+        machine = calibrate.host(max(CASES[case]["ranks"] for case in chosen))
+        programs.append(machine.program)
+        for case in chosen:
+            one = _run(case, machine)
+            if one is None:
+                continue
+            runs[case].append(one)
+            if number + 1 == rounds:
+                print(_line(_row(case, runs[case])), flush=True)
+            rows = [_row(case, of) for case, of in runs.items() if of]
+            found = {name: median([abs(row[name]) for row in rows]) for name in ("step_error", "core_error", "memory_error")}
+            if json:  # with each run: many worlds start, and what is measured must not be lost
+                write_json(
+                    json, verb="bench planner-steps", rows=rows, medians=found, rounds=number + 1, cores=machine.cores, programs=programs
+                )
     words = ", ".join(f"{name} {value:.1%}" for name, value in found.items())
-    print(f"{len(rows)} layouts, medians of absolute errors: {words}; load {getloadavg()[0]:.1f} on {machine.cores} cores")
+    print(f"{len(rows)} layouts, medians of absolute errors: {words}; {rounds} rounds, load {getloadavg()[0]:.1f} on {machine.cores} cores")
     return exit_codes.of(bool(found) and found["step_error"] <= WITHIN and found["memory_error"] <= WITHIN)
 
 
-def _row(case: str, machine: Cluster, steps: int) -> dict[str, Any] | None:
-    """Run one case, print it, and return its row; None where it did not run, which is printed."""
+def _run(case: str, machine: Cluster) -> dict[str, Any] | None:
+    """What one run of a case took and was predicted to take; None where it did not run, which is printed."""
     ranks, values = CASES[case]["ranks"], recipe(case)
     try:
-        measured = run_on_ranks(measure, ranks, ranks, values, steps, timeout_s=TIMEOUT_S)
+        measured = run_on_ranks(measure, ranks, ranks, values, STEPS, timeout_s=TIMEOUT_S)
     except RuntimeError as error:
         print(f"{case:<26}{ranks:>6}  did not run: {str(error).splitlines()[-1][:90]}", flush=True)
         return None
@@ -168,18 +179,27 @@ def _row(case: str, machine: Cluster, steps: int) -> dict[str, Any] | None:
     found = predict(check_run(build_run(values), ranks), Place.of(cluster, ranks))
     assert found.time is not None
     held, said = max(((one["bytes"], found.ranks[one["stage"]].allocated) for one in measured), key=lambda pair: abs(pair[1] / pair[0] - 1))
-    row: dict[str, Any] = {"case": case, "ranks": ranks, "parts": found.time.parts, "load": getloadavg()[0]}
-    pairs = {
+    return {
+        "parts": found.time.parts,
         "step": (max(one["seconds"] for one in measured), found.time.step),
         "core": (sum(one["core_seconds"] for one in measured) / min(ranks, machine.cores), core_seconds(found, cluster)),
         "memory": (held, said),
     }
-    for name, (was, predicted) in pairs.items():
+
+
+def _row(case: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over a case's runs. `parts`: of its last prediction."""
+    row: dict[str, Any] = {"case": case, "ranks": CASES[case]["ranks"], "parts": runs[-1]["parts"]}
+    for name in ("step", "core", "memory"):
+        was, predicted = (median(run[name][i] for run in runs) for i in (0, 1))
         row |= {f"{name}_measured": was, f"{name}_predicted": predicted, f"{name}_error": predicted / was - 1}
     row["passed"] = abs(row["step_error"]) <= WITHIN and abs(row["memory_error"]) <= WITHIN
-    times = "".join(f"{pairs[name][0]:>9.3f}{pairs[name][1]:>11.3f}{row[f'{name}_error']:>8.0%}" for name in ("step", "core"))
-    print(f"{case:<26}{ranks:>6}{times}{held / 2**20:>9.1f}{row['memory_error']:>8.1%}", flush=True)
     return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = "".join(f"{row[f'{n}_measured']:>9.3f}{row[f'{n}_predicted']:>11.3f}{row[f'{n}_error']:>8.0%}" for n in ("step", "core"))
+    return f"{row['case']:<26}{row['ranks']:>6}{times}{row['memory_measured'] / 2**20:>9.1f}{row['memory_error']:>8.1%}"
 
 
 def core_seconds(found: Prediction, cluster: Cluster) -> float:

@@ -5,11 +5,13 @@
     own_step.py     whole steps of small models, each rank by itself                   what the program adds to its products
 
 The steps decide three constants by least squares without negative values, relative to each step: predicted = products + attention +
-launch_us * kernels + pointwise * bytes of what streams + step_ms. On GPUs the program's constants stay those of parallel/plan/program.py.
+launch_us * kernels + pointwise * bytes of what streams + step_ms. A fourth, gather_us, is what FSDP's steps on two ranks take longer than
+DDP's for each gather, beyond the collective. On GPUs the program's constants stay those of parallel/plan/program.py.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +30,7 @@ from moe.recipe.load import build_run
 from parallel.files import check_writable, write_text
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Between, Cluster, Inside, told_of
-from parallel.plan.cost import step_time
+from parallel.plan.cost import own_program, step_time
 from parallel.plan.device import Device
 from parallel.plan.program import OWN_ON_CPU
 from parallel.plan.this_machine import measured_file, memory_limit_bytes, processor
@@ -38,6 +40,7 @@ TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels
 THREADED = (1024, 768, 768)  # the product by which threads are judged
 # (layers, width, hidden, heads, positions, sequences): from mostly launches to mostly products
+SHARDED = (6, 64, 256, 2, 64, 16)
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
 
 
@@ -81,7 +84,8 @@ def host(ranks: int) -> Cluster:
         threads=_threads(cores),
         sources=("moe plan --calibrate",),
     )
-    return replace(cluster, program=program(cluster, at_once))
+    cluster = replace(cluster, program=program(cluster, at_once))
+    return replace(cluster, program=cluster.program | {"gather_us": gather_us(cluster)})
 
 
 def _gpus(count: int, ranks: int) -> Cluster:
@@ -136,7 +140,16 @@ def _with_threads(_: int, count: int) -> float:
 
 
 def _own_steps(rank: int, ranks: int) -> list[float]:
-    return [own_step.step_seconds(rank, ranks, recipe(*size), alone=True) for size in STEPS]
+    return own_step.in_turn(rank, ranks, [recipe(*size) for size in STEPS], alone=True)
+
+
+def _sharded_steps(rank: int, ranks: int) -> list[float]:
+    return own_step.in_turn(rank, ranks, [sharded(kind) for kind in ("ddp", "fsdp")])
+
+
+def sharded(kind: str) -> dict[str, Any]:
+    """Many gathers of few parameters."""
+    return recipe(*SHARDED) | {"sharding": {"kind": kind}, "pipeline": {"microbatches": 4}}
 
 
 def recipe(layers: int, width: int, hidden: int, heads: int, length: int, sequences: int) -> dict[str, Any]:
@@ -214,6 +227,23 @@ def program(cluster: Cluster, at_once: int) -> dict[str, float]:
         wanted.append((seconds - base) / seconds)
     values, _ = nnls(rows, wanted)
     return {name: round(float(value), 4) for name, value in zip(names, values, strict=True)}
+
+
+def gather_us(cluster: Cluster) -> float:
+    """The host's time around a gather of parameters: what FSDP's step on two ranks takes longer than DDP's, less what the model says."""
+    importlib.import_module("parallel.data.fsdp")  # once, before ranks are forked
+    measured = run_on_ranks(_sharded_steps, 2, 2, timeout_s=TIMEOUT_S)[0]
+    two = cluster.holding(2)
+
+    def longer(around: float) -> float:
+        made = replace(own_program(two), gather_us=around)
+        runs = [build_run(sharded(kind)).resolve(2) for kind in ("ddp", "fsdp")]
+        plain, fsdp = (step_time(network_of(run), plan_of(run), two, made).step for run in runs)
+        return fsdp - plain
+
+    base = longer(0.0)
+    each = longer(1.0) - base
+    return round(max(0.0, float(measured[1] - measured[0]) - base) / each, 1)
 
 
 def _lines(made: Cluster) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Seconds of this project's own training step, on ranks that are running: model, engine, batch and update as the trainer has them.
 
-    step_seconds(rank, ranks, values)     a recipe's values -> the median step of the slowest rank
+    in_turn(rank, ranks, recipes)     recipes' values -> of each the median step of the slowest rank
 
 No data is read and nothing is recorded: tokens are random, the same on all ranks of a replica.
 """
@@ -8,6 +8,7 @@ No data is read and nothing is recorded: tokens are random, the same on all rank
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -30,32 +31,50 @@ from parallel.precision import LossScale
 from parallel.process import World
 
 CPU = torch.device("cpu")
+STEPS = 9
 WARM_UP = 4  # steps until the process has all the memory that it will use: before, pages are cleared at their first touch
 
 
-def step_seconds(rank: int, ranks: int, values: dict[str, Any], *, steps: int = 3, alone: bool = False) -> float:
-    """Median of `steps` after WARM_UP; the slowest rank's. `alone`: each rank trains by itself, beside the others, and its seconds are
-    those that it had a core."""
+@dataclass(frozen=True)
+class Trained:
+    """A recipe that is trained on ranks that are running."""
+
+    run: Run
+    mesh: Mesh
+    shard: TokenShard
+    executor: Executor
+
+    @staticmethod
+    def start(values: dict[str, Any], world: World) -> Trained:
+        run = check_run(build_run(values), world.size)
+        mesh = process.connect(run.mesh_degrees(), world)
+        prepare(run, lambda _: None)
+        model, layouts = build(run, mesh, device=CPU)
+        return Trained(run, mesh, shard_of(run, mesh, run.train.global_batch), start_executor(run, model, layouts, mesh))
+
+    def step(self, number: int) -> None:
+        take_step(self.run, self.mesh, self.executor, self.shard, tokens_of(self.shard, self.run.vocab_size, number), number)
+
+
+def in_turn(rank: int, ranks: int, recipes: list[dict[str, Any]], *, alone: bool = False) -> list[float]:
+    """Median of STEPS of each recipe after WARM_UP, the slowest rank's. They take turns: the machine's speed changes for all alike.
+
+    `alone`: each rank trains by itself, beside the others, and its seconds are those that it had a core.
+    """
     clock = time.process_time if alone else time.perf_counter
-    world = World() if alone else World(rank, ranks, rank, ranks)
-    run = check_run(build_run(values), world.size)
-    mesh = process.connect(run.mesh_degrees(), world)
-    prepare(run, lambda _: None)
-    model, layouts = build(run, mesh, device=CPU)
-    executor = start_executor(run, model, layouts, mesh)
-    shard = shard_of(run, mesh, run.train.global_batch)
-    seconds = []
-    for step in range(WARM_UP + steps):
-        batch = tokens_of(shard, run.vocab_size, step)
-        if ranks > 1:
-            dist.barrier()
-        began = clock()
-        take_step(run, mesh, executor, shard, batch, step)
-        seconds.append(clock() - began)
-    found = torch.tensor(median(seconds[WARM_UP:]), dtype=torch.float64)
+    trained = [Trained.start(values, World() if alone else World(rank, ranks, rank, ranks)) for values in recipes]
+    seconds: list[list[float]] = [[] for _ in trained]
+    for number in range(WARM_UP + STEPS):
+        for one, of in zip(trained, seconds, strict=True):
+            if ranks > 1:
+                dist.barrier()
+            began = clock()
+            one.step(number)
+            of.append(clock() - began)
+    found = torch.tensor([median(of[WARM_UP:]) for of in seconds], dtype=torch.float64)
     if ranks > 1:
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    return found.tolist()
 
 
 def take_step(run: Run, mesh: Mesh, executor: Executor, shard: TokenShard, batch: Tensor, step: int) -> None:

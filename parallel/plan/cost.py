@@ -383,6 +383,9 @@ def _sharing(
     if plan.stage == 2:
         each, hidden = _beside(reduced, stage.back, program)
         return m * each, gathered, m * hidden
+    if copies.size > 1:
+        around = max(1.0, cluster.crowd(world)) * (network.depth + 2) / plan.pp * program.gather_us * 1e-6  # of layers and both ends
+        reduced, gathered = reduced + around, gathered + around
     forward, hidden_forward = _beside(gathered, stage.ahead, program)
     often = plan.pp == 1 or program.shards == "micro-batch"
     if not often and not plan.reshard:  # parameters and gradients stay whole for all micro-batches of the step

@@ -32,6 +32,8 @@ class Program:
     alone          the part of the faster of host and device that is not beside the slower (1: one core does both, one after the other)
     shards         parameters of FSDP beside stages: gathered, and gradients summed, in each `micro-batch`, or once a `step`
     gather_gb_s    the most that one rank receives in such gathers (None: what its links carry)
+    gather_us      the host's time around one gather or sum of a layer's sharded parameters, where it hides nothing: copies in and out of
+                   buffers, and ranks that wait for each other
     experts_beside the part of exchanges with experts that the other direction's work hides
     tensor_beside  the part of tensor parallelism's collectives that products hide
     transfers      between stages: each of tp's ranks sends its part (`parts`), or all of them the same (`whole`)
@@ -62,6 +64,7 @@ class Program:
     alone: float = ALONE
     shards: Literal["micro-batch", "step"] = "step"
     gather_gb_s: float | None = None
+    gather_us: float = 0.0
     tensor_beside: float = 0.0
     experts_beside: float = 0.0
     transfers: Literal["parts", "whole"] = "parts"

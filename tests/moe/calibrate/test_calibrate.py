@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from moe.calibrate import calibrate, kernels, links
+from moe.calibrate import calibrate, kernels, links, own_step
 from moe.cli.main import main
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
@@ -62,6 +62,20 @@ def test_constants_come_out_as_they_were_put_in(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(calibrate, "run_on_ranks", steps)
     assert calibrate.program(there, 2) == pytest.approx(given, rel=1e-3)
+
+
+def test_the_time_around_a_gather_comes_out_as_it_was_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four micro-batches, six layers and two ends: two gathers and a sum of each every time. The first of all has nothing before it."""
+    there = replace(host(2), program={"launch_us": 37.0, "pointwise": 4.5, "step_ms": 2.25})
+    passes = 4 * (3 * (6 + 2) + (6 + 2) / 6)
+
+    def steps(*_: Any, **__: Any) -> list[list[float]]:
+        runs = [build_run(calibrate.sharded(kind)).resolve(2) for kind in ("ddp", "fsdp")]
+        plain, fsdp = (step_time(network_of(run), plan_of(run), there.holding(2), own_program(there)).step for run in runs)
+        return [[plain, fsdp + passes * 1750e-6]] * 2
+
+    monkeypatch.setattr(calibrate, "run_on_ranks", steps)
+    assert calibrate.gather_us(there) == pytest.approx(1750.0, rel=1e-4)
 
 
 def test_products_take_the_measured_time_and_lie_between_neighbours() -> None:
@@ -146,11 +160,14 @@ def test_this_machine_is_measured_and_predicted_for(
     monkeypatch.setattr(kernels, "STREAM_BYTES", 2**20)
     monkeypatch.setattr(links, "SIZES", (4096, 65536))
     monkeypatch.setattr(calibrate, "STEPS", ((1, 32, 64, 2, 32, 2), (2, 64, 128, 2, 48, 4), (1, 96, 256, 2, 64, 4)))
+    monkeypatch.setattr(calibrate, "SHARDED", (1, 32, 64, 2, 32, 8))
+    monkeypatch.setattr(own_step, "STEPS", 2)
+    monkeypatch.setattr(own_step, "WARM_UP", 1)
     path = tmp_path / "machine.yaml"
     assert main(["plan", "--calibrate", "--nproc", "1", "--out", str(path)]) == 0  # as on one core: collectives are of two all the same
     made = load_cluster(str(path))
     assert made.devices_per_node == 2 and list(made.inside.times["all_reduce"]) == [2]
-    assert made.cores > 0 and made.device.rates["fp32"] and set(made.program) == {"launch_us", "pointwise", "step_ms"}
+    assert made.cores > 0 and made.device.rates["fp32"] and set(made.program) == {"launch_us", "pointwise", "step_ms", "gather_us"}
     assert all(us > 0 for kind in made.inside.times.values() for row in kind.values() for us in row.values())
     assert main(["train", "dense_tiny", "--dry-run", "--cluster", str(path)]) == 0
     assert "time of a step  not predicted" not in capsys.readouterr().out
