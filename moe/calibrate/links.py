@@ -4,7 +4,7 @@
               has, all-gather of what it gets; a message of what is sent
     backend   gloo between processes of a CPU, NCCL between GPUs
 
-A call takes as long as its slowest rank, and of the calls the one at the lower quarter counts: others waited for something else. A
+A call takes as long as its slowest rank, and the median of the calls counts: a step has many, and some of them wait for a core. A
 collective on processes takes their cores, so eight on two cores take turns: that is in the numbers.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 SIZES = (4096, 65536, 524288, 4 * 2**20)
 KINDS = ("all_reduce", "all_gather", "all_to_all", "send")
-CALLS = 15
+CALLS = 25
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name is being withdrawn
@@ -35,7 +36,7 @@ def measure(rank: int, ranks: int, place: str) -> dict[str, dict[int, float]]:
         for size in SIZES:
             seconds = torch.tensor(_calls(kind, size, rank, ranks, device, group), dtype=torch.float64, device=device)
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-            found[kind][size] = round(1e6 * sorted(seconds.tolist())[CALLS // 4], 1)
+            found[kind][size] = round(1e6 * median(seconds.tolist()), 1)
         for smaller, larger in reversed(list(pairwise(SIZES))):  # less never takes longer: where it seems to, something else ran
             found[kind][smaller] = min(found[kind][smaller], found[kind][larger])
     return found

@@ -29,6 +29,7 @@ from parallel.plan.program import Program
 
 KIND = {1: "fp8", 2: "bf16", 4: "fp32"}
 BACKWARD_STREAM = 1.5  # what streams backward, against forward: a norm reads its input and a gradient, and writes one
+LOGITS_AGAIN_BYTES = 20.0  # beside the backward pass's own: 16 bits to fp32, difference, exponential, less what is read instead
 LOGIT_BYTES = (30.0, 16.0)  # forward and backward: 16 bits to fp32, maximum, difference, exponential, sum, quotient; and the gradient
 
 DISPATCH_KERNELS = 45  # of a router and of rows gathered, sorted, brought back, each way: fitted to Qwen3-235B under Megatron-Core
@@ -88,15 +89,27 @@ def _only(network: Network, sparse: bool) -> Network:
 def of_layer(plan: Plan) -> Plan:
     """What of a plan a layer depends on, so that plans which differ elsewhere share it (the same object): of pp and dp the world alone."""
     cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.sequence, plan.order
-    return _of_layer(plan.world, *cut, plan.microbatch, plan.compute_bytes)
+    return _of_layer(plan.world, *cut, plan.microbatch, plan.compute_bytes, plan.loss_chunks)
 
 
 @lru_cache(maxsize=20_000)
 def _of_layer(
-    world: int, tp: int, sp: int, ep: int, etp: int, tensor: Any, depth: int, sequence: Any, order: Any, microbatch: int, item: int
+    world: int,
+    tp: int,
+    sp: int,
+    ep: int,
+    etp: int,
+    tensor: Any,
+    depth: int,
+    sequence: Any,
+    order: Any,
+    microbatch: int,
+    item: int,
+    runs: int,
 ) -> Plan:
     ranks: dict[str, Any] = {"dp": world // (tp * sp), "tp": tp, "sp": sp, "ep": ep, "etp": etp}
-    return Plan(**ranks, tensor=tensor, depth=depth, sequence=sequence, order=order, microbatch=microbatch, compute_bytes=item)
+    more: dict[str, Any] = {"microbatch": microbatch, "compute_bytes": item, "loss_chunks": runs}
+    return Plan(**ranks, tensor=tensor, depth=depth, sequence=sequence, order=order, **more)
 
 
 @lru_cache(maxsize=100_000)
@@ -434,18 +447,25 @@ def _copies(choices: int, places: int) -> float:
 
 @lru_cache(maxsize=20_000)
 def head_time(network: Network, plan: Plan, cluster: Cluster, program: Program) -> tuple[Pass, Pass, float]:
-    """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient."""
+    """The last norm, the projection to the vocabulary and the loss; and the seconds of the weights' gradient. With `loss_chunks` the
+    backward pass makes each run's logits and their exponentials again."""
     rows, _ = _sides(plan)
     parts = plan.tp / rows
     n, v, device = tokens_of(network, plan) / rows, network.vocab / max(1, parts), cluster.device
     kind = KIND[max(2, plan.compute_bytes)]
     step = 64 if plan.tp > 1 or network.vocab > 1000 else 1
     v = -(-v // step) * step  # as programs pad it
-    f, x, w = _three(cluster, kind, n, v, network.width)
+    runs = plan.loss_chunks
+    f, x, w = (runs * of for of in _three(cluster, kind, n / runs, v, network.width))
+    again = f + device.stream(LOGITS_AGAIN_BYTES * n * v, kernels=4 * runs) if runs > 1 else 0.0
     group = group_of(plan.tp, 1, cluster.devices_per_node, plan.world)
     sums = all_reduce(cluster, group, n * network.width * plan.compute_bytes) if plan.tp > 1 else 0.0
-    forward = Pass(compute=f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8), tensor=sums, kernels=14)
-    backward = Pass(compute=x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4), tensor=sums, kernels=12)
+    forward = Pass(compute=f + device.stream(LOGIT_BYTES[0] * n * v, kernels=8 * runs), tensor=sums, kernels=6 + 8 * runs)
+    backward = Pass(
+        compute=x + w + device.stream(LOGIT_BYTES[1] * n * v, kernels=4 * runs) + again,
+        tensor=sums,
+        kernels=4 + (8 if runs == 1 else 12) * runs,
+    )
     return forward, backward, w
 
 
