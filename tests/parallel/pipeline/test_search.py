@@ -11,6 +11,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.check import check
 from parallel.pipeline.order_file import read_order, write_order
 from parallel.pipeline.schedule import Op, Schedule, flushed, one_stage_a_rank
+from parallel.pipeline.schedules import search as search_file
 from parallel.pipeline.schedules.alternating import Alternating
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.search import PLACEMENTS, search
@@ -121,6 +122,22 @@ def test_a_searched_order_is_a_file_like_any_other(tmp_path: object) -> None:
     write_order(found, f"{tmp_path}/order.csv")
     assert read_order(f"{tmp_path}/order.csv").orders == found.orders
     assert search("v", 2, 3, costs(1, 2), memory=2) == found  # the same each time
+
+
+def test_of_a_long_order_fewer_moves_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have MOVED actions in all, and of an order that has more than that alone none; else as many as `rounds` says."""
+    moved, tried = search_file._moved, [0]
+
+    def counted(schedule: Schedule, rng: random.Random) -> Schedule | None:
+        tried.append(sum(map(len, schedule.orders)))
+        return moved(schedule, rng)
+
+    monkeypatch.setattr(search_file, "_moved", counted)
+    for most, rounds in ((1000, 300), (30, 300), (1000, 7)):
+        monkeypatch.setattr(search_file, "MOVED", most)
+        tried[:] = [0]
+        search("line", 3, 5, costs([3, 1, 2], [5, 4, 7]), rounds=rounds)
+        assert len(tried) - 1 == rounds if rounds == 7 else most - 48 < sum(tried) <= most  # an order has at most 48 actions
 
 
 def test_a_memory_in_which_nothing_fits_is_refused() -> None:
