@@ -17,7 +17,7 @@ from typing import Any
 
 from moe.cli.simulate_search import NAME, refuse_elsewhere, searched
 from moe.cli.simulate_text import print_all, print_one
-from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
+from moe.cli.simulate_times import OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.files import write_text
@@ -110,14 +110,15 @@ def _row(
     of_batches: Callable[[int | None], Schedule], batches: int | None, costs: Times | OfRecipe, *, drains: bool
 ) -> tuple[dict[str, Any], Timeline]:
     schedule = of_batches(batches)
-    timeline = costs.run(schedule)
     num_batches = batches or (2 if schedule.name == "two_bw" else 1)
     microbatches = schedule.microbatches // num_batches
     fill = max(2, ceil(2 * schedule.num_ranks / microbatches))  # batches until a pipeline that never drains reaches its steady state
     if drains:
         time_per_batch = costs.period(schedule if num_batches == 1 else of_batches(1), fill)
     else:
-        time_per_batch = period(of_batches, costs.run, batches=fill)
+        check_filled(stages=schedule.num_ranks, microbatches=microbatches, batches=batches or 1, filled=fill + 1)
+        time_per_batch = period(of_batches, costs.makespan, batches=fill)
+    timeline = costs.run(schedule)
     ideal = sum(timeline.busy(rank) for rank in range(schedule.num_ranks)) / num_batches
     versions, sent = weight_versions(schedule), Counter(transfer.message.source for transfer in timeline.transfers)
     row = {

@@ -13,7 +13,7 @@ from parallel.errors import BadInput
 from parallel.pipeline.schedule import Schedule
 from parallel.pipeline.schedules.catalog import fewer_ranks
 from parallel.pipeline.simulator.held import peak_held, weight_versions
-from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, simulate
+from parallel.pipeline.simulator.simulate import Cost, Timeline, costs, drained_period, makespan, simulate
 
 WITHOUT_RECIPE = ("forward_time", "backward_time", "weight_share", "transfer_time")
 WITH_RECIPE = {"tflops": 140.0, "link_gb_s": 25.0}  # Megatron-LM on an A100 in 16 bits (SC21, table 1); one 200 Gbit/s card per rank
@@ -41,6 +41,9 @@ class Times:
     def run(self, schedule: Schedule) -> Timeline:
         return simulate(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
 
+    def makespan(self, schedule: Schedule) -> float:
+        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_time, overlap=self.overlap == "on")
+
     def period(self, schedule: Schedule, batches: int) -> float:
         """The time of one batch more, of a schedule of one batch that drains."""
         cost, overlap = self.cost(schedule), self.overlap == "on"
@@ -66,6 +69,17 @@ def check_size(
     else:
         fix = f"--stages {fewer} --microbatches {2 * fewer}" if fewer > 1 else "fewer --chunks or --batches"
     raise BadInput("--microbatches", got=got, needed=f"at most {allowed:,} passes in all", fix=fix)
+
+
+def check_filled(*, stages: int, microbatches: int, batches: int, filled: int) -> None:
+    """The same of a pipeline that never drains, of which `filled` batches follow each other until its period is known."""
+    if stages * microbatches * filled <= MOST_ACTIONS:
+        return
+    most = MOST_ACTIONS // max(3, batches)  # as many micro-batches as stages fill it with two batches, and the third is its period
+    fewer = 2 ** (isqrt(most).bit_length() - 1)
+    fix = f"--microbatches {most // stages // stages * stages}" if stages**2 <= most else f"--stages {fewer} --microbatches {fewer}"
+    got = f"{microbatches} on {stages} stages, {filled} batches of which fill a pipeline that never drains"
+    raise BadInput("--microbatches", got=got, needed=f"at most {MOST_ACTIONS:,} passes in all", fix=fix)
 
 
 def times_of(given: dict[str, Any]) -> Times:
@@ -126,6 +140,9 @@ class OfRecipe:
         crossing, overlap = self.stages(schedule)[0].crossing, self.overlap == "on"
         transfer = self.transfer_of(schedule)
         return simulate(schedule, self.cost(schedule), transfer_time=transfer, message_bytes=crossing, overlap=overlap)
+
+    def makespan(self, schedule: Schedule) -> float:
+        return makespan(schedule, self.cost(schedule), transfer_time=self.transfer_of(schedule), overlap=self.overlap == "on")
 
     def period(self, schedule: Schedule, batches: int) -> float:
         """The time of one batch more, of a schedule of one batch that drains."""

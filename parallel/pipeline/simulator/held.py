@@ -61,10 +61,13 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:
     mine = [action for action in schedule.orders[rank] if action.stage == stage]
     to_come = Counter(action.version for action in mine if action.op in (Op.F, Op.B, Op.I))
-    newest, most = 0, 1
-    for action in mine:
-        if action.op in (Op.F, Op.B, Op.I):
-            to_come[action.version] -= 1
-        newest = action.version if action.op is Op.U else newest
-        most = max(most, 1 + sum(n > 0 and version < newest for version, n in to_come.items()))
+    newest, older, most = 0, 0, 1  # older: versions before the newest that a later action reads
+    for op, _, _, version in mine:
+        if op is Op.U:
+            older += sum(to_come[v] > 0 for v in range(newest, version)) - sum(to_come[v] > 0 for v in range(version, newest))
+            newest = version
+        elif op in (Op.F, Op.B, Op.I):
+            to_come[version] -= 1
+            older -= version < newest and not to_come[version]
+        most = max(most, 1 + older)
     return most

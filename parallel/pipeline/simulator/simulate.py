@@ -132,13 +132,13 @@ def makespan(schedule: Schedule, cost: Cost | None = None, *, transfer_time: flo
     return end - min(run.first_starts())
 
 
-def period(build: Callable[[int], Schedule], run: Callable[[Schedule], Timeline] = simulate, *, batches: int = 2) -> float:
+def period(build: Callable[[int], Schedule], time: Callable[[Schedule], float] = makespan, *, batches: int = 2) -> float:
     """Time of one more batch once the pipeline is full. `build(n)` is the schedule of n batches; `batches` of them fill it.
 
     A rank begins its next batch right after its own update. If a flush leaves rank 0 waiting until the end, this is the makespan. It is
     less for schedules without a flush, and for those whose ranks end with the stagger with which they began.
     """
-    return run(build(batches + 1)).makespan - run(build(batches)).makespan
+    return time(build(batches + 1)) - time(build(batches))
 
 
 def drained_period(

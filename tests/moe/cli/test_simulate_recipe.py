@@ -173,3 +173,24 @@ def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_
         words = dict(zip(fix.split()[::2], map(int, fix.split()[1::2]), strict=True))
         for name in SCHEDULES:
             make_schedule(name, ranks=words.get("--stages", stages), microbatches=words["--microbatches"], batches=batches)
+
+
+def test_a_pipeline_that_takes_long_to_fill_is_refused_with_sizes_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(simulate_times, "MOST_ACTIONS", 128)
+
+    def simulated(**sizes: int) -> int:
+        return cli.main(["simulate", "pipedream", *(word for flag, n in sizes.items() for word in (f"--{flag}", str(n)))])
+
+    assert simulated(stages=3, microbatches=14) == 0 and simulated(stages=3, microbatches=1, batches=40) == 0
+    for sizes, fix in (
+        ({"stages": 4, "microbatches": 16}, {"microbatches": 8}),
+        ({"stages": 16, "microbatches": 2}, {"stages": 4, "microbatches": 4}),
+        ({"stages": 9, "microbatches": 2, "batches": 7}, {"stages": 4, "microbatches": 4}),
+    ):
+        assert simulated(**sizes) == 2
+        said = capsys.readouterr().err.rstrip()
+        assert "fill a pipeline that never drains" in said
+        assert said.endswith("fix: " + " ".join(f"--{flag} {n}" for flag, n in fix.items()))
+        assert simulated(**(sizes | fix)) == 0

@@ -5,7 +5,9 @@ Orders are compared with torch.distributed.pipelining's where both have them.
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +160,23 @@ def test_two_bw_is_one_update_late_with_two_versions(p: int, m: int) -> None:
         if action.op in (Op.F, Op.B):
             assert action.version == max(0, action.microbatch // m - 1)
     assert weight_versions(schedule) == (2,) * p
+
+
+def test_versions_are_those_that_a_later_pass_reads_in_any_order() -> None:
+    """Against the definition, of passes and updates at random; and in time that grows with the actions, not with their square."""
+    draw = random.Random(5)
+    for _ in range(200):
+        m = draw.randint(1, 9)
+        order = [Action(op, 0, j, draw.randint(0, m)) for j in range(m) for op in (Op.F, Op.B)]
+        order += [Action(Op.U, 0, version=version) for version in range(1, m + 1)]
+        draw.shuffle(order)
+        most = newest = 0
+        for at, action in enumerate(order):
+            newest = action.version if action.op is Op.U else newest
+            most = max(most, 1 + len({a.version for a in order[at + 1 :] if a.op is not Op.U and a.version < newest}))
+        assert weight_versions(Schedule("drawn", ((0,),), m, 1, (tuple(order),))) == (most,)
+    schedule, began = pipedream(1, 8000), time.process_time()
+    assert weight_versions(schedule) == (1,) and time.process_time() - began < 2
 
 
 def test_a_version_that_is_not_there_yet_is_a_deadlock() -> None:

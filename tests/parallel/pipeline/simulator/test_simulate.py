@@ -19,7 +19,7 @@ from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.dualpipe import dualpipe
 from parallel.pipeline.schedules.dualpipe_v import dualpipe_v
 from parallel.pipeline.simulator.held import peak_activations, peak_held, peak_owed
-from parallel.pipeline.simulator.simulate import Timeline, costs, period, simulate
+from parallel.pipeline.simulator.simulate import Timeline, costs, makespan, period, simulate
 
 SIZES = [(p, factor * p) for p in (2, 3, 4, 8) for factor in (1, 2, 4)]
 RATIOS = [(1, 1), (1, 2), (3, 5)]
@@ -148,7 +148,7 @@ def test_zero_bubble_h2_and_v_have_none_where_all_three_take_as_long(p: int, m: 
     for F, I, W in THIRDS:  # noqa: E741
         forward, backward, share = split(F, I, W)
         cost = costs(forward, backward, weight_share=share)
-        took = period(lambda n: make_schedule("zb_h2", ranks=p, microbatches=m, batches=n), lambda s, cost=cost: simulate(s, cost))
+        took = period(lambda n: make_schedule("zb_h2", ranks=p, microbatches=m, batches=n), lambda s, cost=cost: makespan(s, cost))
         assert took - m * (F + I + W) == (p - 1) * (F + I - 2 * W)
     for name, v in (("zb_h2", 1), ("zb_v", 2)):
         assert period(lambda n, name=name: make_schedule(name, ranks=p, microbatches=m, batches=n)) == 3 * v * m

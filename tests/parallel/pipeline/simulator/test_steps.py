@@ -12,7 +12,7 @@ from parallel.pipeline.check import linear
 from parallel.pipeline.schedule import Action, Message, Schedule
 from parallel.pipeline.schedules.catalog import SCHEDULES, make_schedule
 from parallel.pipeline.schedules.chimera import chimera
-from parallel.pipeline.simulator.simulate import drained_period, period, simulate
+from parallel.pipeline.simulator.simulate import drained_period, makespan, period, simulate
 from tests.support.plain_simulation import plain_order, plain_simulate
 
 
@@ -98,7 +98,7 @@ def test_clocks_that_go_on_give_the_period_of_repeated_batches(name: str, overla
         return of.setdefault((rank if action.op != "S" else 0, action.op, action.stage), draw.randint(1, 64) / 8)
 
     one = make_schedule(name, ranks=4, microbatches=8)
-    expected = period(one.repeated, lambda s: simulate(s, cost, transfer_time=0.5, overlap=overlap), batches=3)
+    expected = period(one.repeated, lambda s: makespan(s, cost, transfer_time=0.5, overlap=overlap), batches=3)
     assert drained_period(one, cost, transfer_time=0.5, overlap=overlap, batches=3) == expected
 
 
