@@ -3,6 +3,7 @@
     minimise    sum_i  s_i . c_i   +   sum_ij  e_ij . R_ij           s_i: one of operator i's strategies; e_ij: of i's output, as j reads it
     such that   e_ij's rows add up to s_i, its columns to s_j, by state        and at every time what lives fits into memory
 
+Of a layer that the backward pass computes again, the forward third is paid once more, and of its outputs the last alone lives.
 R counts how a tensor travels from the state in which i gives it to that in which j reads it. It is between states instead of strategies
 (several strategies give the same state), so the product variables are few and need not be integers, and the relaxation is tight. HiGHS
 solves it first (scipy.optimize.milp): mostly it has one strategy for each operator, and is the answer. Else the integer program is solved,
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from parallel.errors import BadInput
 from parallel.plan.graph import Graph
 from parallel.plan.links import Mesh
-from parallel.plan.strategies import Cost, Settings, State, Strategy, candidates, change, cost_of, read_together
+from parallel.plan.strategies import AGAIN, Cost, Settings, State, Strategy, candidates, change, cost_of, read_together
 
 LARGE = 60_000  # variables of the program, above which it is relaxed
 
@@ -45,27 +46,30 @@ def intra_op(
     fixed: Mapping[str, State] | None = None,
     same: tuple[tuple[str, str], ...] = (),
     weight: Mapping[int, float] | None = None,
+    again: Mapping[int, str] | None = None,
     large: int = LARGE,
+    gap: float = 1e-9,
 ) -> Assignment:
     """The best strategies on `mesh`, whose devices have `memory_bytes` for states and for outputs of `in_flight` micro-batches.
 
     `fixed`: the state of some operators' outputs; `same`: pairs of operators whose outputs lie alike; `weight`: how often each layer
-    counts. Raises BadInput where nothing fits.
+    counts; `again`: the layers that are computed again, and the operator whose output each keeps. The integer program may miss the
+    optimum by the share `gap`. Raises BadInput where nothing fits.
     """
     settings, joined = settings or Settings(), read_together(graph)
     options = candidates(joined, mesh, settings)
     for name, state in (fixed or {}).items():
         options[name] = tuple(s for s in options[name] if s.gives == state)
-    program = _Program(joined, mesh, settings, options, {op.name: (weight or {}).get(op.layer, 1.0) for op in joined.operators})
+    program = _Program(joined, mesh, settings, options, weight or {}, again or {})
     program.alike(same)
     if memory_bytes < inf:
         program.within(memory_bytes, in_flight)
     values = program.solve("relaxed")
     whole = values is not None and program.is_whole(values)
     if values is not None and not whole and program.size <= large:
-        values, whole = program.solve("integer"), True
+        values, whole = program.solve("integer", gap), True
     if values is None:
-        least = sum(min(s.state_bytes + s.output_bytes * in_flight for s in one) for one in options.values() if one)
+        least = sum(min(s.state_bytes + s.output_bytes * in_flight * (name in program.kept) for s in one) for name, one in options.items())
         fix = f"give each device more memory (at least {least / 2**30:.1f} GiB), more devices, or smaller micro-batches"
         raise BadInput("memory", got=f"{memory_bytes / 2**30:.1f} GiB a device", needed="room for some choice of strategies", fix=fix)
     chosen = program.read(values) if whole else program.rounded(values)
@@ -81,8 +85,19 @@ def intra_op(
 class _Program:
     """Columns: strategies of each operator, then pairs of states of each edge."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, settings: Settings, options: dict[str, tuple[Strategy, ...]], weight: dict[str, float]):
-        self.graph, self.mesh, self.settings, self.options, self.weight = graph, mesh, settings, options, weight
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        settings: Settings,
+        options: dict[str, tuple[Strategy, ...]],
+        weight: Mapping[int, float],
+        again: Mapping[int, str],
+    ):
+        self.graph, self.mesh, self.settings, self.options = graph, mesh, settings, options
+        self.weight = {op.name: weight.get(op.layer, 1.0) for op in graph.operators}
+        self.paid = {op.name: self.weight[op.name] * (AGAIN if op.layer in again else 1.0) for op in graph.operators}
+        self.kept = {op.name for op in graph.operators if again.get(op.layer, op.name) == op.name}
         self.first: dict[str, int] = {}
         self.costs: list[float] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []  # columns and their factors, least, most
@@ -90,7 +105,7 @@ class _Program:
             if not one:
                 raise BadInput("operators", got=name, needed="a strategy on this mesh", fix="choose axes that divide its sizes")
             self.first[name] = len(self.costs)
-            self.costs += [s.seconds * weight[name] for s in one]
+            self.costs += [s.seconds * self.paid[name] for s in one]
             self.rows.append(({self.first[name] + i: 1.0 for i in range(len(one))}, 1.0, 1.0))
         self.integers = len(self.costs)
         for edge in graph.edges:
@@ -117,7 +132,7 @@ class _Program:
                 seconds = change(size, self.mesh, a, b, backward=self.settings.backward)
                 if seconds < inf:
                     rows[a][len(self.costs)] = columns[b][len(self.costs)] = 1.0
-                    self.costs.append(seconds * self.weight[reader])
+                    self.costs.append(seconds * self.paid[reader])
         self.rows += [(row, 0.0, 0.0) for row in (*rows.values(), *columns.values())]
 
     def alike(self, same: tuple[tuple[str, str], ...]) -> None:
@@ -135,7 +150,7 @@ class _Program:
             row: dict[int, float] = {}
             for name, one in self.options.items():
                 for i, s in enumerate(one):
-                    outputs = s.output_bytes * in_flight if name in alive else 0.0
+                    outputs = s.output_bytes * in_flight if name in alive & self.kept else 0.0
                     row[self.first[name] + i] = (s.state_bytes + outputs) * self.weight[name] / memory_bytes
             self.rows.append((row, 0.0, 1.0))
 
@@ -143,9 +158,9 @@ class _Program:
         """Bytes at the fullest time."""
         states = sum(s.state_bytes * self.weight[name] for name, s in chosen.items())
         kept = live(self.graph, backward=self.settings.backward)
-        return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive) for alive in kept) * in_flight
+        return states + max(sum(chosen[name].output_bytes * self.weight[name] for name in alive & self.kept) for alive in kept) * in_flight
 
-    def solve(self, how: Literal["integer", "relaxed"]) -> Any:
+    def solve(self, how: Literal["integer", "relaxed"], gap: float = 1e-9) -> Any:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
@@ -158,7 +173,7 @@ class _Program:
         integers = np.zeros(self.size, dtype=int)
         integers[: self.integers] = how == "integer"
         limits = LinearConstraint(matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows]))
-        found = milp(costs / scale, constraints=limits, integrality=integers, bounds=Bounds(0, 1), options={"mip_rel_gap": 1e-9})
+        found = milp(costs / scale, constraints=limits, integrality=integers, bounds=Bounds(0, 1), options={"mip_rel_gap": gap})
         return found.x
 
     def is_whole(self, values: Any) -> bool:

@@ -24,9 +24,9 @@ from parallel.mesh import divisors
 from parallel.plan.cut import cut
 from parallel.plan.graph import Graph, Operator
 from parallel.plan.inter_op import total
-from parallel.plan.job import Plan
+from parallel.plan.job import Plan, Recomputed
 from parallel.plan.links import Machine, Mesh
-from parallel.plan.strategies import LATER, WHOLE, Settings, Sharded, Strategy, change, read_together, strategy
+from parallel.plan.strategies import AGAIN, LATER, WHOLE, Settings, Sharded, Strategy, change, read_together, strategy
 
 _CUT_1D = ("vocab", "heads", "hidden")
 SHARDED: dict[str, Sharded] = {"ddp": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero3", "fsdp": "zero3"}
@@ -40,11 +40,15 @@ class Folded:
     weight: Mapping[int, float]
     of: Mapping[int, int]
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The layers between the ends."""
+        return self.graph.layers[1:-1]
+
     @cached_property
     def streams(self) -> tuple[str, ...]:
         """The operators whose outputs go from layer to layer: they lie alike, or layers could not be put together."""
-        blocks = [layer for layer in self.graph.layers if layer not in (self.graph.layers[0], self.graph.layers[-1])]
-        return tuple(_last(self.graph, layer) for layer in (self.graph.layers[0], *blocks))
+        return tuple(_last(self.graph, layer) for layer in self.graph.layers[:-1])
 
 
 def fold(graph: Graph) -> Folded:
@@ -101,8 +105,8 @@ def layer_costs(graph: Graph, mesh: Mesh, settings: Settings, chosen: Mapping[st
 
 
 def with_recompute(cost: LayerCost, stream_bytes: float) -> LayerCost:
-    """A block computed again in the backward pass: its forward, a third of all, once more; what it was given is all that is kept."""
-    return LayerCost(cost.seconds * 4 / 3, cost.state_bytes, min(stream_bytes, cost.kept_bytes))
+    """A block computed again in the backward pass: what it was given is all that is kept."""
+    return LayerCost(cost.seconds * AGAIN, cost.state_bytes, min(stream_bytes, cost.kept_bytes))
 
 
 class Runnable:
@@ -176,14 +180,15 @@ class Runnable:
             chosen, sizes = self.chosen(plan), self.sizes(plan)
             found = None
             if chosen is not None and sizes is not None:
-                found = layer_costs(self.joined, self.machine.mesh(*sizes), self.settings, chosen)
-                if plan.recompute == "full":
-                    stream = max(chosen[name].output_bytes for name in self.folded.streams)
-                    found = {
-                        i: c if self.folded.weight[i] == 0 or i not in self.blocks else with_recompute(c, stream) for i, c in found.items()
-                    }
+                found = self.costs_of(self.joined, self.machine.mesh(*sizes), chosen, recompute=plan.recompute)
             self._costs[key] = found
         return self._costs[key]
+
+    def costs_of(self, graph: Graph, mesh: Mesh, chosen: Mapping[str, Strategy], *, recompute: Recomputed) -> dict[int, LayerCost]:
+        """Of each different layer with these strategies, of `graph` that `read_together` made of the folded one."""
+        found = layer_costs(graph, mesh, self.settings, chosen)
+        stream = max(chosen[name].output_bytes for name in self.folded.streams)
+        return {i: with_recompute(c, stream) if recompute == "full" and i in self.blocks else c for i, c in found.items()}
 
     def stages(self, plan: Plan, costs: Mapping[int, LayerCost]) -> tuple[int, ...]:
         """Layers of each stage: the plan's, or cut by seconds."""
@@ -212,7 +217,7 @@ class Runnable:
         return total(times, plan.microbatches)
 
     def plans(self, pp: int, stage_layers: tuple[int, ...] | None = None) -> Iterator[Plan]:
-        """Those of so many stages that use all devices and are allowed, with the sequences of the graph."""
+        """Those of so many stages that use all devices, with the sequences of the graph; whether they are `allowed` is not asked here."""
         ranks, sequences = self.machine.devices // pp, self.whole.dims["b"].size
         for tp, sp, ep in self._degrees(ranks) if ranks * pp == self.machine.devices else ():
             dp = ranks // (tp * sp)
@@ -222,9 +227,7 @@ class Runnable:
             for engine, tensor, recompute in product(engines, tensors, again):
                 plan = Plan(dp=dp, tp=tp, sp=sp, pp=pp, ep=ep, engine=engine, tensor=tensor, recompute=recompute, stage_layers=stage_layers)
                 plan = replace(plan, microbatch=sequences // dp, microbatches=self.settings.microbatches)
-                plan = replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
-                if self.allowed(plan):
-                    yield plan
+                yield replace(plan, compute_bytes=self.whole.itemsize, storage=self.settings.storage)
 
     def _degrees(self, ranks: int) -> Iterator[tuple[int, int, int]]:
         """tp, sp and ep that share out so many ranks with a dp that divides the sequences."""

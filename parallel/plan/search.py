@@ -2,7 +2,7 @@
 
     alpa        for each submesh and logical shape strategies by intra_op.py; stages over them by inter_op.py
     flexflow    placements of every operator by mcmc.py, without stages
-                \\__ then the nearest plan that runs: of those with as many (equal) stages the one of least time by the same search's cost
+                \\__ then the nearest plan that runs: of all of them the one of least time by the same search's cost
 
 `seconds` of a Found are of its plan, by the strategies' cost for all searches alike, so that they can be compared; `free_seconds` are of
 what was found before it had to be a plan, by the search's own cost. Layers that are alike are searched once (Folded): they are
@@ -12,19 +12,20 @@ cut alike, and what goes from layer to layer lies alike everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Literal
+from operator import itemgetter
+from typing import Any, Literal
 
 from parallel.errors import BadInput
 from parallel.plan.graph import Graph
 from parallel.plan.inter_op import Stage, inter_op
 from parallel.plan.intra_op import intra_op
-from parallel.plan.job import Plan
+from parallel.plan.job import Plan, Recomputed
 from parallel.plan.links import Machine
-from parallel.plan.runnable import LayerCost, Runnable, layer_costs, with_recompute
-from parallel.plan.strategies import Settings
+from parallel.plan.runnable import LayerCost, Runnable
+from parallel.plan.strategies import Settings, Strategy
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class _Solution:
     assignment: Mapping[str, str]
 
 
+_Layers = tuple[Mapping[int, LayerCost], Mapping[str, Strategy], tuple[int, ...]]  # of one submesh: costs, strategies, its axes
 Allowed = Callable[[Plan], bool]
+RECOMPUTED: tuple[Recomputed, ...] = ("none", "full")
+GAP = 1e-3  # of seconds: what is nearer together than that counts as equally fast
 
 
 def _all(plan: Plan) -> bool:
@@ -68,58 +72,85 @@ def alpa(graph: Graph, machine: Machine, settings: Settings | None = None, *, al
     runnable = Runnable(graph, machine, settings, allowed)
     whole = tuple(2**i * machine.node_size for i in range(machine.nodes.bit_length()))
     submeshes = tuple(n for n in machine.submeshes() if n <= machine.node_size or n in (*whole, machine.devices))
-    solutions = {n: _solutions(runnable, n) for n in submeshes}
-    used: dict[tuple[int, int, int, int], _Solution] = {}
+    solutions = {n: some for n in submeshes if (some := _solutions(runnable, n))}
+    tables: dict[tuple[int, int], tuple[Any, Any]] = {}  # of devices and micro-batches in flight
+
+    def table(devices: int, later: int) -> tuple[Any, Any]:
+        key = (devices, min(later + 1, settings.microbatches))
+        if key not in tables:
+            tables[key] = _fastest(solutions[devices], key[1], machine.memory_bytes)
+        return tables[key]
 
     def time(first: int, end: int, devices: int, later: int) -> float:
-        best, in_flight = inf, min(later + 1, settings.microbatches)
-        for one in solutions[devices]:
-            seconds, states, kept = (part[end] - part[first] for part in one.sums)
-            if seconds < best and states + kept * in_flight <= machine.memory_bytes:
-                best, used[first, end, devices, later] = seconds, one
-        return best
+        return float(table(devices, later)[0][first, end])
 
     blocks = len(runnable.blocks)
-    found = inter_op(time, layers=blocks, devices=machine.devices, submeshes=submeshes, microbatches=settings.microbatches, gap=1e-3)
-    stages = found.stages
-    assignment = used[stages[0].first, stages[0].end, stages[0].devices, len(stages) - 1].assignment
+    found = inter_op(time, layers=blocks, devices=machine.devices, submeshes=tuple(solutions), microbatches=settings.microbatches, gap=GAP)
+    stages, first = found.stages, found.stages[0]
+    assignment = solutions[first.devices][table(first.devices, len(stages) - 1)[1][first.first, first.end]].assignment
     equal = len({stage.devices for stage in stages}) == 1
-    layers = tuple(stage.end - stage.first for stage in stages) if equal else None
-    plan = _nearest(runnable, len(stages) if equal else None, layers)
+    plan = _nearest(runnable, tuple(stage.end - stage.first for stage in stages) if equal else None)
     seconds = runnable.seconds(plan)
-    own = equal and plan.pp == len(stages) and seconds <= found.seconds * (1 + 1e-6)
-    return Found("alpa", plan, seconds, found.seconds, assignment, stages, not own, _said(own, seconds, found.seconds))
+    own = seconds <= found.seconds * (1 + 1e-6)
+    return Found("alpa", plan, seconds, min(found.seconds, seconds), assignment, stages, not own, _said(own, seconds, found.seconds))
+
+
+def _fastest(solutions: list[_Solution], in_flight: int, memory_bytes: float) -> tuple[Any, Any]:
+    """[first, end]: the least seconds of those that fit, and whose they are."""
+    import numpy as np
+
+    sums = np.array([one.sums for one in solutions]).transpose(1, 0, 2)
+    seconds, states, kept = sums[:, :, None, :] - sums[:, :, :, None]
+    times = np.where(states + kept * in_flight <= memory_bytes, seconds, inf)
+    return times.min(axis=0), times.argmin(axis=0)
 
 
 def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
-    """The best strategies without a limit, and those that fit where stages are equal; each also with recomputation."""
-    machine, folded, settings = runnable.machine, runnable.folded, runnable.settings
-    streams = folded.streams
-    same = tuple(pairwise(streams)) if max(folded.weight.values()) > 1 else ()
-    found = []
+    """The best strategies without a limit, and those that fit where stages are equal, each without and with recomputation; what fits only
+    with it is searched with it. And what plans have on so many devices: so what is found is never slower than such a plan."""
+    machine, folded = runnable.machine, runnable.folded
+    share, flight = devices / machine.devices, min(runnable.settings.microbatches, max(1, machine.devices // devices))
+    weight = {layer: n * share for layer, n in folded.weight.items()}
+    alike, again = tuple(pairwise(folded.streams)), dict(zip(folded.blocks, folded.streams[1:], strict=True))
+    found: list[_Layers] = []
+
+    def solved(shape: tuple[int, int], limit: float, same: tuple[tuple[str, str], ...], again: Mapping[int, str]) -> list[bool]:
+        """Whether it fits without and with recomputation; none where there is nothing."""
+        mesh = machine.mesh(*shape)
+        how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
+        try:
+            got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
+        except BadInput:
+            return []
+        each = [runnable.costs_of(got.graph, mesh, got.chosen, recompute=recompute) for recompute in RECOMPUTED]
+        found.extend((costs, got.chosen, shape) for costs in each)
+        held = [sum(weight[i] * (c.state_bytes + c.kept_bytes * flight) for i, c in costs.items()) for costs in each]
+        return [size <= machine.memory_bytes for size in held]
+
     for shape in _shapes(devices, machine.node_size):
-        mesh, share = machine.mesh(*shape), devices / machine.devices
-        for limit in (inf, machine.memory_bytes):
-            weight = {layer: n * (share if limit < inf else 1.0) for layer, n in folded.weight.items()}
-            flight = min(settings.microbatches, max(1, machine.devices // devices))
-            try:
-                got = intra_op(folded.graph, mesh, settings, memory_bytes=limit, in_flight=flight, same=same, weight=weight)
-            except BadInput:
-                continue
-            costs = layer_costs(got.graph, mesh, settings, got.chosen)
-            stream = max(got.chosen[name].output_bytes for name in streams)
-            again = {i: with_recompute(c, stream) if i in runnable.blocks else c for i, c in costs.items()}
-            texts = {
-                name: " ".join(f"{a}{n}" for a, n in zip(s.cut, shape, strict=True) if a and n > 1) or "-" for name, s in got.chosen.items()
-            }
-            found += [_Solution(_sums(runnable, some), texts) for some in (costs, again)]
-            if (
-                limit == inf
-                and sum(c.state_bytes * folded.weight[i] + c.kept_bytes * folded.weight[i] for i, c in costs.items())
-                <= machine.memory_bytes
-            ):
-                break
-    return found
+        same = alike if max(folded.weight.values()) > 1 else ()
+        fits = solved(shape, inf, same, {})
+        if fits and not fits[0] and not solved(shape, machine.memory_bytes, same, {}) and not fits[1]:
+            solved(shape, machine.memory_bytes, alike, again)
+    for plan in runnable.plans(machine.devices // devices) if machine.devices % devices == 0 else ():
+        of, chosen, sizes = runnable.costs(plan), runnable.chosen(plan), runnable.sizes(plan)
+        if of is not None and chosen is not None and sizes is not None:
+            found.append((of, chosen, sizes))
+    return [_Solution(_sums(runnable, costs), _texts(chosen, sizes)) for costs, chosen, sizes in _unbeaten(found)]
+
+
+def _unbeaten(found: list[_Layers]) -> list[_Layers]:
+    """Without those that no layer gains by: another takes as little of seconds and of both kinds of bytes in each."""
+    kept: dict[tuple[float, ...], _Layers] = {}
+    numbers = ((tuple(x for c in one[0].values() for x in astuple(c)), one) for one in found)
+    for mine, one in sorted(numbers, key=lambda some: some[0]):
+        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in kept):
+            kept[mine] = one
+    return list(kept.values())
+
+
+def _texts(chosen: Mapping[str, Strategy], sizes: tuple[int, ...]) -> dict[str, str]:
+    return {name: " ".join(f"{a}{n}" for a, n in zip(s.cut, sizes, strict=True) if a and n > 1) or "-" for name, s in chosen.items()}
 
 
 def _shapes(devices: int, node_size: int) -> list[tuple[int, int]]:
@@ -140,16 +171,17 @@ def _sums(runnable: Runnable, costs: Mapping[int, LayerCost]) -> tuple[tuple[flo
     return tuple(rows)
 
 
-def _nearest(runnable: Runnable, pp: int | None, layers: tuple[int, ...] | None) -> Plan:
-    """The fastest plan of so many stages; where none fits, or the number is None, the fastest of all."""
-    able = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
-    for stages in ([pp] if pp in able else [], able):
-        plans = [plan for n in stages for given in {layers if n == pp else None, None} for plan in runnable.plans(n, given)]
-        best = min(plans, key=runnable.seconds, default=None)
-        if best is not None and runnable.seconds(best) < inf:
-            costs = runnable.costs(best)
-            assert costs is not None
-            return replace(best, stage_layers=runnable.stages(best, costs) if best.pp > 1 else None)
+def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
+    """The fastest plan that is allowed; with as many stages as `layers`, also with these."""
+    numbers = [n for n in range(1, len(runnable.blocks) + 1) if runnable.machine.devices % n == 0]
+    given = list(runnable.plans(len(layers), layers)) if layers is not None and len(layers) in numbers else []
+    plans = [(runnable.seconds(plan), plan) for plan in (*given, *(plan for n in numbers for plan in runnable.plans(n)))]
+    for seconds, plan in sorted(plans, key=itemgetter(0)):
+        costs = runnable.costs(plan)
+        if seconds < inf and costs is not None:
+            made = replace(plan, stage_layers=runnable.stages(plan, costs) if plan.pp > 1 else None)
+            if runnable.allowed(made):
+                return made
     fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, recompute.kind=full, or more devices"
     raise BadInput("--search", got="no plan of its kinds that runs and fits", needed="one", fix=fix)
 
@@ -157,10 +189,6 @@ def _nearest(runnable: Runnable, pp: int | None, layers: tuple[int, ...] | None)
 def _said(own: bool, seconds: float, free_seconds: float) -> str:
     if own:
         return "the optimum itself is a plan that runs"
-    if seconds < free_seconds:
-        return (
-            f"a plan that runs, {seconds / free_seconds - 1:+.1%} by the same cost: what was found chose its cuts before it was recomputed"
-        )
     return f"the nearest plan that runs: {seconds / free_seconds - 1:+.1%} by the same cost"
 
 
@@ -197,12 +225,12 @@ def flexflow(
             times[key] = simulator.seconds(placed, run(simulator.tasks(placed)))
         return times[key]
 
-    plans = [plan for plan in runnable.plans(1) if runnable.seconds(plan) < inf]
+    plans = [plan for plan in runnable.plans(1) if runnable.seconds(plan) < inf and runnable.allowed(plan)]
     if plans:
         plan = min(plans, key=lambda plan: (simulated(plan), runnable.seconds(plan)))
         near = simulated(plan)
     else:  # nothing fits without stages, which the walk does not know
-        plan = _nearest(runnable, None, None)
+        plan = _nearest(runnable, None)
         near = inf
     free = walk.seconds * settings.microbatches
     texts = {name: " ".join(f"{a or 'copies'}{n}" for a, n in placed.degrees) or "-" for name, placed in walk.placement.items()}

@@ -25,6 +25,7 @@ from parallel.plan.links import Mesh
 from parallel.plan.states import MIXED_FP32_GRADIENTS, Storage, model_states
 
 WHOLE, LATER = -1, -2
+AGAIN = 4 / 3  # of a layer's seconds, where the backward pass computes it again: its forward is a third of all
 State = tuple[int, ...]
 Sharded = Literal["none", "zero1", "zero3"]
 _ZERO: dict[Sharded, int] = {"none": 0, "zero1": 1, "zero3": 3}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise, product
+from math import inf
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ from moe.train.executor import start_executor
 from moe.verify.cases import Case
 from parallel import process
 from parallel.errors import BadInput
+from parallel.mesh import divisors
+from parallel.plan import search as search_file
 from parallel.plan.cluster import load_cluster
 from parallel.plan.graph import Graph
 from parallel.plan.job import Plan
@@ -137,6 +142,90 @@ def test_alpa_cuts_into_stages_where_links_are_slow() -> None:
     assert found.nearest or found.seconds == pytest.approx(found.free_seconds, rel=1e-6)
     with pytest.raises(BadInput, match="stages: got 4 layers on 4 devices, .* fix: give devices more memory"):
         alpa(graph, replace(machine, memory_bytes=1000), settings)
+
+
+def drawn(seed: int) -> tuple[Graph, Machine, Settings, random.Random]:
+    """A small model on 2 to 4 devices, without a limit of memory."""
+    draw = random.Random(seed)
+    width = draw.choice([32, 64])
+    model = {"num_layers": draw.randint(2, 4), "d_model": width, "num_heads": draw.choice([2, 4]), "d_ff": 3 * width, "vocab_size": 96}
+    run = build_run({"model": model | {"max_length": draw.choice([16, 128])}})
+    nodes, size = draw.choice([(1, 2), (1, 4), (2, 2), (3, 1)])
+    inside = Link(10 ** draw.uniform(-6, -4), 10 ** draw.uniform(-11, -9))
+    between = Link(2 * inside.alpha_s, draw.choice([1, 10, 100]) * inside.beta_s)
+    graph = graph_of(run, sequences=draw.choice([4, 12]))
+    return graph, Machine(nodes, size, 1e12, inside, between), Settings(draw.choice([1, 3, 8]), sharded=("none", "zero1", "zero3")), draw
+
+
+def stage_of(some: Runnable, plan: Plan, first: int, end: int, later: int) -> tuple[float, float]:
+    """Seconds of a micro-batch and bytes of the blocks first to end - 1 with the ends that are theirs."""
+    costs = some.costs(plan)
+    if costs is None:
+        return inf, inf
+    layers = [some.whole.layers[0]] * (first == 0) + some.blocks[first:end] + [some.whole.layers[-1]] * (end == len(some.blocks))
+    mine = [costs[some.folded.of[layer]] for layer in layers]
+    in_flight = min(later + 1, some.settings.microbatches)
+    return sum(c.seconds for c in mine), sum(c.state_bytes + c.kept_bytes * in_flight for c in mine)
+
+
+def cuts(layers: int, devices: int, sizes: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
+    """All lists of stages, each so many layers on so many devices."""
+    if layers == devices == 0:
+        yield []
+    for count, n in product(range(1, layers + 1), sizes):
+        if n <= devices:
+            yield from ([(count, n), *rest] for rest in cuts(layers - count, devices - n, sizes))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_alpa_finds_nothing_slower_than_a_plan_that_runs_in_any_memory(seed: int) -> None:
+    """From what recomputation alone fits into to what all fit into: its optimum is the best up to its gap, and its plan is the best."""
+    graph, machine, settings, draw = drawn(seed)
+    free = Runnable(graph, machine, settings)
+    plans = [plan for pp in divisors(machine.devices) if pp <= len(free.blocks) for plan in free.plans(pp)]
+
+    def held(plan: Plan) -> float:
+        costs = free.costs(plan)
+        ends = [0, *accumulate(free.stages(plan, costs))] if costs else []
+        return max((stage_of(free, plan, a, b, plan.pp - 1 - i)[1] for i, (a, b) in enumerate(pairwise(ends))), default=inf)
+
+    least = {kind: min(held(plan) for plan in plans if plan.recompute == kind) for kind in ("none", "full")}
+    for memory in (1.01 * least["full"], draw.uniform(*sorted(least.values())), 1.2 * least["none"]):
+        small = replace(machine, memory_bytes=memory)
+        best = min(Runnable(graph, small, settings).seconds(plan) for plan in plans)
+        found = alpa(graph, small, settings)
+        assert best < inf and found.seconds <= best * (1 + 1e-9) and found.free_seconds <= best * (1 + 1e-3)
+        assert Runnable(graph, small, settings).seconds(found.plan) == found.seconds
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stages_with_and_without_recomputation_are_those_of_brute_force(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layouts of plans alone: every cut into stages, each with the fastest layout of its devices that fits, recomputed or not."""
+
+    def none(*_: Any, **__: Any) -> None:
+        raise BadInput("operators", got="no strategies of their own", needed="those of plans", fix="-")
+
+    monkeypatch.setattr(search_file, "intra_op", none)
+    graph, machine, settings, draw = drawn(100 + seed)
+    free = Runnable(graph, machine, settings)
+    sizes = tuple(n for n in machine.submeshes() if n in divisors(machine.devices))
+    of = {n: list(free.plans(machine.devices // n)) for n in sizes}
+    one = [stage_of(free, plan, 0, len(free.blocks), 0)[1] for n in sizes for plan in of[n]]
+    memory, best = draw.uniform(0.3, 1.0) * min(one), inf
+    for stages in cuts(len(free.blocks), machine.devices, sizes):
+        times, first = [], 0
+        for i, (count, n) in enumerate(stages):
+            held = (stage_of(free, plan, first, first + count, len(stages) - 1 - i) for plan in of[n])
+            times.append(min((seconds for seconds, size in held if size <= memory), default=inf))
+            first += count
+        if inf not in times:
+            best = min(best, sum(times) + (settings.microbatches - 1) * max(times))
+    try:
+        found = alpa(graph, replace(machine, memory_bytes=memory), settings).free_seconds
+    except BadInput as bad:
+        assert best == inf or bad.what == "--search"  # stages of unequal devices, which no plan has
+        return
+    assert found == pytest.approx(best, rel=1e-3)
 
 
 def test_a_stage_may_have_a_whole_node_of_six() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import inf, prod
 
@@ -176,6 +177,34 @@ def test_memory_limits_the_choice() -> None:
     assert times == sorted(times) and times[-1] > times[0]
     with pytest.raises(BadInput, match="memory: got .* fix: give each device more memory"):
         intra_op(graph, on, settings, memory_bytes=whole * 0.05)
+
+
+def test_a_layer_computed_again_pays_its_forward_twice_and_keeps_its_last_output() -> None:
+    """Of four products the middle two: against every choice, in less and less memory, down to what only recomputation fits into."""
+    plain, on, settings = chain(4, b=256, d=16, f=32), mesh("1x4"), Settings(sharded=("none", "zero1"))
+    graph = replace(plain, operators=tuple(replace(op, layer=(i + 1) // 2) for i, op in enumerate(plain.operators)))
+    paid, kept = {"layer1": 4 / 3, "layer2": 4 / 3}, ("layer0", "layer2", "layer3")
+    costs = []
+    for some in product(*candidates(graph, on, settings).values()):
+        chosen = dict(zip(graph.named, some, strict=True))
+        seconds = sum(s.seconds * paid.get(name, 1.0) for name, s in chosen.items())
+        for x, name, _ in graph.edges:
+            size = prod(graph.dims[a].size for a in graph.letters(x)) * ITEM
+            seconds += change(size, on, chosen[x].gives, chosen[name].reads[0]) * paid.get(name, 1.0)
+        costs.append((sum(s.state_bytes for s in some) + 3 * sum(chosen[name].output_bytes for name in kept), seconds))
+    most = min(costs, key=lambda cost: cost[1])[0]
+    for limit in (inf, 0.9 * most, 0.7 * most, 1.01 * min(costs)[0]):
+        got = intra_op(graph, on, settings, memory_bytes=limit, in_flight=3, again={1: "layer2"}).chosen
+        held = sum(s.state_bytes for s in got.values()) + 3 * sum(got[name].output_bytes for name in kept)
+        best = min(seconds for held, seconds in costs if held <= limit)
+        mine = sum(s.seconds * paid.get(name, 1.0) for name, s in got.items())
+        mine += sum(
+            change(prod(graph.dims[a].size for a in graph.letters(x)) * ITEM, on, got[x].gives, got[name].reads[0]) * paid.get(name, 1.0)
+            for x, name, _ in graph.edges
+        )
+        assert held <= limit * (1 + 1e-9) and mine == pytest.approx(best, rel=1e-6)
+    with pytest.raises(BadInput, match="needed room for some choice"):
+        intra_op(graph, on, settings, memory_bytes=1.01 * min(costs)[0], in_flight=3)
 
 
 def test_what_lives_at_the_same_time() -> None:
