@@ -17,7 +17,7 @@ from typing import Any
 
 from moe.cli.simulate_search import NAME, refuse_elsewhere, searched
 from moe.cli.simulate_text import print_all, print_one
-from moe.cli.simulate_times import OfRecipe, Times, check_filled, check_size, of_recipe, times_of
+from moe.cli.simulate_times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
 from parallel.files import write_text
@@ -68,7 +68,8 @@ def main(
     else:
         costs = of_recipe(recipe, overrides or {}, times, size, from_file)
     ranks, cut = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
-    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"])
+    most = None if name is not None else MOST_ACTIONS // len(SCHEDULES)  # of each schedule of a table
+    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"], most_actions=most)
     size["stages"], size["microbatches"] = ranks, cut
     if name is None:
         return _all(size, costs, json)

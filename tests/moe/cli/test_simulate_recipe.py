@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe.cli import main as cli
-from moe.cli import simulate_times
+from moe.cli import simulate, simulate_times
 from moe.plan.activations import block_bytes, head_bytes
 from moe.plan.flops import size
 from moe.plan.pipeline import layers_of, schedule_of
@@ -173,6 +173,16 @@ def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_
         words = dict(zip(fix.split()[::2], map(int, fix.split()[1::2]), strict=True))
         for name in SCHEDULES:
             make_schedule(name, ranks=words.get("--stages", stages), microbatches=words["--microbatches"], batches=batches)
+
+
+def test_a_table_of_all_schedules_is_allowed_as_many_passes_as_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(simulate, "MOST_ACTIONS", 32 * len(SCHEDULES))
+    sizes = ["--stages", "4", "--microbatches"]
+    assert cli.main(["simulate", *sizes, "8"]) == 0 and cli.main(["simulate", "1f1b", *sizes, "16"]) == 0
+    assert cli.main(["simulate", *sizes, "16"]) == 2
+    assert "needed at most 32 passes in all; fix: --microbatches 8" in capsys.readouterr().err
 
 
 def test_a_pipeline_that_takes_long_to_fill_is_refused_with_sizes_that_do_not(
