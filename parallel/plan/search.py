@@ -182,7 +182,7 @@ def _nearest(runnable: Runnable, layers: tuple[int, ...] | None) -> Plan:
             made = replace(plan, stage_layers=runnable.stages(plan, costs) if plan.pp > 1 else None)
             if runnable.allowed(made):
                 return made
-    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, recompute.kind=full, or more devices"
+    fix = "--search enumerate, which has more kinds; or another pipeline.microbatches, or more devices"
     raise BadInput("--search", got="no plan of its kinds that runs and fits", needed="one", fix=fix)
 
 

@@ -129,7 +129,12 @@ def _clocks(value: Any) -> list[Clock]:
     """The clocks in `value`, or none if anything in it is wrong."""
     clocks = []
     for mhz, cost in value.items() if isinstance(value, dict) else ():
-        if not isinstance(cost, dict) or not mhz.isdecimal() or not int(mhz) or not all(_number(cost.get(key), above=0) for key in "sj"):
+        if (
+            not isinstance(cost, dict)
+            or not mhz.isdecimal()
+            or not 0 < float(mhz) < 1e12
+            or not all(_number(cost.get(key), above=0) for key in "sj")
+        ):
             return []
         clocks.append(Clock(float(mhz), float(cost["s"]), float(cost["j"])))
     return clocks

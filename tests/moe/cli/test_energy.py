@@ -138,12 +138,13 @@ CLOCK = '{"1530": {"s": 1, "j": 2}}'
         ('{"stages": [{"F": CLOCK, "B": {"x": {"s": 1, "j": 2}}}]}', "stage 0 B without a clock"),
         ('{"stages": [{"F": CLOCK, "B": {"810": {"s": 0, "j": 2}}}]}', "stage 0 B without a clock"),
         ('{"stages": [{"F": CLOCK, "B": {"810": [1, 2]}}]}', "stage 0 B without a clock"),
+        ('{"stages": [{"F": CLOCK, "B": {"DIGITS": {"s": 1, "j": 2}}}]}', "stage 0 B without a clock"),
         ('{"idle_w": -1, "stages": [{"F": CLOCK, "B": CLOCK}]}', "idle_w -1"),
         ('{"idle_w": true, "stages": [{"F": CLOCK, "B": CLOCK}]}', "idle_w True"),
     ],
 )  # fmt: skip
 def test_a_wrong_profile_is_one_line(content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "p.json").write_text(content.replace("CLOCK", CLOCK))
+    (tmp_path / "p.json").write_text(content.replace("CLOCK", CLOCK).replace("DIGITS", "9" * 5000))
     assert cli.main(["energy", "--profile", str(tmp_path / "p.json")]) == 2
     got = capsys.readouterr().err
     assert said in got and got.count("\n") == 1
