@@ -118,6 +118,7 @@ def _solutions(runnable: Runnable, devices: int) -> list[_Solution]:
         """Whether it fits without and with recomputation; none where there is nothing."""
         mesh = machine.mesh(*shape)
         how: dict[str, Any] = {"memory_bytes": limit, "in_flight": flight, "same": same, "weight": weight, "again": again}
+        how |= {"large": 0} if again else {}  # little room makes integer programs slow, and the layouts of plans are exact
         try:
             got = intra_op(folded.graph, mesh, runnable.settings, gap=GAP, **how)
         except BadInput:
