@@ -158,7 +158,7 @@ def open_core(
     assert sink_H is None
     k_BHSC, v_BHSC = repeated(k_BKSC, q_BHLC.shape[1]), repeated(v_BKSC, q_BHLC.shape[1])
     place_L = context.places(q_BHLC.shape[2], device=q_BHLC.device)
-    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype)
+    mask = None if bias is None else bias.of(place_L, place_L).to(q_BHLC.dtype).contiguous()  # a GPU's fused kernels read it by rows alone
     return F.scaled_dot_product_attention(q_BHLC, k_BHSC, v_BHSC, attn_mask=mask, scale=scale)
 
 

@@ -49,9 +49,12 @@ def layer_parts(network: Network, plan: Plan, stack: Stack, index: int) -> dict[
     parts["attention"] += _latents(n, plan, stack, at)
     if plan.sp > 1:
         parts["attention"] += at.inside * c * stack.over_ranks * n.heads * n.channels
-    if n.buckets and stack.biased == "scores":  # and int64 buckets, with a causal mask where only the past is seen
-        parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
-        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2
+    if n.buckets and plan.sp == 1:  # over slices the bias is made again in the backward pass
+        if stack.biased == "scores":
+            parts["attention"] = at.inside * ((12 + c) * n.heads * n.channels + 4 * n.heads * n.length + _head_norms(n, stack, c))
+        else:
+            parts["attention"] += c * bias_elements(n, plan, stack)
+        parts["attention"] += (9 if n.sees == "past" else 8) * n.length**2  # int64 buckets, with a causal mask where only the past is seen
     elif stack.core == "scores":
         parts["core"] = at.inside * (2 * c + 1) * n.heads * n.length
     if keeps_scores(plan):
@@ -79,6 +82,12 @@ def _cross(n: Network, encoder: Network, plan: Plan, stack: Stack) -> float:
     kept = of_norm + at.inside * (2 * c * inner + stack.lse * n.heads + core + _head_norm(n, stack, c, n.heads))
     kept += read.inside * (2 * c * keys + _head_norm(n, stack, c, n.groups))
     return kept + (_mask(stack, c) * n.width * at.between if stack.masks == "always" or n.dropout else 0.0)
+
+
+def bias_elements(n: Network, plan: Plan, stack: Stack) -> float:
+    """Of what T5's bias adds to the logits, which all sequences of a micro-batch share."""
+    heads = n.heads * tokens_of(n, plan, stack).inside / (plan.microbatch * n.length)
+    return heads * n.length**2
 
 
 def norm_kept(n: Network, plan: Plan, stack: Stack) -> int:

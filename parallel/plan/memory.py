@@ -6,7 +6,7 @@
     activations    micro-batches in flight x bytes of one      parallel/plan/in_flight.py x parallel/plan/kept.py
     moments        the loss: logits in two widths and their gradients
                    a layer's backward pass, when its micro-batch's loss is done: what it computes again, the gradients inside it, of
-                   the largest matrix, rows on their way to experts
+                   the largest matrix, of T5's bias, rows on their way to experts
                    the embedding's gradient, when its micro-batch's activations are gone
                    gradients that no buffer keeps between steps come as the step's first backward pass makes them
                    with stage 3, what is gathered and summed at each of them: parallel/plan/gathered.py
@@ -37,12 +37,14 @@ from parallel.plan.gathered import NOTHING, At, Unit, at_any_moment, gathered
 from parallel.plan.in_flight import Rank, in_flight
 from parallel.plan.job import Network, Plan, repeats
 from parallel.plan.kept import (
+    bias_elements,
     cast_ahead,
     cast_weights,
     casts_kept,
     ends_kept,
     keeps_scores,
     layer_kept,
+    layer_parts,
     logits,
     recompute_of,
     rows_of,
@@ -594,12 +596,44 @@ def _work(network: Network, plan: Plan, stack: Stack, index: int) -> float:
     at, c, e = tokens_of(network, plan, stack), plan.compute_bytes, network.experts
     sparse = e is not None and index in network.sparse_layers
     if e is not None and sparse:
-        wide = rows_of(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        wide = c * rows_of(network, plan) * ((2 if e.gated else 1) * e.hidden / plan.etp + network.width)
+        wide += _gradient(network, plan, stack, sparse=True)
     else:
-        wide = at.inside * network.hidden * (2 if network.gated else 1)
-    matrix = _widest(network, plan, sparse=sparse)
-    scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
-    return again + max(c * (wide + matrix), scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+        wide = _of_network(network, plan, stack, c * at.inside * network.hidden)
+    if network.buckets and plan.sp == 1 and stack.biased == "fused":
+        scores = _of_bias(network, plan, stack, index)
+    else:
+        scores = 2 * c * network.heads * network.length * at.inside if stack.core == "scores" or keeps_scores(plan) else 0.0
+    return again + max(wide, scores) + 2 * c * network.width * at.between + _gathered_input(network, plan, stack)
+
+
+def _of_bias(network: Network, plan: Plan, stack: Stack, index: int) -> float:
+    """Of attention with T5's bias, when what the second half of the layer kept is gone: the bias' gradient of each sequence and their sum,
+    or the sum in fp32 before and behind the mask."""
+    parts = layer_parts(network, plan, stack, index)
+    gone = parts["network"] + parts["activation"] + parts["experts"]
+    return bias_elements(network, plan, stack) * max((plan.microbatch + 1) * plan.compute_bytes, 2 * WIDE) - gone
+
+
+def _of_network(network: Network, plan: Plan, stack: Stack, hidden: float) -> float:
+    """Of a dense one, with `hidden` bytes of all units. Here its last product is done when the activation's gradients come, two of them
+    where it is gated; what it read is gone by then, but for relu, which reads its own output."""
+    gradient = _gradient(network, plan, stack, sparse=False)
+    if not stack.casts:
+        return (2 if network.gated else 1) * hidden + gradient
+    return max(hidden + gradient, (2 if network.gated or network.activation == "relu" else 1) * hidden)
+
+
+def _gradient(network: Network, plan: Plan, stack: Stack, *, sparse: bool) -> float:
+    """Bytes of the largest matrix's gradient before it is added. Here each matrix has a product of its own, which gives it in the compute
+    dtype, then cast to that of the weights; experts' products give those of all their matrices, as wide as the weights."""
+    c, e = plan.compute_bytes, network.experts
+    largest = _widest(network, plan, sparse=sparse)
+    if not stack.casts:
+        return c * largest
+    if e is not None and sparse:
+        return WIDE * largest * (3 / 2 if e.gated else 2)
+    return (WIDE + (c if c < WIDE else 0)) * largest / (2 if network.gated else 1)
 
 
 def _widest(network: Network, plan: Plan, *, sparse: bool) -> float:

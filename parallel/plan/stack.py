@@ -8,7 +8,8 @@ Bytes per token of a layer of D width, w = heads * channels, k = kv_heads * chan
                     over_ranks c w more          its output in another order of dims, where sequences are cut
     core            (2 c + 1) heads L            of `scores`: the softmax of all pairs, its dropout's mask and output; `fused` keeps none
                     c heads L                    of Colossal-AI's ring: the softmax of all pairs, on any software
-    with T5's bias  attention and core (12 + c) w + 4 heads L where `biased` is `scores`; and 9 L^2 a micro-batch
+    with T5's bias  attention and core (12 + c) w + 4 heads L where `biased` is `scores`, else attention as it is and c heads L^2 a
+                    micro-batch; and 9 L^2 a micro-batch
     network         c (n - a) F                  n, `plain` or `gated`: tensors of the hidden size, of which a, `activation_of`, are what
     activation      c a F                        comes out of the activation
     masks           2 D                          of dropout behind attention and network; `always`: even where it is 0

@@ -30,17 +30,16 @@ class Ledger:
         self._spoiled: set[int] = set()
         self._made = self._first = 0
 
-    def see(self, tensor: Any) -> None:
-        """A tensor that an operator gave."""
+    def see(self, tensor: Any, *, counts: bool = True) -> None:
+        """A tensor that an operator gave; one that no device would hold does not count."""
         storage = tensor.untyped_storage()
         where = storage._cdata
-        if where in self._numbers:
-            return
-        number, self._made = self._made, self._made + 1
-        self._numbers[where] = number
-        weakref.finalize(storage, self._gone, where, number).atexit = False
-        if tensor.fake_device.type == self.device.type:
-            self._change(number, storage.nbytes())
+        if where not in self._numbers:
+            number, self._made = self._made, self._made + 1
+            self._numbers[where] = number
+            weakref.finalize(storage, self._gone, where, number).atexit = False
+        if counts and self._numbers[where] not in self._sizes and tensor.fake_device.type == self.device.type:
+            self._change(self._numbers[where], storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """It has another size than it had."""

@@ -56,6 +56,9 @@ class Pretended(FakeTensorMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.device, self.ledger = device, Ledger(device)
+        self._within = (
+            0  # operators whose work torch writes as that of others: a device has one kernel for it, and none of the steps between
+        )
         self.of_reducer = False  # while DDP's reducer makes its buckets: its C++ reads and writes the numbers that it makes
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -103,13 +106,16 @@ class Pretended(FakeTensorMode):
             args = (args[0], self._places(args[1]))
         elif _READS & set(func.tags):
             return self._read(func, args, kwargs, tensors, everything)
+        self._within += 1
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
             raise Found(f"{where()}: {func._opname}: {_first_line(error)}") from error
+        finally:
+            self._within -= 1
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         for tensor in made:
-            self.ledger.see(tensor)
+            self.ledger.see(tensor, counts=not self._within)
         if everything and _is_small(
             made, of_nothing=not tensors or func._opname.startswith(("new_", "empty_like", "zeros_like", "ones_like"))
         ):

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -53,7 +54,9 @@ def rehearsal(world: World) -> Iterator[Pretended]:
                     stack.enter_context(mock.patch(handle, lambda _: _Handle(world.device.index)))
                 stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: True))  # GPUs since 2020 do
                 stack.enter_context(mock.patch.object(torch.cuda, "synchronize", lambda *_: None))
-                stack.enter_context(_Moves())
+                gpu, backward = _Gpu(), torch.autograd._engine_run_backward
+                stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _within(gpu, backward)))
+                stack.enter_context(gpu)
             stack.enter_context(pretended)
             yield pretended
     finally:
@@ -86,15 +89,23 @@ def _making(pretended: Pretended, function: Callable[..., Any]) -> Callable[...,
     return made
 
 
-class _Moves(TorchFunctionMode):
-    """Moves between host and device: torch's C++ is told that all is on the host (parallel/rehearse/pretended.py), so it would not move."""
+def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of torch's autograd in a mode, which torch leaves while it handles the call of a backward pass."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Gpu(TorchFunctionMode):
+    """What differs on a GPU: torch's C++ is told that all is on the host (parallel/rehearse/pretended.py), so it would not move between
+    host and device, and would take the host's kernels where a GPU's keep less."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensor: Any = args[0] if args else None
-        if func is Tensor.backward:
-            with self:  # torch leaves a mode while it handles a call, and the backward passes of our own functions run in this one
-                return torch.autograd.backward(tensor, kwargs.pop("gradient", None), **kwargs)
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
             if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
                 return True
@@ -104,6 +115,12 @@ class _Moves(TorchFunctionMode):
                 return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
             if func is Tensor.to:
                 return _to(tensor, *args[1:], **kwargs)
+            if func is F.rms_norm:
+                return _FusedRmsNorm.apply(tensor, kwargs["weight"])
+            if func is F.silu:
+                return _FusedSilu.apply(tensor)
+            if func is F.scaled_dot_product_attention:
+                return _attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -116,3 +133,47 @@ def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor
         return tensor
     made: Tensor = torch.ops.aten._to_copy(tensor, device=device, dtype=dtype, memory_format=form)
     return made
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What torch's RMSNorm makes and keeps there, by one kernel: x and a number of each token. On a CPU it is several, and x / rms(x) waits
+    for the backward pass too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain, x[..., :1].clone())
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _, gain, _ = ctx.saved_tensors
+        return grad * gain, grad.flatten(0, -2).sum(0)
+
+
+class _FusedSilu(torch.autograd.Function):
+    """What SiLU makes: its backward pass is one kernel, too. Where torch knows none it is six operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        made: Tensor = grad * ctx.saved_tensors[0]
+        return made
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """What is added to the logits, as T5's bias, needs a gradient. A CPU's fused kernel has none for it; of a GPU's the memory-efficient
+    one has, if it can read the mask and the heads in whole words. Else torch computes the scores one by one, on both."""
+    words = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (query, value)) and query.shape[-1] == key.shape[-1]
+    if attn_mask is None or not attn_mask.requires_grad or attn_mask.stride(-1) != 1 or not words:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, scale=scale)
+    more = -attn_mask.shape[-1] % 16
+    mask = F.pad(attn_mask, (0, more))[..., : attn_mask.shape[-1]] if more else attn_mask
+    shape = *query.shape[:3], key.shape[2]
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask.expand(shape), True, scale=scale)[0]
+    return out

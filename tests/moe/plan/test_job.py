@@ -160,13 +160,15 @@ def test_empty_places_travel_only_where_they_are_sent() -> None:
 
     def made(factor: float | None, kind: str) -> tuple[float, float, float]:
         router = {"preset": "glam", "capacity_factor": factor}
-        values = {"model": MODEL | {"moe_every": 1}, "experts": {"num_experts": 4}, "router": router, "dispatch": {"kind": kind}}
+        model = MODEL | {"moe_every": 1, "d_ff": 240}  # so wide that a layer at work is the peak, whose buffers count
+        values = {"model": model, "experts": {"num_experts": 4}, "router": router, "dispatch": {"kind": kind}}
         run = build_run(values | {"degrees": {"ep": 2}, "train": {"global_batch": 4}}).resolve(2)
         network, plan = network_of(run), plan_of(run)
         time = step_time(network, plan, load_cluster("h100-8").holding(2))
         return rows_of(network, plan), peak(network, plan).parts["dispatch buffers"], time.experts
 
     rows, buffers, seconds = made(None, "all_to_all")
+    assert buffers > 0
     assert made(1.5, "all_to_all") == (rows, buffers, seconds)
     assert made(1.5, "padded")[:2] == (rows, 1.5 * buffers) and made(1.5, "padded")[2] > seconds
     assert made(0.5, "all_to_all")[:2] == (0.5 * rows, 0.5 * buffers)
