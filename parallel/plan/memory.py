@@ -344,7 +344,17 @@ def _fullest_moment(plan: Plan, stack: Stack, rank: _Rank) -> _Full:
         )
         for one in rank.moments
     ]
+    if stack.gathers == "moments" and plan.engine == "ddp" and plan.copies == 2 and plan.pp == 1:
+        found.append(_new_buckets(plan, rank))
     return found[0] if len(found) == 1 else max(found, key=lambda of: of.total)
+
+
+def _new_buckets(plan: Plan, rank: _Rank) -> _Full:
+    """DDP makes its buckets anew when the second step begins, so all that they hold is there twice. More than two ranks have it done before
+    the optimizer has states (parallel/data/ddp.py)."""
+    of_experts = _states(plan, Elements(expert=rank.held.expert * _freed(plan)[1].expert))[0].gradients
+    empty = _Moment((0.0, 0.0, 0.0, 0.0, 0.0), 0.0, NOTHING, 0.0, 0.0, "forward")
+    return _Full(empty, of_experts, 0.0, 0.0, _states(plan, rank.held)[0].gradients - of_experts)
 
 
 def _gathered(plan: Plan, stack: Stack, rank: _Rank, moment: _Moment) -> float:
@@ -437,7 +447,8 @@ class _Job:
         tied = beside.table if self.network.tied and 0 in layers and last == 0 else 0.0
         work = max([of.work for mine in layers.values() for of, _ in mine], default=0.0)
         whole = self._gathered(held, table)
-        of_embedding = self.plan.compute_bytes * (2 if tied else 1) * table  # tied: and its sum with the head's gradient
+        wide = WIDE if self.stack.casts and not self.gathers else self.plan.compute_bytes  # rows are taken, then cast; FSDP's are narrow
+        of_embedding = wide * (2 if tied else 1) * table  # tied: and its sum with the head's gradient
 
         def moment(at: At, *parts: float, to_come: Elements, waiting: float = 0.0, gathered: float | None = None) -> _Moment:
             activations, loss, embedding, at_work, dispatch = parts
@@ -449,7 +460,9 @@ class _Job:
         for count, once in counts:
             kept, of_ends, all_to_come = sum(map(mul, count, bodies)), sum(map(mul, count, ends)), held if once else NOTHING
             if last in layers:
-                yield moment("loss", kept, of_ends + beside.loss, 0.0, beside.gathered_input, 0.0, to_come=all_to_come)
+                of_head = self.casts and self.plan.loss_chunks == 1 and self.plan.tensor not in GRIDS
+                cast = self.plan.compute_bytes * table if of_head else 0.0
+                yield moment("loss", kept, of_ends + beside.loss + cast, 0.0, beside.gathered_input, 0.0, to_come=all_to_come)
             if last in layers and self.network.ahead:  # a further token's layer
                 yield moment("loss", kept, of_ends, 0.0, work, 0.0, to_come=all_to_come)
             if not any(layers.values()):
