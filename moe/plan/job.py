@@ -15,7 +15,7 @@ from moe.recipe.shapes import GATED, T5_BUCKETS
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
 from parallel.plan.job import Experts, Latent, Network, Plan, Router
-from parallel.plan.states import FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
+from parallel.plan.states import BF16, FP32, FP32_AND_COPY, MIXED, MIXED_FP32_GRADIENTS, Storage
 
 
 def network_of(run: Run) -> Network:
@@ -182,7 +182,7 @@ def _storage(run: Run) -> Storage:
         return replace(FP32, optimizer=0)
     if run.optimizer.kind in ("adamw", "kfac"):
         return storage
-    other = storage.optimizer - 8  # a master copy, where there is one
+    other = storage.optimizer - (4 if storage is BF16 else 8)  # a master copy, where there is one
     return replace(storage, optimizer=other + dense, of_experts=other + expert)
 
 
@@ -190,7 +190,7 @@ def _with_adam(run: Run) -> Storage:
     """Parameters are stored in `master`; DeepSpeed's engine keeps another copy, and its own in 16 bits where it computes in them."""
     copied = run.sharding.kind == "zero" and run.sharding.engine != "fsdp"
     if run.precision.master == "bf16":
-        return MIXED
+        return MIXED if copied else BF16
     if copied and compute_bytes(run) == 2:
         return MIXED_FP32_GRADIENTS
     return FP32_AND_COPY if copied else FP32

@@ -40,6 +40,7 @@ class Storage:
 MIXED = Storage(2, 2, 12)  # 16 bits, and Adam in fp32 with its master copy: ZeRO section 3.1, K = 12
 MIXED_FP32_GRADIENTS = Storage(2, 4, 12)  # the same with gradients summed in fp32, as Megatron-LM does: 18 bytes
 MIXED_BOTH_GRADIENTS = Storage(2, 6, 12)  # gradients in 16 bits and their sum in fp32, as DeepSpeed's bf16 optimizer and its estimates have
+BF16 = Storage(2, 2, 4)  # no copy in fp32: weights, gradients and moments in 16 bits
 FP32 = Storage(4, 4, 8)  # parameters are their own master copy: DP, DDP and FSDP here, for any compute dtype
 FP32_AND_COPY = Storage(4, 4, 12)  # the engine keeps another master copy: DeepSpeed's ZeRO here
 

@@ -130,6 +130,7 @@ PREDICTED: dict[str, dict[str, Any]] = {
     "t5 in fp32": {"model": T5, "precision": {"compute": "fp32"}, "recompute": {"kind": "full"}},
     "halves": {"model": T5 | {"kind": "encoder_decoder", "num_layers": 4}, "data": {"objective": "span_corruption"}},
     "stages": {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}},
+    "16 bits alone": {"precision": {"master": "bf16"}},
     "a wide table": {"model": {"vocab_size": 20_000, "num_layers": 1, "max_length": 160, "d_ff": 320}, "pipeline": {"microbatches": 4}},
     "a table, two ranks": {"model": {"vocab_size": 9_000, "num_layers": 1, "max_length": 16, "d_ff": 320}, "degrees": {"dp": 2}},
 }
@@ -139,6 +140,7 @@ PREDICTED: dict[str, dict[str, Any]] = {
 def test_predicted_bytes_are_those_of_a_rehearsed_gpu(name: str) -> None:
     """Weights and activations alike, so that what a layer's backward pass has for a moment counts too."""
     values = {"precision": {"compute": "bf16"}, "train": {"global_batch": 4, "eval_sequences": 4}} | PREDICTED[name]
+    values["precision"] = {"compute": "bf16"} | values["precision"]
     values["model"] = WIDE | {"positions": "rotary"} | PREDICTED[name].get("model", {})
     world = max(values.get("degrees", {"pp": 1}).values())
     run = check_run(build_run(values), world)
