@@ -15,7 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from moe.cli.simulate_search import NAME, refuse_elsewhere, searched
+from moe.cli.simulate_search import NAME, SEARCHED, refuse_elsewhere, searched
 from moe.cli.simulate_text import print_all, print_one
 from moe.cli.simulate_times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from moe.launch import exit_codes
@@ -68,8 +68,8 @@ def main(
     else:
         costs = of_recipe(recipe, overrides or {}, times, size, from_file)
     ranks, cut = size["stages"] or RANKS, size["microbatches"] or MICROBATCHES
-    most = None if name is not None else MOST_ACTIONS // len(SCHEDULES)  # of each schedule of a table
-    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"], most_actions=most)
+    orders = len(SCHEDULES) if name is None else SEARCHED if name == NAME else 1
+    check_size(stages=ranks, microbatches=cut, chunks=size["chunks"], batches=size["batches"], most_actions=MOST_ACTIONS // orders)
     size["stages"], size["microbatches"] = ranks, cut
     if name is None:
         return _all(size, costs, json)

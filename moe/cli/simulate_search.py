@@ -14,6 +14,7 @@ from parallel.pipeline.schedule import Schedule, flushed
 from parallel.pipeline.schedules.search import homes_of, search
 
 NAME = "search"
+SEARCHED = 16  # whole orders in whose time one is found, about: some are made action by action, others moved
 
 
 def searched(size: dict[str, Any], costs: Times | OfRecipe, *, placement: str | None, memory: float | None) -> Schedule:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
@@ -131,13 +132,18 @@ class _Greedy:
     def orders(self) -> list[list[Action]] | None:
         """Every rank's order; None if memory runs full with nothing left that frees it."""
         choices = {rank: self._choice(rank) for rank in range(self.given.ranks)}
+        queue = [(choice, rank) for rank, choice in choices.items() if choice is not None]  # also choices that are no longer a rank's
+        heapify(queue)
         for _ in range(3 * self.given.microbatches * len(self.rank)):
-            chosen = [c for c in choices.values() if c is not None]
-            if not chosen:
+            while queue and choices[queue[0][1]] != queue[0][0]:
+                heappop(queue)
+            if not queue:
                 return None
-            start, _, action = min(chosen)
+            (start, _, action), _ = heappop(queue)
             for rank in self._do(start, action):
-                choices[rank] = self._choice(rank)
+                choices[rank] = choice = self._choice(rank)
+                if choice is not None:
+                    heappush(queue, (choice, rank))
         return self.done
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:

@@ -175,13 +175,14 @@ def test_an_order_that_takes_too_long_is_refused_with_sizes_that_every_schedule_
             make_schedule(name, ranks=words.get("--stages", stages), microbatches=words["--microbatches"], batches=batches)
 
 
-def test_a_table_of_all_schedules_is_allowed_as_many_passes_as_one_of_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "orders"), [([], len(SCHEDULES)), (["search"], simulate.SEARCHED)])
+def test_a_table_of_all_schedules_and_a_search_are_allowed_as_many_passes_as_one_schedule(
+    name: list[str], orders: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(simulate, "MOST_ACTIONS", 32 * len(SCHEDULES))
+    monkeypatch.setattr(simulate, "MOST_ACTIONS", 32 * orders)
     sizes = ["--stages", "4", "--microbatches"]
-    assert cli.main(["simulate", *sizes, "8"]) == 0 and cli.main(["simulate", "1f1b", *sizes, "16"]) == 0
-    assert cli.main(["simulate", *sizes, "16"]) == 2
+    assert cli.main(["simulate", *name, *sizes, "8"]) == 0 and cli.main(["simulate", "1f1b", *sizes, "16"]) == 0
+    assert cli.main(["simulate", *name, *sizes, "16"]) == 2
     assert "needed at most 32 passes in all; fix: --microbatches 8" in capsys.readouterr().err
 
 
