@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from parallel.grids import GRIDS, LINES
@@ -86,30 +87,20 @@ def _only(network: Network, sparse: bool) -> Network:
     return replace(network, layers=1, vocab=1, sparse_layers=(), experts=network.experts if sparse else None, encoder=encoder)
 
 
+_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "sequence", "order", "microbatch", "compute_bytes", "loss_chunks")
+_of_plan = attrgetter(*_OF_LAYER)
+
+
 def of_layer(plan: Plan) -> Plan:
-    """What of a plan a layer depends on, so that plans which differ elsewhere share it (the same object): of pp and dp the world alone."""
-    cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.sequence, plan.order
-    return _of_layer(plan.world, *cut, plan.microbatch, plan.compute_bytes, plan.loss_chunks)
+    """What of a plan a layer or the head depends on, so that plans which differ elsewhere share it (the same object): of pp and dp the
+    world alone."""
+    return _of_layer(plan.world, _of_plan(plan))
 
 
 @lru_cache(maxsize=20_000)
-def _of_layer(
-    world: int,
-    tp: int,
-    sp: int,
-    ep: int,
-    etp: int,
-    tensor: Any,
-    depth: int,
-    sequence: Any,
-    order: Any,
-    microbatch: int,
-    item: int,
-    runs: int,
-) -> Plan:
-    ranks: dict[str, Any] = {"dp": world // (tp * sp), "tp": tp, "sp": sp, "ep": ep, "etp": etp}
-    more: dict[str, Any] = {"microbatch": microbatch, "compute_bytes": item, "loss_chunks": runs}
-    return Plan(**ranks, tensor=tensor, depth=depth, sequence=sequence, order=order, **more)
+def _of_layer(world: int, values: tuple[Any, ...]) -> Plan:
+    some = dict(zip(_OF_LAYER, values, strict=True))
+    return Plan(dp=world // (some["tp"] * some["sp"]), **some)
 
 
 @lru_cache(maxsize=100_000)

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from operator import ge, mul
+from operator import attrgetter, ge, mul
 from typing import Any, Literal, NamedTuple
 
 from parallel.grids import GRIDS
@@ -154,30 +154,18 @@ class _Layer:
     dispatch: float
 
 
+_OF_LAYER = ("tp", "sp", "ep", "etp", "tensor", "depth", "tiles", "microbatch", "compute_bytes", "offload_activations")
+_of_plan = attrgetter(*_OF_LAYER)
+
+
 def _of_layer(plan: Plan, index: int) -> Plan:
     """What of a plan one of its layers depends on, so that plans which differ elsewhere share it: the same object."""
-    cut = plan.tp, plan.sp, plan.ep, plan.etp, plan.tensor, plan.depth, plan.tiles
-    sequence = plan.sequence if keeps_scores(plan) else _BARE.sequence
-    return _shared(*cut, plan.microbatch, plan.compute_bytes, plan.offload_activations, recompute_of(plan, index), sequence)
+    return _shared(_of_plan(plan), recompute_of(plan, index), plan.sequence if keeps_scores(plan) else _BARE.sequence)
 
 
 @lru_cache(maxsize=20_000)
-def _shared(
-    tp: int,
-    sp: int,
-    ep: int,
-    etp: int,
-    tensor: Any,
-    depth: int,
-    tiles: int,
-    batch: int,
-    item: int,
-    away: float,
-    recompute: Any,
-    sequence: Any,
-) -> Plan:
-    ranks: dict[str, Any] = {"tp": tp, "sp": sp, "ep": ep, "etp": etp, "tensor": tensor, "depth": depth, "tiles": tiles}
-    return _BARE.but(**ranks, sequence=sequence, microbatch=batch, compute_bytes=item, offload_activations=away, recompute=recompute)
+def _shared(values: tuple[Any, ...], recompute: Any, sequence: Any) -> Plan:
+    return _BARE.but(**dict(zip(_OF_LAYER, values, strict=True)), recompute=recompute, sequence=sequence)
 
 
 _BARE = Plan()
