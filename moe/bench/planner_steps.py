@@ -27,17 +27,12 @@ import torch.distributed as dist
 from moe.bench.alive import Alive
 from moe.bench.sharded import kind_of, load_engines
 from moe.calibrate import calibrate
-from moe.calibrate.own_step import CPU, WARM_UP, take_step, tokens_of
+from moe.calibrate.own_step import WARM_UP, Trained
 from moe.checks.together import check_run
 from moe.launch import exit_codes
-from moe.parallelize.build import build
-from moe.parallelize.engines import prepare
-from moe.parallelize.sequence import shard_of
 from moe.plan.predicted import Place, Prediction, predict
 from moe.recipe.load import build_run
 from moe.records.results import write_json
-from moe.train.executor import start_executor
-from parallel import process
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Cluster
 from parallel.plan.cost import rank_layers, stage_times
@@ -224,25 +219,20 @@ def recipe(case: str) -> dict[str, Any]:
 
 def measure(rank: int, ranks: int, values: dict[str, Any], steps: int) -> dict[str, Any]:
     """This rank's peak of tensors in the second step, its median step afterwards, and its place in the pipeline."""
-    run = check_run(build_run(values), ranks)
-    mesh = process.connect(run.mesh_degrees(), World(rank, ranks, rank, ranks))
-    prepare(run, lambda _: None)
-    shard = shard_of(run, mesh, run.train.global_batch)
-    batches = [tokens_of(shard, run.vocab_size, step) for step in range(WARM_UP + steps)]
-    with Alive(batches) as alive:
-        model, layouts = build(run, mesh, device=CPU)
-        executor = start_executor(run, model, layouts, mesh)
-        for step in range(2):
+    with Alive() as alive:
+        trained = Trained.start(values, World(rank, ranks, rank, ranks))
+        for number in range(2):
             alive.most = alive.now
-            take_step(run, mesh, executor, shard, batches[step], step)
+            trained.step(number)
         held = alive.most
     seconds, core = [], []
-    for step in range(2, WARM_UP + steps):
+    for number in range(2, WARM_UP + steps):
         dist.barrier()
         began, had = time.perf_counter(), time.process_time()
-        take_step(run, mesh, executor, shard, batches[step], step)
+        trained.step(number)
         seconds.append(time.perf_counter() - began)
         core.append(time.process_time() - had)
     fastest = torch.tensor(seconds[WARM_UP - 2 :])
     dist.all_reduce(fastest, dist.ReduceOp.MAX)
-    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core[WARM_UP - 2 :]), "stage": mesh.axis("pp").index}
+    core = core[WARM_UP - 2 :]
+    return {"bytes": held, "seconds": float(fastest.min()), "core_seconds": median(core), "stage": trained.mesh.axis("pp").index}

@@ -40,8 +40,8 @@ TIMEOUT_S = 600.0
 MOST_AT_ONCE = 16  # ranks that measure kernels
 THREADED = (1024, 768, 768)  # the product by which threads are judged
 # (layers, width, hidden, heads, positions, sequences): from mostly launches to mostly products
-SHARDED = (6, 64, 256, 2, 64, 16)
 STEPS = ((2, 64, 256, 2, 64, 4), (6, 64, 256, 2, 64, 4), (2, 128, 512, 4, 128, 8), (4, 192, 768, 8, 160, 8), (2, 320, 1280, 8, 128, 8))
+SHARDED = (6, 64, 256, 2, 64, 16)  # the same of steps with FSDP and DDP, in which gathers of few bytes decide
 
 
 def main(*, out: Path | None = None, nproc: int | None = None) -> int:
