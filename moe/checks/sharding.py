@@ -107,7 +107,7 @@ def _check_zero(run: Run) -> None:
 
 
 def _check_disk(o: Offload) -> None:
-    """Check the folder for states offloaded to disk, and what DeepSpeed needs to write there."""
+    """Check the folder for states offloaded to disk. Raises BadInput."""
     if "nvme" not in (o.optimizer, o.parameters):
         if o.path is not None:
             raise BadInput(
@@ -140,11 +140,19 @@ def _check_disk(o: Offload) -> None:
             needed="a folder to write in",
             fix="name a folder of yours, with room for 12 bytes a parameter and 4 more where parameters go there too",
         ) from error
-    missing = missing_for_nvme()
-    if missing:
+
+
+def check_installed(run: Run) -> None:
+    """Refuse to train with states on a disk if this machine lacks a package that DeepSpeed's async_io is compiled with. Raises BadInput.
+
+    Not part of `check_run`: a recipe is right or wrong on any machine, and `moe plan` and `moe rehearse` take it for another one.
+    """
+    if "nvme" not in (run.sharding.offload.optimizer, run.sharding.offload.parameters):
+        return
+    if missing := missing_for_nvme():
         raise BadInput(
             "sharding.offload",
             got=f"nvme without {' and '.join(missing)}",
-            needed="what DeepSpeed's async_io is compiled with, once",
+            needed="the packages that DeepSpeed's async_io is compiled with, once",
             fix=f"apt-get install {' '.join(missing)}, or set it to cpu",
         )

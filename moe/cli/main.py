@@ -51,6 +51,7 @@ BENCHES = Path(__file__).resolve().parents[1] / "bench"
 
 def _train(flags: Train, overrides: dict[str, str]) -> int:
     from moe.checks.advice import check_for_user
+    from moe.checks.sharding import check_installed
     from moe.launch import start
     from moe.recipe.changes import check_allowed
     from moe.recipe.load import load
@@ -77,6 +78,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     alone = world == 1 and flags.launcher is None and flags.hostfile is None and not flags.restarts
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_for_user(run, world, origins)
+        check_installed(run)
     if not alone:
         return start.start(
             flags.recipe,

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from moe.checks.advice import check_for_user
+from moe.checks.sharding import check_installed
 from moe.launch import elastic, status
 from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import set_before_torch
@@ -262,6 +263,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
 
     world = process.read_environment()
     check_for_user(run, world.size, origins)
+    check_installed(run)
 
     def work() -> None:
         from moe.train.trainer import train

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe.checks.sharding import check_installed
 from moe.checks.together import check_run
 from moe.plan.predicted import Prediction
 from moe.recipe.changes import check_allowed
@@ -81,6 +82,7 @@ def train(
     check_allowed(allow_changes)
     run = (own := Own(callbacks, data, optimizer)).named_in(run)
     asked, run = run, check_run(run, world.size)
+    check_installed(run)
     process.start(world, timeout_s=run.train.timeout_s)
     if run.train.trackers:  # imported on the first rank alone
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
