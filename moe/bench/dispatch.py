@@ -1,7 +1,7 @@
 """Speed of one MoE layer, forward and backward, against its peers and against the limit, in one process.
 
     limit   batched matrix products of the same rows in equal parts, without routing
-    peers   as installed: DeepSpeed MoE, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
+    peers   as installed: DeepSpeed MoE and AutoEP, transformers' Switch and Mixtral, torch grouped_mm used plainly; dense at equal FLOPs;
             on a GPU also ScatterMoE, SonicMoE and MegaBlocks
     ours    the layer as a model trains it, with router, balance loss and report
 
@@ -63,6 +63,7 @@ PEERS: dict[str, dict[str, Make]] = {
     },
     "swiglu": {
         **{f"transformers-mixtral-{form}": partial(layers.hf_mixtral, form=form) for form in ("eager", "batched_mm", "grouped_mm")},
+        "deepspeed-autoep": layers.deepspeed_autoep,
         **{name: partial(make, ffn="swiglu") for name, make in gpu_layers.LAYERS.items()},
     },
 }

@@ -5,7 +5,7 @@ router matrix, whose rows are orthonormal. Inputs are made so that the wanted ex
 balanced, or one expert gets half of the rows.
 
     relu networks (w1, w2)            ours, DeepSpeed MoE, transformers' Switch, torch grouped_mm, dense, bmm limit
-    swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, bmm limit
+    swiglu networks (w1, w3, w2)      ours, transformers' Mixtral in its three forms, DeepSpeed's AutoEP, bmm limit
 """
 
 from __future__ import annotations
@@ -253,6 +253,36 @@ def hf_mixtral(case: LayerCase, form: str) -> Pass:
     assert w3 is not None
     layer.experts.gate_up_proj.data.copy_(torch.cat((w1, w3), dim=2).transpose(1, 2))
     layer.experts.down_proj.data.copy_(w2.transpose(1, 2))
+    return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
+
+
+def deepspeed_autoep(case: LayerCase) -> Pass:
+    """The layer that DeepSpeed's AutoEP puts in the place of transformers' Mixtral block (its key `expert_parallel`), on one rank.
+
+    Found and built by AutoEP's own classes; its engine is left out, because DeepSpeed 0.19.8 fails there with transformers 5.23.
+    """
+    _deepspeed_moe()
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    s = case.shape
+    sizes: dict[str, Any] = {
+        "hidden_size": s.width,
+        "intermediate_size": s.hidden,
+        "num_local_experts": s.experts,
+        "num_experts_per_tok": s.k,
+    }
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=8, num_attention_heads=1, num_key_value_heads=1))
+    config = parse_autoep_config({"enabled": True, "autoep_size": 1, "preset_model": "mixtral"})
+    [found] = AutoEP(model, config).ep_parser()
+    layer = AutoEPMoELayer(found, model.get_submodule(found.moe_module_name), 1, 0, config).to(case.device, case.dtype)
+    layer.router.gate.weight.data.copy_(case.router())
+    w1, w2, w3 = stack(case, "swiglu")
+    assert w3 is not None
+    for parameter, weight in zip((layer.experts.w1, layer.experts.w2, layer.experts.w3), (w1, w2, w3), strict=True):
+        parameter.data.copy_(weight.transpose(1, 2))
     return Pass(list(layer.parameters()), lambda x: layer(x), case.inputs().unsqueeze(0), case.gradient())
 
 

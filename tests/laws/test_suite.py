@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.support.alone import Turns
 from tests.support.times import Spent, by_file
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_who_is_alone_waits_for_those_before_and_goes_before_those_after(tmp_path: Path) -> None:
@@ -44,3 +50,12 @@ def test_seconds_are_summed_by_file(tmp_path: Path) -> None:
         pass
     wall, here, children = Spent.now().since(start)
     assert min(wall, here) > 0.02 and children == pytest.approx(0, abs=0.05)
+
+
+def test_every_pinned_package_runs_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2. A pin that needs a newer one stops `make setup` there."""
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"].removeprefix(">=")
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
+    needs = {name: found.metadata.get("Requires-Python") or "" for name in pinned for found in metadata.distributions(name=name)}
+    assert len(needs) > 50
+    assert {name: needed for name, needed in needs.items() if f"{oldest}.0" not in SpecifierSet(needed)} == {}
