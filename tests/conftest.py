@@ -67,7 +67,6 @@ def signals_as_they_were() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("late") is not None)
     if torch.cuda.is_available():
         return
     for item in items:

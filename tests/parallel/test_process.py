@@ -125,6 +125,7 @@ def test_the_interface_is_the_one_by_which_the_master_is_reached() -> None:
     assert interface_to("no.such.host.invalid") is None
 
 
+@pytest.mark.packages
 def test_two_machines_meet_by_the_cable_between_them() -> None:
     """They are seen by nobody else, and touch nothing that is there."""
     if reason := why_not():

@@ -36,6 +36,7 @@ def needs(programs: Mapping[str, str]) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.packages
 @pytest.mark.timeout(280)
 def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() -> None:
     needs(PROGRAMS)
@@ -43,6 +44,7 @@ def test_a_hostfile_s_ranks_save_at_a_signal_and_go_on_with_the_same_losses() ->
     assert problem == ""
 
 
+@pytest.mark.packages
 @pytest.mark.timeout(280)
 def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_with_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     needs(slurm.SLURM)
@@ -51,6 +53,7 @@ def test_the_batch_script_of_the_page_is_requeued_after_a_signal_and_goes_on_wit
     assert problem == ""
 
 
+@pytest.mark.packages
 @pytest.mark.timeout(200)
 def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) -> None:
     """No such name; ssh that does not let in; a folder that is not the same there. Nothing is left of the run's folder."""
@@ -73,6 +76,7 @@ def test_machines_that_cannot_take_part_are_refused_in_one_line(tmp_path: Path) 
             assert said in got and fix in got and not (tmp_path / "run").exists() and not (tmp_path / "apart" / "run").exists(), got
 
 
+@pytest.mark.packages
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("interface", "said"),

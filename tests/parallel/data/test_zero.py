@@ -281,7 +281,7 @@ def async_io() -> None:
     assert again.returncode == 0 and "compiling" not in again.stderr, again.stderr
 
 
-@pytest.mark.late
+@pytest.mark.packages
 @pytest.mark.timeout(1300)
 @pytest.mark.skipif(bool(missing_for_nvme()), reason=f"offload to a disk needs {' and '.join(missing_for_nvme())}")
 def test_a_disk_changes_no_bit_and_is_left_empty(async_io: None, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
