@@ -189,7 +189,7 @@ def grouped_mm(case: LayerCase) -> Pass:
 
 def deepspeed(case: LayerCase) -> Pass:
     """DeepSpeed's MoE: exactly filled slots if routing is balanced, else its dropless form (padded to the fullest expert)."""
-    moe = _deepspeed_moe()
+    moe = _deepspeed("moe.layer")
     s, balanced = case.shape, case.routing == "balanced"
     expert = nn.Sequential(nn.Linear(s.width, s.hidden, bias=False), nn.ReLU(), nn.Linear(s.hidden, s.width, bias=False))
     layer = moe.MoE(
@@ -212,13 +212,14 @@ def deepspeed(case: LayerCase) -> Pass:
     return Pass(list(layer.parameters()), lambda x: layer(x)[0], case.inputs().unsqueeze(0), case.gradient())
 
 
-def _deepspeed_moe() -> ModuleType:
+def _deepspeed(name: str) -> ModuleType:
+    """A module of DeepSpeed, started for this process."""
     from parallel.data.deepspeed import start_deepspeed
 
     start_deepspeed()
     import importlib
 
-    return importlib.import_module("deepspeed.moe.layer")
+    return importlib.import_module(f"deepspeed.{name}")
 
 
 def hf_switch(case: LayerCase) -> Pass:
@@ -261,10 +262,7 @@ def deepspeed_autoep(case: LayerCase) -> Pass:
 
     Found and built by AutoEP's own classes; its engine is left out, because DeepSpeed 0.19.8 fails there with transformers 5.23.
     """
-    _deepspeed_moe()
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    auto_ep, settings, layers = (_deepspeed(f"module_inject.{name}") for name in ("auto_ep", "auto_ep_config", "auto_ep_layer"))
     from transformers import MixtralConfig, MixtralForCausalLM
 
     s = case.shape
@@ -275,9 +273,9 @@ def deepspeed_autoep(case: LayerCase) -> Pass:
         "num_experts_per_tok": s.k,
     }
     model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, vocab_size=8, num_attention_heads=1, num_key_value_heads=1))
-    config = parse_autoep_config({"enabled": True, "autoep_size": 1, "preset_model": "mixtral"})
-    [found] = AutoEP(model, config).ep_parser()
-    layer = AutoEPMoELayer(found, model.get_submodule(found.moe_module_name), 1, 0, config).to(case.device, case.dtype)
+    config = settings.parse_autoep_config({"enabled": True, "autoep_size": 1, "preset_model": "mixtral"})
+    [found] = auto_ep.AutoEP(model, config).ep_parser()
+    layer = layers.AutoEPMoELayer(found, model.get_submodule(found.moe_module_name), 1, 0, config).to(case.device, case.dtype)
     layer.router.gate.weight.data.copy_(case.router())
     w1, w2, w3 = stack(case, "swiglu")
     assert w3 is not None
