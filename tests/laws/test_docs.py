@@ -1,6 +1,5 @@
-"""Laws of the pages: recipes.md has every key with its default, files that are named exist, the README's Python runs.
-
-Links are checked in test_architecture.py.
+"""Laws of the pages: recipes.md has every key with its default; keys, commands, flags and files that are named exist; counts are those of
+the code; the README's Python runs. Links are checked in test_architecture.py.
 """
 
 from __future__ import annotations
@@ -10,16 +9,30 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from moe.bench import faults
+from moe.cli.main import BENCHES, _arguments_of_main, bench_names
+from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
+from moe.convert.huggingface.families import FAMILIES
 from moe.launch import exit_codes
 from moe.recipe.load import flat, known_keys
+from moe.recipe.presets import PRESETS
 from moe.recipe.sections import Run
+from moe.verify.mutations.every import MUTATIONS
+from parallel.pipeline.schedules.catalog import SCHEDULES
+from parallel.plan.stack import OURS_ON_CPU
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+OF_TODAY = pytest.mark.parametrize("page", [p for p in PAGES if p.name != "log.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.S | re.M)
+NUMBERS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
@@ -40,10 +53,78 @@ def test_recipes_page_names_every_recipe() -> None:
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@EACH_PAGE
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:moe|parallel|recipes|tests|docs)/[\w/.-]*)`", page.read_text(encoding="utf-8"))
     assert sorted({name for name in named if not (ROOT / name).exists()}) == []
+
+
+def in_backticks(page: Path) -> list[str]:
+    return re.findall(r"`([^`]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def commands(page: Path) -> Iterator[tuple[str, str]]:
+    """(verb, the words after it) of each `moe VERB ...` in a block or a sentence, but for commands that are shown to end in an error."""
+    lines = [text for text in in_backticks(page) if text != OURS_ON_CPU.name]
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language != "python":
+            lines += re.findall(r"^(.*moe .*)$(?!\n *error:)", block.replace("\\\n", " "), flags=re.M)
+    for line in lines:
+        yield from re.findall(r"(?:^|\$ |; |&& |=\S+ )moe ([a-z][a-z-]*)((?:(?! # | \| | && |;).)*)", line)
+
+
+@OF_TODAY
+def test_keys_that_a_page_names_exist(page: Path) -> None:
+    """A dotted word that begins with a section is a key or a group of keys, unless it is a file."""
+    keys = known_keys()
+    there = {key.rsplit(".", n)[0] for key in keys for n in range(key.count("."))}
+    dotted = re.compile(rf"(?<![\w./-])(?:--)?((?:{'|'.join(Run.model_fields)})(?:\.\w+)+)(?![\w./(-])")
+    named = {key for text in in_backticks(page) for key in dotted.findall(text)}
+    assert sorted(key for key in named - there if not re.search(r"\.(py|bin|json)$", key)) == []
+
+
+@OF_TODAY
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    """Every verb, every flag of it, every measurement with its flags, every kind of faults, every recipe's key as a flag."""
+    keys, wrong = known_keys(), []
+    for verb, words in commands(page):
+        if verb not in VERBS:
+            wrong.append(f"moe {verb}")
+            continue
+        flags = {field.name for field in fields(VERBS[verb]) if not is_word(field)} | {"help"}
+        if verb == "bench" and (name := re.match(r" +([a-z][\w-]*)", words)):
+            if name[1] not in bench_names():
+                wrong.append(f"moe bench {name[1]}")
+                continue
+            flags = {*_arguments_of_main(BENCHES / f"{name[1].replace('-', '_')}.py"), "help"}
+            only = re.search(r"--only ([a-z,]+)", words) if name[1] == "faults" else None
+            wrong += [f"faults of kind {kind}" for kind in only[1].split(",") if kind not in faults.KINDS] if only else []
+        for flag in re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*)", words):
+            known = flag.replace("-", "_").rstrip(".")
+            if known not in flags and not (verb in RECIPE_VERBS and (known in keys or known.lower() == "section.key")):
+                wrong.append(f"moe {verb}{words[:20]} ... --{flag}")
+    assert sorted(set(wrong)) == []
+
+
+@OF_TODAY
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    """Named without a folder; those with one are files as any other."""
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted({name for text in in_backticks(page) for name in re.findall(r"(?<![\w/])test_\w+\.py", text)} - there) == []
+
+
+@OF_TODAY
+def test_counts_that_a_page_claims_are_those_of_the_code(page: Path) -> None:
+    counts = {
+        "pipeline schedules|schedules, from": len(SCHEDULES),
+        "faults, most of which|faults into the running code|faults found and named": len(MUTATIONS),
+        "presets|published routers": len(PRESETS),
+        "families": len(FAMILIES),
+    }
+    text = re.sub(r"\s+", " ", page.read_text(encoding="utf-8"))
+    for claim, count in counts.items():
+        said = re.findall(rf"\b(\d+|{'|'.join(NUMBERS)}) (?:{claim})\b", text, flags=re.I)
+        assert [n for n in said if (int(n) if n.isdecimal() else NUMBERS.index(n.lower()) + 10) != count] == [], f"{claim}: {count}"
 
 
 def test_the_architecture_page_names_every_file_in_its_folder() -> None:
@@ -62,7 +143,7 @@ def test_the_architecture_page_names_every_file_in_its_folder() -> None:
     assert sorted(path for path in named if path.startswith(("moe/", "parallel/")) and path not in there) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@EACH_PAGE
 def test_python_on_a_page_is_python(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.S | re.M):
         compile(block, page.name, "exec")
