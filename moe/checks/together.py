@@ -17,7 +17,9 @@ from moe.checks.tensor import check_tensor
 from moe.checks.tiling import check_tiling
 from moe.recipe.plugin import check_there
 from moe.recipe.sections import Data, Run
-from moe.router.checks import check_causal, check_read, check_slots, check_spec
+from moe.router.causal import check_causal
+from moe.router.checks import check_read, check_slots, check_spec
+from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput, did_you_mean
 from parallel.files import user_path
 from parallel.mesh import Degrees, check_world, divisors
@@ -85,7 +87,7 @@ def _check_free(run: Run) -> None:
     x = run.experts
     key = "skip" if x.skip else "zero"
     reasons: dict[str, tuple[bool, object, str]] = {
-        "router.select": (run.router.spec.select == "expert_choice", "expert_choice", "top_k: tokens choose to cost nothing"),
+        "router.select": (not method_of(run.router.spec).tokens_choose, run.router.spec.select, "top_k: tokens choose to cost nothing"),
         "experts.rebalance_every": (bool(x.rebalance_every), x.rebalance_every, "0: loads are of what costs something"),
     }
     for what, (refused, got, needed) in reasons.items() if x.free else ():

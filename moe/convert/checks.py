@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from moe.recipe.sections import Latent, Rope, Router, Run, Scales, Swiglu
+from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 from parallel.mesh import divisors
 
@@ -109,7 +110,7 @@ def gate_sum(router: Router) -> float | None:
     """The sum of a token's gates if nothing is dropped; None if it depends on the token, or if gates are no factors of outputs."""
     s = router.spec
     one = s.gates != "as_is" or (s.score == "softmax" and s.softmax_over == "chosen")
-    return s.gate_scale if one and s.select != "expert_choice" and s.gate_on == "output" else None
+    return s.gate_scale if one and method_of(s).tokens_choose and s.gate_on == "output" else None
 
 
 def even_gate_sum(router: Router, num_experts: int) -> float:

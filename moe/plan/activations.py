@@ -32,6 +32,7 @@ from typing import Literal
 from moe.plan.flops import attention_products, expert_size, in_runs, rows_of_token
 from moe.recipe.sections import Run
 from moe.recipe.shapes import GATED
+from moe.router.methods.catalog import method_of
 
 
 def compute_bytes(run: Run) -> int:
@@ -158,8 +159,8 @@ def router_bytes(run: Run, num_experts: int, device: Device = "cuda") -> float:
     held = 8 * d if spec.jitter else 4 * d if (normed or noisy) and compute_bytes(run) < 4 else 0
     if normed:
         held += (8 if device == "cpu" else 4) * d + 4
-    mixed = min(spec.num_choices, num_experts) if spec.select == "sparsemixer" else 0
-    return held + count * (8 + (8 if noisy else 0) + (4 if spec.logit_cap else 0) + 5 * mixed)
+    held += method_of(spec).kept_bytes(num_choices=min(spec.num_choices, num_experts), num_experts=count)
+    return held + count * (8 + (8 if noisy else 0) + (4 if spec.logit_cap else 0))
 
 
 def _dense_weights(run: Run, layer: int) -> float:

@@ -15,6 +15,7 @@ from math import inf
 
 from moe.recipe import sections
 from moe.recipe.shapes import GATED, T5_BUCKETS
+from moe.router.methods.catalog import method_of
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def rows_of_token(router: sections.Router, num_experts: int) -> float:
     """Rows that experts compute for a token, on average: its choices, but at most one for each expert, and as many as capacities have
     places for. Experts that choose tokens fill their places. The least capacity of a small group and its rounding are left out."""
     spec, places = router.spec, places_of_token(router)
-    return min(places if spec.select == "expert_choice" else min(spec.num_choices, places), num_experts)
+    return min(min(spec.num_choices, places) if method_of(spec).tokens_choose else places, num_experts)
 
 
 def places_of_token(router: sections.Router) -> float:

@@ -12,6 +12,7 @@ from moe.plan.optimizer import optimizer_bytes
 from moe.plan.stages import layer_flops
 from moe.recipe.sections import Model, Run
 from moe.recipe.shapes import GATED, T5_BUCKETS
+from moe.router.methods.catalog import method_of
 from parallel.pipeline.schedules.catalog import DEFAULT_CHUNKS, SCHEDULES, placed
 from parallel.plan.cut import cut
 from parallel.plan.job import Experts, Latent, Network, Plan, Router
@@ -105,7 +106,7 @@ def _experts(run: Run) -> Experts | None:
             norm=spec.input_norm == "rmsnorm",
             jitter=spec.jitter > 0,
             capped=spec.logit_cap is not None,
-            mixer=spec.select == "sparsemixer",
+            kept=method_of(spec).kept_bytes(num_choices=choices, num_experts=count + e.free),
         ),
         rows=None if spec.capacity_factor is None else rows_of_token(run.router, count) / choices,
         sent=min(places_of_token(run.router), count) / choices

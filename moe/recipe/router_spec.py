@@ -16,8 +16,6 @@ from typing import Annotated, Literal
 
 from moe.recipe.plugin import Plugin
 
-_SECOND_CHOICES = "a later token's first choice takes the slot of an earlier one's second choice"
-
 
 @dataclass(frozen=True)
 class Key:
@@ -130,36 +128,6 @@ class RouterSpec:
         return self.second == "random"
 
     @property
-    def drops(self) -> bool:
-        """Whether a choice may get no slot, in training or in evaluation."""
-        return self.select != "expert_choice" and (self.capacity_factor is not None or self.eval_capacity_factor is not None)
-
-    @property
     def asks_balance(self) -> bool:
         """Whether a loss over `balance_scope` moves the router."""
         return bool(self.balance_weight or self.importance_weight or self.load_weight)
-
-    @property
-    def looks_ahead(self) -> str | None:
-        """Why a token's experts may depend on later tokens, in training or in evaluation; None if they never do."""
-        if self.select == "expert_choice":
-            return "an expert chooses its tokens among those of the whole group"
-        if self.select == "sinkhorn":
-            return "the balanced plan is made over all tokens of the group"
-        if self.drops and self.drop == "lowest_gate":
-            return "a later token with a higher gate takes an earlier one's slot"
-        if self.drops and self.drop == "random" and self.capacity_factor is not None:
-            return "a later token may be drawn to take an earlier one's slot"
-        if self.drops and self.queue == "choices_first" and self.num_choices > 1:
-            return _SECOND_CHOICES
-        return None
-
-    @property
-    def causal(self) -> bool:
-        """Whether no output depends on a later token."""
-        return self.looks_ahead is None
-
-    @property
-    def second_choices_only(self) -> bool:
-        """Whether it looks ahead only through GShard's queue, never at first choices. GShard and GLaM do, so a recipe may train so."""
-        return self.looks_ahead == _SECOND_CHOICES

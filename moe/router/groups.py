@@ -10,15 +10,17 @@ Ranks that hold parts of one group exchange scores before they decide (moe/route
 from __future__ import annotations
 
 from moe.recipe.router_spec import RouterSpec
+from moe.router.causal import drops
+from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 from parallel.mesh import Degrees
 
 
 def needs_group(spec: RouterSpec) -> str | None:
-    """What a router decides over a whole group, or None: then it looks at each token alone."""
-    if spec.select in ("expert_choice", "sinkhorn"):
+    """Return the setting that makes a router decide over a whole group; None if it looks at each token alone."""
+    if method_of(spec).needs_whole_groups:
         return f"router.select={spec.select}"
-    if spec.drops:
+    if drops(spec):
         return "a capacity"
     if spec.balance_scope != "global_batch" and spec.asks_balance:
         return f"router.balance_scope={spec.balance_scope}"

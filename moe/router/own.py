@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe.recipe.plugin import is_plugin, load_plugin, loaded
 from moe.recipe.router_spec import RouterSpec
+from moe.router.methods.own import own_choices
 from parallel.errors import BadInput, where
 
 # T tokens, E experts, K choices
@@ -24,12 +25,6 @@ def own_scores(logits_TE: Tensor, name: str) -> Tensor:
     """The scores [T, E] by the function of this name."""
     scores_TE: Tensor = loaded("router.score", name, arguments=1)(logits_TE)
     return scores_TE
-
-
-def own_choices(preferred_TE: Tensor, k: int, name: str) -> Tensor:
-    """The experts [T, K] by the function of this name."""
-    expert_TK: Tensor = loaded("router.select", name, arguments=2)(preferred_TE, k)
-    return expert_TK
 
 
 def check_own(spec: RouterSpec, num_experts: int) -> None:

@@ -1,12 +1,12 @@
 """The router: logits W x, scores from logits, the experts of each token, and a gate for each choice.
 
-    forward = scores (with gradient) -> decide (no gradient: who is chosen, who gets a slot) -> gates (with gradient)
-                                           \\__ whom a record names is taken instead (moe/nn/routing_record.py)
+    forward = scores (with gradient) -> decide (no gradient: experts of each token, slots) -> gates (with gradient)
 
 A Decision is a small value of integers and bools, and is made once. A pass that is computed again to save memory reuses the first
 pass's Decision, so that differences in rounding cannot change the choices. Everything inside is fp32. Training noise is keyed by a
-token's place in the step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py); the
-methods are in scores.py, selection.py, sparsemixer.py, noise.py and capacity.py.
+token's position in the step; evaluation has no noise. The settings are data (moe/recipe/router_spec.py, moe/recipe/presets.py). How
+experts are selected is a method, an object of its own (moe/router/methods/); a record of routing replaces its choices
+(moe/nn/routing_record.py). Scores, noise and slots are in scores.py, noise.py and capacity.py.
 Sources: Switch (arXiv 2101.03961, eq. 1-2), GShard (arXiv 2006.16668, algorithm 1).
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +21,16 @@ from torch import Tensor, nn
 from moe.kernels import choose
 from moe.nn.context import Context
 from moe.nn.linear import Norm, linear_fp32
-from moe.recipe.plugin import is_plugin
 from moe.recipe.router_spec import RouterSpec
 from moe.router.capacity import kept_choices
 from moe.router.checks import check_spec
+from moe.router.methods.catalog import method_of
+from moe.router.methods.method import Asked, Chosen, Method
 from moe.router.noise import chance_of_choice, gumbel, jittered, noise_size, noisy_logits
-from moe.router.own import own_choices
 from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
-from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
 from moe.router.slices import Slices
 from moe.router.slots import slots_of
-from moe.router.sparsemixer import mixed_gates, one_by_one, shares
 from parallel.errors import BadInput
 from parallel.regions import in_region
 from parallel.supposed import supposed
@@ -43,22 +40,18 @@ from parallel.supposed import supposed
 
 @dataclass(frozen=True)
 class Decision:
-    """What the router decides, without gradient.
+    """The router's choices, without gradient.
 
-    `expert_TK` int64; `kept_TK` bool: the choice got a slot. `counted_TK` bool: False where an entry only fills the row of a token that
-    fewer experts chose; None if every row is full. `capacity`: slots per expert and group, None if dropless. `num_groups`: number of
-    groups, equal in size, in token order; the same on ranks that hold slices of them. `load_TK` int64: what the balance loss counts,
-    where that is not the choices. Of sparsemixer `open_TKE` bool and, in training, `share_TK` fp32 (moe/router/sparsemixer.py).
+    `chosen`: the experts, as the method of selection returns them. `kept_TK` bool: the choice got a slot. `capacity`: slots of an expert
+    in a group, None if dropless. `num_groups`: number of groups, equal in size, in token order; the same on ranks that hold shards of
+    their sequences. `load_TK` int64: experts that the balance loss counts; None: the choices.
     """
 
-    expert_TK: Tensor
+    chosen: Chosen
     kept_TK: Tensor
-    counted_TK: Tensor | None
     capacity: int | None
     num_groups: int
     load_TK: Tensor | None = None
-    open_TKE: Tensor | None = None
-    share_TK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +106,16 @@ class Router(nn.Module):
         self.register_buffer("bias_E", None if spec.bias_rate is None else torch.zeros(num_experts))
         self.table_VK: Tensor | None  # the experts of each id, where they are given: moe/recipe/hash_table.py
         self.register_buffer("table_VK", None, persistent=False)
-        self.slices: Slices | None = None  # where other ranks hold other slices of its groups
+        self.slices: Slices | None = None  # set if ranks hold different shards of a group's sequences
+
+    @property
+    def method(self) -> Method:
+        """The method that selects experts."""
+        return method_of(self.spec)
 
     @in_region("route")
     def forward(self, x_TD: Tensor, *, sequence_tokens: int, context: Context) -> Routing:
-        """Route the tokens x_TD [T, D], which stand sequence after sequence, each `sequence_tokens` long."""
+        """Route the tokens x_TD [T, D], sequence after sequence, each of `sequence_tokens` tokens."""
         spec = self.spec
         logits_TE, noisy_TE, chance_TE = self._logits(x_TD, context)
         scores_TE = scores_of(noisy_TE, spec)
@@ -125,15 +123,17 @@ class Router(nn.Module):
             f"{self.name}.decision",
             lambda: self._decide(scores_TE.detach(), noisy_TE.detach(), sequence_tokens=sequence_tokens, context=context),
         )
-        of_TK = made.kept_TK if spec.gates == "after_drop" else made.counted_TK
-        if made.open_TKE is not None:
-            gate_TK = spec.gate_scale * mixed_gates(noisy_TE, made.expert_TK, made.open_TKE, made.share_TK)
+        chosen = made.chosen
+        gate_TK = self.method.gates(noisy_TE, chosen)
+        if gate_TK is None:
+            of_TK = made.kept_TK if spec.gates == "after_drop" else chosen.counted_TK
+            gate_TK = chosen_gates(scores_TE, noisy_TE, chosen.expert_TK, spec=spec, of_TK=of_TK)
         else:
-            gate_TK = chosen_gates(scores_TE, noisy_TE, made.expert_TK, spec=spec, of_TK=of_TK)
+            gate_TK = spec.gate_scale * gate_TK
         if self.expert_scale is not None:
-            gate_TK = gate_TK * self.expert_scale.float()[made.expert_TK]
+            gate_TK = gate_TK * self.expert_scale.float()[chosen.expert_TK]
         return Routing(
-            made.expert_TK,
+            chosen.expert_TK,
             gate_TK,
             made.kept_TK,
             probabilities(scores_TE, spec),
@@ -141,7 +141,7 @@ class Router(nn.Module):
             made.capacity,
             made.num_groups,
             context.valid_T,
-            made.counted_TK,
+            chosen.counted_TK,
             made.load_TK,
             chance_TE,
         )
@@ -172,7 +172,7 @@ class Router(nn.Module):
         return lambda: balanced_logits(len(x_TD), num_experts=self.num_experts, num_choices=self.spec.num_choices)
 
     def _decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """Over whole groups, whoever holds their tokens."""
+        """Decide over whole groups: with sequence parallelism from the scores of all ranks that hold their tokens. Collective then."""
         slices = self.slices
         if slices is None:
             return self.decide(scores_TE, logits_TE, sequence_tokens=sequence_tokens, context=context)
@@ -182,22 +182,29 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def decide(self, scores_TE: Tensor, logits_TE: Tensor, *, sequence_tokens: int, context: Context) -> Decision:
-        """The experts of each token and the choices that get a slot, from the scores and the logits behind them."""
+        """Return the experts of each token and the choices that get a slot, from scores and logits [T, E] fp32."""
         spec, tokens = self.spec, len(logits_TE)
         num_groups = self._num_groups(tokens, sequence_tokens)
         slots = slots_of(spec, tokens // num_groups, num_experts=self.num_experts, training=self.training)
-        preferred_TE = self._preferred(scores_TE, logits_TE, num_groups=num_groups, context=context)
-        given_TK = self._given(context)
-        if spec.select == "expert_choice":
-            assert slots is not None, "check_spec refuses expert choice without a capacity"
-            expert_TK, counted_TK = expert_choice(preferred_TE, slots=slots, num_groups=num_groups, valid_T=context.valid_T)
-            return Decision(expert_TK, counted_TK, counted_TK, slots, num_groups)
-        open_TKE = share_TK = None
-        if spec.select == "sparsemixer":
-            expert_TK, open_TKE, share_TK = self._mix(logits_TE, context, given_TK)
-        else:
-            expert_TK = self._select(preferred_TE, context)
-            expert_TK = expert_TK if given_TK is None else torch.where(given_TK < 0, expert_TK, given_TK)
+        asked = Asked(
+            spec,
+            self._preferred(scores_TE, logits_TE, context),
+            scores_TE,
+            logits_TE,
+            num_groups,
+            slots,
+            self.training,
+            context,
+            self.kernels,
+            self.name,
+            self._given(context),
+            self.table_VK,
+        )
+        chosen = self.method.choose(asked)
+        if not self.method.tokens_choose:
+            assert chosen.counted_TK is not None
+            return Decision(chosen, chosen.counted_TK, slots, num_groups)
+        expert_TK = chosen.expert_TK
         if context.record_routing is not None:
             context.record_routing.add(self.name, context.position_T, expert_TK)
         active_TK = self._active(scores_TE, expert_TK, context)
@@ -212,60 +219,26 @@ class Router(nn.Module):
             priority_TK=None if slots is None else self._priority(scores_TE, logits_TE, expert_TK, context),
         )
         load_TK = self.kernels.top_k(scores_TE, spec.num_choices) if spec.balance_counts == "unbiased" else None
-        return Decision(expert_TK, kept_TK, None, slots, num_groups, load_TK, open_TKE, share_TK)
+        return Decision(chosen, kept_TK, slots, num_groups, load_TK)
 
-    def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, *, num_groups: int, context: Context) -> Tensor:
-        """The values [T, E] whose highest are selected. Gates are always taken from the unchanged scores."""
+    def _preferred(self, scores_TE: Tensor, logits_TE: Tensor, context: Context) -> Tensor:
+        """Scores [T, E] with noise and bias. Gates are always taken from the unchanged scores."""
         spec = self.spec
-        if spec.select == "sinkhorn" and self.training:
-            return balanced_plan(logits_TE, num_groups=num_groups, valid_T=context.valid_T)
         preferred_TE = logits_TE if spec.softmax_over == "chosen" else scores_TE
         if spec.noise == "gumbel" and self.training:
             noisy_TE = logits_TE + gumbel(context.uniform(f"{self.name}.gumbel", self.num_experts))
             preferred_TE = noisy_TE if spec.softmax_over == "chosen" else scores_of(noisy_TE, spec)
         return preferred_TE if self.bias_E is None else preferred_TE + self.bias_E
 
-    def _select(self, preferred_TE: Tensor, context: Context) -> Tensor:
-        spec, k = self.spec, self.spec.num_choices
-        if spec.select == "group_limited":
-            best = 1 if spec.group_score == "best" else 2
-            groups = {"expert_groups": spec.expert_groups, "top_groups": spec.top_groups, "best": best}
-            return group_limited(preferred_TE, k, **groups, kernels=self.kernels)
-        if spec.select == "hash":
-            if context.tokens_T is None:
-                raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
-            if self.table_VK is not None:
-                return self.table_VK[context.tokens_T.long()]
-            if spec.hash_table is not None:
-                fix = "make the model by moe.parallelize.build, which reads it"
-                raise BadInput("router.hash_table", got=f"{spec.hash_table}, not read", needed="its table in the router", fix=fix)
-            return hashed(context.tokens_T, k, num_experts=self.num_experts, name=self.name, kernels=self.kernels)
-        if is_plugin(spec.select):
-            return own_choices(preferred_TE, k, spec.select)
-        expert_TK: Tensor = self.kernels.top_k(preferred_TE, k)
-        return expert_TK
-
     def _given(self, context: Context) -> Tensor | None:
-        """The experts [T, K] of a record, -1 where the router chooses; None: everywhere."""
-        if self.spec.select == "expert_choice" and (context.record_routing or context.replay_routing):
+        """Return the experts [T, K] of a record, -1 where the router chooses; None without a record. Raises BadInput."""
+        if not self.method.tokens_choose and (context.record_routing or context.replay_routing):
             needed, fix = "a router whose tokens choose: here experts choose tokens", "give no record, or set router.select to top_k"
-            raise BadInput("record_routing or replay_routing", got="one with router.select expert_choice", needed=needed, fix=fix)
+            raise BadInput("record_routing or replay_routing", got=f"one with router.select {self.spec.select}", needed=needed, fix=fix)
         if context.replay_routing is None:
             return None
         sizes = {"num_choices": self.spec.num_choices, "num_experts": self.num_experts}
         return context.replay_routing.take(self.name, context.position_T, **sizes)
-
-    def _mix(self, logits_TE: Tensor, context: Context, given_TK: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        k, margin = self.spec.num_choices, self.spec.mixer_margin
-        if not self.training:
-            expert_TK, _, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=None, given_TK=given_TK)
-            return expert_TK, open_TKE, None
-        draw = partial(self._uniform_of, context)
-        expert_TK, best_TK, open_TKE = one_by_one(logits_TE, k, margin=margin, uniform=draw, given_TK=given_TK)
-        return expert_TK, open_TKE, shares(best_TK, context.uniform(f"{self.name}.midpoint", k))
-
-    def _uniform_of(self, context: Context, choice: int) -> Tensor:
-        return context.uniform(f"{self.name}.mixer.{choice}", self.num_experts)
 
     def _active(self, scores_TE: Tensor, expert_TK: Tensor, context: Context) -> Tensor:
         """The choices that ask for a slot: neither those of padding tokens nor declined second choices."""

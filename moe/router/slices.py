@@ -11,7 +11,7 @@ one rank alone would have. Tokens are put in the order of their places, so the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -63,8 +63,14 @@ class Slices:
         return self._mapped(made, self.whole)
 
     def _mapped(self, made: Made, change: Any) -> Made:
-        tensors = {f.name: value for f in fields(made) if isinstance(value := getattr(made, f.name), Tensor)}
-        return replace(made, **{name: change(value) for name, value in tensors.items()})
+        changed: dict[str, Any] = {}
+        for f in fields(made):
+            value = getattr(made, f.name)
+            if isinstance(value, Tensor):
+                changed[f.name] = change(value)
+            elif is_dataclass(value):
+                changed[f.name] = self._mapped(value, change)
+        return replace(made, **changed)
 
     @cached_property
     def _held(self) -> Tensor:

@@ -23,6 +23,7 @@ from moe.nn.cache import KeyValueCache
 from moe.nn.context import Context
 from moe.nn.latent import LatentAttention
 from moe.nn.routing_record import RoutingRecord
+from moe.router.methods.catalog import method_of
 from moe.train.sampling import Sampling
 from parallel.errors import BadInput
 
@@ -148,14 +149,14 @@ class Written:
 
 def can_cache(model: Transformer) -> bool:
     """Whether every token is computed from those before it alone: experts that choose their tokens see those after it, too."""
-    return all(layer.router.spec.select != "expert_choice" for layer in moe_layers(model))
+    return all(method_of(layer.router.spec).tokens_choose for layer in moe_layers(model))
 
 
 def for_continuing(model: Transformer) -> None:
     """Have no token dropped in evaluation, where tokens choose their experts, and MoE layers count no loads or losses."""
     for layer in moe_layers(model):
         layer.reporting = False
-        if layer.router.spec.select != "expert_choice":
+        if method_of(layer.router.spec).tokens_choose:
             layer.router.spec = replace(layer.router.spec, eval_capacity_factor=None)
 
 

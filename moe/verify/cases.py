@@ -20,6 +20,7 @@ from typing import Any
 
 from moe.recipe.load import build_run
 from moe.recipe.sections import Run
+from moe.router.methods.catalog import METHODS
 from moe.verify.small import small
 from parallel.mesh import divisors
 from parallel.pipeline.schedules.catalog import SCHEDULES
@@ -53,9 +54,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"router": {"preset": "qwen3_moe", "num_choices": 3}, "experts": {"shared": 1, "shared_gate": True}},
     "deepspeed": {"router": {"preset": "deepspeed"} | _BY_SEQUENCE, "experts": {"ffn": "relu"}},
     "megatron": {"router": {"preset": "megatron", "capacity_factor": 1.0, "allow_noncausal": True} | _BY_SEQUENCE},
-    "expert_choice": {"router": {"preset": "expert_choice", "allow_noncausal": True}},
-    "hash": {"router": {"preset": "switch", "select": "hash", "balance_weight": 0.0}},
-    "sinkhorn": {"router": {"preset": "switch", "select": "sinkhorn", "balance_weight": 0.0, "allow_noncausal": True}},
+    **{name: {"router": dict(method.example)} for name, method in METHODS.items() if method.example},
     "noisy_top_k": {"router": {"preset": "glam", "noise": "noisy_top_k", "importance_weight": 0.01, "capacity_factor": None}},
     "gumbel": {"router": {"preset": "switch", "noise": "gumbel", "drop": "random", "min_capacity": 1, "allow_noncausal": True}},
 }

@@ -188,22 +188,51 @@ def choose(scores: Tensor, logits: Tensor, bias: Tensor | None, name: str, token
     if spec.noise == "gumbel":
         drawn = logits + _gumbel(tokens.draw(f"{name}.router.gumbel", scores.shape[1]))
         liked = drawn if spec.softmax_over == "chosen" else score(drawn, spec)
-    if spec.select == "sinkhorn":
-        liked = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in _groups(tokens, spec)])
-    if spec.hash_table is not None:
-        table = json.loads(Path(spec.hash_table).read_text())
-        rows_of_ids = table[name.removeprefix("layers.")] if isinstance(table, dict) else table
-        return [found if isinstance(found := rows_of_ids[token], list) else [found] for token in tokens.ids]
-    if spec.select == "hash":
-        liked = uniform(key_of("hash", f"{name}.router"), torch.tensor(tokens.ids), scores.shape[1])
-    if bias is not None:
-        liked = liked + bias
+    return CHOOSE[spec.select](liked if bias is None else liked + bias, logits, name, tokens, spec)
+
+
+def _top_k(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+    return [_best(row, spec.num_choices) for row in liked.tolist()]
+
+
+def _group_limited(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+    return [_best(_limited(row, spec), spec.num_choices) for row in liked.tolist()]
+
+
+def _sinkhorn(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+    plan = torch.cat([_even_plan(logits[rows], [tokens.valid[t] for t in rows]) for rows in _groups(tokens, spec)])
+    return _top_k(plan, logits, name, tokens, spec)
+
+
+def _hash(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
+    if spec.hash_table is None:
+        return _top_k(uniform(key_of("hash", f"{name}.router"), torch.tensor(tokens.ids), liked.shape[1]), logits, name, tokens, spec)
+    table = json.loads(Path(spec.hash_table).read_text())
+    rows_of_ids = table[name.removeprefix("layers.")] if isinstance(table, dict) else table
+    return [found if isinstance(found := rows_of_ids[token], list) else [found] for token in tokens.ids]
+
+
+def _experts_choose(liked: Tensor, logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
     rows: list[list[float]] = liked.tolist()
-    if spec.select == "expert_choice":
-        return _experts_choose(rows, tokens, spec)
-    if spec.select == "group_limited":
-        rows = [_limited(row, spec) for row in rows]
-    return [_best(row, spec.num_choices) for row in rows]
+    chosen: list[list[int]] = [[] for _ in rows]
+    num_experts = len(rows[0])
+    for group in _groups(tokens, spec):
+        slots = slots_of(spec, len(group), num_experts)
+        assert slots is not None
+        for expert in range(num_experts):
+            best_first = sorted((t for t in group if tokens.valid[t]), key=lambda t: (-rows[t][expert], t))
+            for t in best_first[:slots]:
+                chosen[t].append(expert)
+    return chosen
+
+
+CHOOSE: dict[str, Callable[[Tensor, Tensor, str, Tokens, RouterSpec], list[list[int]]]] = {
+    "top_k": _top_k,
+    "group_limited": _group_limited,
+    "expert_choice": _experts_choose,
+    "hash": _hash,
+    "sinkhorn": _sinkhorn,
+}  # by router.select; sparsemixer, which makes gates too, is `_mixed`
 
 
 def _mixed(logits: Tensor, name: str, tokens: Tokens, spec: RouterSpec) -> tuple[list[list[int]], Tensor]:
@@ -248,19 +277,6 @@ def _limited(row: list[float], spec: RouterSpec) -> list[float]:
     goodness = torch.tensor([sum(sorted(run, reverse=True)[:counted]) for run in runs], dtype=torch.float32).tolist()
     open_runs = _best(goodness, spec.top_groups)
     return [value if place // size in open_runs else -math.inf for place, value in enumerate(row)]
-
-
-def _experts_choose(rows: list[list[float]], tokens: Tokens, spec: RouterSpec) -> list[list[int]]:
-    chosen: list[list[int]] = [[] for _ in rows]
-    num_experts = len(rows[0])
-    for group in _groups(tokens, spec):
-        slots = slots_of(spec, len(group), num_experts)
-        assert slots is not None
-        for expert in range(num_experts):
-            best_first = sorted((t for t in group if tokens.valid[t]), key=lambda t: (-rows[t][expert], t))
-            for t in best_first[:slots]:
-                chosen[t].append(expert)
-    return chosen
 
 
 def _even_plan(logits: Tensor, valid: list[bool]) -> Tensor:

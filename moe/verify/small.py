@@ -15,6 +15,7 @@ from typing import Any
 
 from moe.recipe.load import load
 from moe.recipe.sections import Run, Section
+from moe.router.methods.catalog import method_of
 from parallel.errors import BadInput
 
 # sizes, which are those of moe/verify/cases.py; everything else is a choice
@@ -100,8 +101,8 @@ def _dispatch(run: Run, ep: int) -> dict[str, Any]:
 def _num_experts(run: Run) -> int:
     spec = run.router.spec
     unit = lcm(4, spec.expert_groups)
-    of_token = spec.num_choices if spec.select != "group_limited" else -(-spec.num_choices // spec.top_groups) * spec.expert_groups
-    return unit * max(1, -(-2 * of_token // unit)) if of_token * 2 > unit else unit
+    needed = method_of(spec).experts_needed(spec)
+    return unit * max(1, -(-2 * needed // unit)) if needed * 2 > unit else unit
 
 
 def told(run: Run) -> list[str]:

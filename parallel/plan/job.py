@@ -29,14 +29,14 @@ def repeats(index: int, every: int) -> bool:
 @dataclass(frozen=True)
 class Router:
     """What a router has beside a row for each expert: `vectors` more learned numbers of an expert, another row for the size of its `noise`,
-    a `norm` and a `jitter` of what it reads, a bound on logits (`capped`), choices drawn one after another (`mixer`)."""
+    a `norm` and a `jitter` of what it reads, a bound on logits (`capped`), and `kept` bytes of its own for each token."""
 
     vectors: int = 0
     noise: bool = False
     norm: bool = False
     jitter: bool = False
     capped: bool = False
-    mixer: bool = False
+    kept: int = 0
 
 
 @dataclass(frozen=True)

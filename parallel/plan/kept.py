@@ -188,7 +188,7 @@ def _router(n: Network, e: Experts, stack: Stack, itemsize: int) -> float:
         held += 4 * n.width
     if r.norm:
         held += (4 + stack.rms) * n.width + stack.statistics
-    return held + (e.count + e.free) * (8 + 8 * r.noise + 4 * r.capped + 5 * e.choices * r.mixer)
+    return held + r.kept + (e.count + e.free) * (8 + 8 * r.noise + 4 * r.capped)
 
 
 def layer_kept(network: Network, plan: Plan, stack: Stack, index: int, recompute: Recomputed) -> float:

@@ -16,7 +16,7 @@ from moe.recipe.load import load
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Router
-from moe.router.checks import check_causal
+from moe.router.causal import check_causal, looks_ahead, only_second_choices_look_ahead
 from parallel.errors import BadInput
 from tests.support.routed import B, D, L, context, ids, layer_of, random
 
@@ -66,7 +66,7 @@ def early_changes(options: dict[str, Any], *, training: bool) -> int:
 def test_a_causal_router_sees_no_later_token_and_another_is_seen_to(name: str) -> None:
     spec = Router(**ROUTERS[name]).spec
     early = early_changes(ROUTERS[name], training=True) + early_changes(ROUTERS[name], training=False)
-    assert (early == 0) == spec.causal, (early, spec.looks_ahead)
+    assert (early == 0) == (looks_ahead(spec) is None), (early, looks_ahead(spec))
 
 
 @EVERY
@@ -74,28 +74,26 @@ def test_what_looks_ahead_is_refused_unless_the_recipe_knows(name: str) -> None:
     """All but GShard's queue, which looks ahead through second choices alone and which GShard and GLaM were trained with."""
     spec = Router(**ROUTERS[name]).spec
     check_causal(spec, allowed=True)
-    if spec.causal or spec.second_choices_only:
+    if looks_ahead(spec) is None or only_second_choices_look_ahead(spec):
         check_causal(spec, allowed=False)
         return
     with pytest.raises(BadInput, match="needed true: .* so the model would train on what it cannot know") as refused:
         check_causal(spec, allowed=False)
-    assert str(spec.looks_ahead) in str(refused.value)
+    assert str(looks_ahead(spec)) in str(refused.value)
 
 
 def test_which_presets_look_ahead() -> None:
-    ahead = {name: None if s.causal else s.second_choices_only for name, s in PRESETS.items() if not s.causal}
+    ahead = {name: only_second_choices_look_ahead(s) for name, s in PRESETS.items() if looks_ahead(s)}
     assert ahead == {"gshard": True, "glam": True, "nllb": True, "deepspeed": True, "expert_choice": False}
-    assert (
-        not replace(PRESETS["megatron"], capacity_factor=1.0).causal
-        and not replace(PRESETS["megatron"], capacity_factor=1.0).second_choices_only
-    )
+    tight = replace(PRESETS["megatron"], capacity_factor=1.0)
+    assert looks_ahead(tight) and not only_second_choices_look_ahead(tight)
 
 
 def test_evaluation_counts_as_well() -> None:
     dropless = RouterSpec(num_choices=1, drop="lowest_gate")
-    assert dropless.causal and not replace(dropless, eval_capacity_factor=1.0).causal
-    assert RouterSpec(num_choices=1, drop="random", eval_capacity_factor=1.0).causal, "a lot is drawn in training only"
-    assert RouterSpec(num_choices=2, drop="random", eval_capacity_factor=1.0).second_choices_only
+    assert looks_ahead(dropless) is None and looks_ahead(replace(dropless, eval_capacity_factor=1.0))
+    assert looks_ahead(RouterSpec(num_choices=1, drop="random", eval_capacity_factor=1.0)) is None, "a lot is drawn in training only"
+    assert only_second_choices_look_ahead(RouterSpec(num_choices=2, drop="random", eval_capacity_factor=1.0))
 
 
 def test_second_choices_only_means_that_no_first_choice_is_lost_to_a_later_token() -> None:

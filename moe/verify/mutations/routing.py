@@ -64,7 +64,7 @@ def _negative_outranked(real: Any) -> Any:
         made = real(self, scores_TE, logits_TE, **rest)
         if made.capacity is None:
             return made
-        kept_TK = made.kept_TK & (logits_TE.gather(1, made.expert_TK) >= 0)
+        kept_TK = made.kept_TK & (logits_TE.gather(1, made.chosen.expert_TK) >= 0)
         return replace(made, kept_TK=kept_TK)
 
     return wrong

@@ -17,6 +17,7 @@ from moe.recipe import sections
 from moe.recipe.load import load, resolved_yaml
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
+from moe.router.causal import looks_ahead, only_second_choices_look_ahead
 from moe.router.checks import check_spec
 from moe.router.slots import slots_of
 from tests.support.routed import from_logits, random, route
@@ -30,7 +31,7 @@ def cell(value: Any) -> str:
 
 def table() -> list[str]:
     """The presets as the page shows them."""
-    ahead = ["no" if s.causal else "second choices" if s.second_choices_only else "yes" for s in PRESETS.values()]
+    ahead = ["second choices" if only_second_choices_look_ahead(s) else "yes" if looks_ahead(s) else "no" for s in PRESETS.values()]
     rows = {f"`{f.name}`": [cell(getattr(s, f.name)) for s in PRESETS.values()] for f in fields(RouterSpec)} | {"looks ahead": ahead}
     head = ["| key | " + " | ".join(f"`{name}`" for name in PRESETS) + " |", "|" + "---|" * (len(PRESETS) + 1)]
     return head + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items()]

@@ -128,7 +128,7 @@ def test_deciding_takes_no_gradient_and_keeps_no_floats(options: dict[str, Any])
     logits = random(B * L, 4).requires_grad_()
     made = router.decide(logits.softmax(-1), logits, sequence_tokens=L, context=context())
     assert isinstance(made, Decision)
-    tensors = [t for t in vars(made).values() if isinstance(t, torch.Tensor)]
+    tensors = [t for t in (vars(made) | vars(made.chosen)).values() if isinstance(t, torch.Tensor)]
     assert {t.dtype for t in tensors} == {torch.int64, torch.bool} and not any(t.requires_grad for t in tensors)
 
 

@@ -14,7 +14,10 @@ from torch import Tensor
 from moe.kernels import cpu, reference
 from moe.nn.context import Context
 from moe.router.bias import updated_bias
-from moe.router.selection import balanced_plan, expert_choice, group_limited, hashed
+from moe.router.methods.expert_choice import expert_choice
+from moe.router.methods.group_limited import group_limited
+from moe.router.methods.hashed import hashed
+from moe.router.methods.sinkhorn import balanced_plan
 from parallel.errors import BadInput
 from tests.support.routed import B, D, E, L, by_hand, context, from_logits, ids, layer_of, random, route, router_of
 
@@ -54,7 +57,9 @@ def test_each_expert_has_its_best_valid_tokens(seed: int, groups: int, each: int
     slots, tokens = min(slots, each), groups * each
     scores = (random(tokens, experts, seed=seed) * 2).round()
     valid = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else torch.ones(tokens, dtype=torch.bool)
-    expert_TK, counted_TK = expert_choice(scores, slots=slots, num_groups=groups, valid_T=valid if padded else None)
+    found = expert_choice(scores, slots=slots, num_groups=groups, valid_T=valid if padded else None)
+    expert_TK, counted_TK = found.expert_TK, found.counted_TK
+    assert counted_TK is not None
     chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, expert_TK, counted_TK)
     for g in range(groups):
         rows = [t for t in range(g * each, (g + 1) * each) if valid[t]]

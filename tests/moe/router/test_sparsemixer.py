@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.router.sparsemixer import mixed_gates, one_by_one, shares
+from moe.router.methods.sparsemixer import mixed_gates, one_by_one, shares
 from tests.support.routed import D, E, L, random, route, router_of
 
 K, MARGIN = 3, 0.3

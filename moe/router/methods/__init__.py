@@ -1,0 +1,1 @@
+"""Methods of selecting experts: one object a file (method.py), listed in catalog.py."""

@@ -1,0 +1,78 @@
+"""Expert choice: each expert takes its C best tokens of a group, so the load is even by construction (arXiv 2202.09368).
+
+    group of 4 tokens, C = 2      e0 takes t0, t3      e1 takes t0, t1       t0 has two experts, t2 has none
+
+A token has between 0 and E experts. Rows stay [T, K] with K the largest number of any token, so that later code works unchanged;
+`counted_TK` is False where an entry only fills the row. A causal model cannot generate so: an expert compares a token with later ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe.recipe.router_spec import RouterSpec
+from moe.router.methods.method import Asked, Chosen, Method
+from parallel.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# T tokens, E experts, K choices, G groups, S tokens of a group, C slots
+
+
+class ExpertChoice(Method):
+    """The C best tokens of each expert and group."""
+
+    name = "expert_choice"
+    example = {"preset": "expert_choice", "allow_noncausal": True}
+    tokens_choose = False
+    uses_bias = False
+    needs_whole_groups = True
+    looks_ahead = "an expert chooses its tokens among those of the whole group"
+    is_balanced = "every expert takes equally many tokens"
+
+    def check(self, spec: RouterSpec, num_experts: int) -> None:
+        if spec.second == "random" or spec.gates == "after_drop" or spec.softmax_over == "chosen":
+            raise BadInput(
+                "router.select",
+                got="expert_choice",
+                needed="second always, gates as_is or before_drop, softmax_over all: no token chooses, and nothing is dropped",
+                fix="start from router.preset expert_choice",
+            )
+        for key, factor in (("capacity_factor", spec.capacity_factor), ("eval_capacity_factor", spec.eval_capacity_factor)):
+            if factor is None:
+                raise BadInput(
+                    f"router.{key}",
+                    got="null with select expert_choice",
+                    needed="a number: it says how many tokens an expert takes",
+                    fix=f"set router.{key} to 1.0",
+                )
+
+    def unread(self, spec: RouterSpec) -> dict[str, tuple[str, str, str]]:
+        why = ("select expert_choice", "experts take their best tokens, and no choice queues or is dropped", "router.select to top_k")
+        found = dict.fromkeys(("drop", "queue"), why)
+        if spec.capacity_counts == "tokens":
+            reason = "there k is a factor of the capacity and nothing else"
+            found["num_choices"] = ("select expert_choice and capacity_counts tokens", reason, "router.capacity_counts to choices")
+        return found
+
+    def choose(self, asked: Asked) -> Chosen:
+        assert asked.slots is not None, "`check` refuses expert choice without a capacity"
+        return expert_choice(asked.preferred_TE, slots=asked.slots, num_groups=asked.num_groups, valid_T=asked.context.valid_T)
+
+
+def expert_choice(scores_TE: Tensor, *, slots: int, num_groups: int, valid_T: Tensor | None) -> Chosen:
+    """Return each token's experts in ascending order: each expert takes its `slots` best valid tokens of every group."""
+    import torch
+    from einops import rearrange
+
+    if valid_T is not None:
+        scores_TE = scores_TE.masked_fill(~valid_T.unsqueeze(1), -torch.inf)
+    scores_GSE = rearrange(scores_TE, "(g s) e -> g s e", g=num_groups)
+    best_GCE = scores_GSE.argsort(dim=1, descending=True, stable=True)[:, :slots]
+    chosen_TE = rearrange(torch.zeros_like(scores_GSE, dtype=torch.bool).scatter_(1, best_GCE, True), "g s e -> (g s) e")
+    if valid_T is not None:
+        chosen_TE = chosen_TE & valid_T.unsqueeze(1)
+    most = max(1, int(chosen_TE.sum(1).amax()))
+    expert_TK = chosen_TE.byte().argsort(dim=1, descending=True, stable=True)[:, :most].contiguous()
+    return Chosen(expert_TK, chosen_TE.gather(1, expert_TK))

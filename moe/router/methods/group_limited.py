@@ -1,0 +1,82 @@
+"""Group-limited top-k: experts form groups of equal size, and a token takes its experts from its best groups alone.
+
+    expert_groups 4, top_groups 2       | e0 e1 | e2 e3 | e4 e5 | e6 e7 |       a group's score: the sum of its two best scores, or the best
+                                          open            open                  one (group_score); then top-k within the open groups
+
+If a group is the experts of one node, a token's rows go to few nodes. Equal scores: the lowest group, the lowest expert.
+Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2), DeepSeek-V2 (arXiv 2405.04434).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe.recipe.router_spec import RouterSpec
+from moe.router.methods.method import Asked, Method
+from parallel.errors import BadInput
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+# T tokens, E experts, K choices, N groups of experts
+
+_WHY = "only group_limited knows groups of experts"
+
+
+class GroupLimited(Method):
+    """The K highest scores within the `top_groups` best of `expert_groups` groups."""
+
+    name = "group_limited"
+    reads = dict.fromkeys(("expert_groups", "top_groups", "group_score"), _WHY)
+
+    def check(self, spec: RouterSpec, num_experts: int) -> None:
+        if num_experts % spec.expert_groups:
+            raise BadInput(
+                "router.expert_groups",
+                got=spec.expert_groups,
+                needed=f"a divisor of experts.num_experts={num_experts}",
+                fix=f"set it to one of {[n for n in range(1, num_experts + 1) if num_experts % n == 0]}",
+            )
+        if spec.top_groups > spec.expert_groups:
+            raise BadInput(
+                "router.top_groups",
+                got=spec.top_groups,
+                needed=f"at most expert_groups={spec.expert_groups}",
+                fix=f"set it to {spec.expert_groups}",
+            )
+        each = num_experts // spec.expert_groups
+        if spec.num_choices > spec.top_groups * each:
+            raise BadInput(
+                "router.top_groups",
+                got=f"{spec.top_groups} groups of {each} experts",
+                needed=f"at least the {spec.num_choices} choices of a token",
+                fix=f"set it to {-(-spec.num_choices // each)}",
+            )
+
+    def unread(self, spec: RouterSpec) -> dict[str, tuple[str, str, str]]:
+        if spec.expert_groups > 1:
+            return {}
+        return {"select": ("expert_groups 1", "one group of all experts limits nothing", "router.expert_groups to 2 or more")}
+
+    def experts_needed(self, spec: RouterSpec) -> int:
+        return -(-spec.num_choices // spec.top_groups) * spec.expert_groups
+
+    def select(self, asked: Asked) -> Tensor:
+        spec = asked.spec
+        groups = {"expert_groups": spec.expert_groups, "top_groups": spec.top_groups, "best": 1 if spec.group_score == "best" else 2}
+        return group_limited(asked.preferred_TE, spec.num_choices, **groups, kernels=asked.kernels)
+
+
+def group_limited(scores_TE: Tensor, k: int, *, expert_groups: int, top_groups: int, best: int, kernels: ModuleType) -> Tensor:
+    """Return experts [T, k], highest score first, from the `top_groups` groups with the largest sum of their `best` highest scores."""
+    import torch
+    from einops import rearrange
+
+    scores_TNE = rearrange(scores_TE, "t (n e) -> t n e", n=expert_groups)
+    group_TN = scores_TNE.topk(min(best, scores_TNE.shape[2]), dim=2).values.sum(2)
+    open_TN = torch.zeros_like(group_TN, dtype=torch.bool).scatter_(1, kernels.top_k(group_TN, top_groups), True)
+    limited_TNE = scores_TNE.masked_fill(~open_TN.unsqueeze(2), -torch.inf)
+    expert_TK: Tensor = kernels.top_k(limited_TNE.flatten(1), k)
+    return expert_TK

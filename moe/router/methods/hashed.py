@@ -1,0 +1,49 @@
+"""Hash layers: a fixed map from the token's id to its experts; no choice is learned, and none collapses (arXiv 2106.04426).
+
+The map is a random hash, another one in each layer, or a table that the recipe names (`hash_table`, made by `moe hash-table`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moe.router.methods.method import Asked, Method
+from parallel.errors import BadInput
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+
+# T tokens, K choices
+
+
+class Hash(Method):
+    """Experts by the token's id."""
+
+    name = "hash"
+    example = {"preset": "switch", "select": "hash", "balance_weight": 0.0}
+    reads = {"hash_table": "only hash reads a table"}
+    reads_scores = False
+    uses_bias = False
+    noises = ("none",)
+    is_balanced = "a hash chooses, and no loss moves it"
+
+    def select(self, asked: Asked) -> Tensor:
+        tokens_T = asked.context.tokens_T
+        if tokens_T is None:
+            raise BadInput("router.select", got="hash without token ids", needed="tokens_T", fix="make the context by Context.of")
+        if asked.table_VK is not None:
+            return asked.table_VK[tokens_T.long()]
+        if asked.spec.hash_table is not None:
+            fix = "make the model by moe.parallelize.build, which reads it"
+            raise BadInput("router.hash_table", got=f"{asked.spec.hash_table}, not read", needed="its table in the router", fix=fix)
+        return hashed(tokens_T, asked.spec.num_choices, num_experts=asked.num_experts, name=asked.name, kernels=asked.kernels)
+
+
+def hashed(tokens_T: Tensor, k: int, *, num_experts: int, name: str, kernels: ModuleType) -> Tensor:
+    """Return the k experts [T, k] of each token's id in the layer called `name`: those with the highest keyed random numbers."""
+    from parallel.random import key_of, uniform
+
+    expert_TK: Tensor = kernels.top_k(uniform(key_of("hash", name), tokens_T.long(), num_experts), k)
+    return expert_TK

@@ -1,0 +1,125 @@
+"""SparseMixer: experts are drawn one after another, and the router's gradient is that of their probabilities.
+
+    choice k    open_k    experts not yet chosen whose logit is near the best of them: (best - l_e) / max(|l_e|, best) <= 2 margin
+                p_k       softmax of the logits of open_k
+                e_k       drawn by p_k in training; the best one in evaluation
+                gate_k    p_k(e_k), in training times s_k: 1 if e_k is the best one, or else with probability 1/4, and 1/3 otherwise
+
+The gradient is that of p_k(e_k), without s_k: with s_k in the forward pass this is Heun's third-order method for the gradient of an
+expectation over draws. Gates of a token do not sum to 1. If one expert is far ahead, its gate is 1 and gets no gradient.
+Sources: arXiv 2310.00811; for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moe.recipe.router_spec import RouterSpec
+from moe.router.methods.method import Asked, Chosen, Method
+from parallel.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# T tokens, E experts, K choices
+
+HALFWAY, LEAST = 0.25, 1 / 3  # probability that a choice other than the best counts whole, and its factor otherwise
+
+
+@dataclass(frozen=True)
+class Mixed(Chosen):
+    """`open_TKE` bool: the experts among which choice k was drawn. `share_TK` fp32: s of each choice; None in evaluation (all are 1)."""
+
+    open_TKE: Tensor | None = None
+    share_TK: Tensor | None = None
+
+
+class SparseMixer(Method):
+    """Experts drawn one by one among those near the best."""
+
+    name = "sparsemixer"
+    reads = {"mixer_margin": "only sparsemixer draws experts near the best"}
+    uses_bias = False
+    noises = ("none",)
+
+    def check(self, spec: RouterSpec, num_experts: int) -> None:
+        wanted: dict[str, tuple[object, object]] = {
+            "score": (spec.score, "softmax"),
+            "softmax_over": (spec.softmax_over, "all"),
+            "noise": (spec.noise, "none"),
+            "gates": (spec.gates, "as_is"),
+            "second": (spec.second, "always"),
+        }
+        if spec.capacity_factor is not None or spec.eval_capacity_factor is not None:
+            wanted["drop"] = (spec.drop, "random" if spec.drop == "random" else "position")
+        for key, (got, needed) in wanted.items():
+            if got != needed:
+                why = f"{needed}: experts are drawn by their logits, and gates are the probabilities of the draws"
+                fix = f"set router.{key} to {needed}, or router.select to top_k"
+                raise BadInput(f"router.{key}", got=f"{got} with select sparsemixer", needed=why, fix=fix)
+
+    def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
+        return 5 * num_choices * num_experts  # open_TKE, and the logits of each choice in fp32
+
+    def choose(self, asked: Asked) -> Mixed:
+        k, margin = asked.spec.num_choices, asked.spec.mixer_margin
+
+        def draw(choice: int) -> Tensor:
+            return asked.uniform(f"mixer.{choice}", asked.num_experts)
+
+        uniform = draw if asked.training else None
+        expert_TK, best_TK, open_TKE = one_by_one(asked.logits_TE, k, margin=margin, uniform=uniform, given_TK=asked.given_TK)
+        share_TK = shares(best_TK, asked.uniform("midpoint", k)) if asked.training else None
+        return Mixed(expert_TK, open_TKE=open_TKE, share_TK=share_TK)
+
+    def gates(self, logits_TE: Tensor, chosen: Chosen) -> Tensor:
+        assert isinstance(chosen, Mixed) and chosen.open_TKE is not None
+        return mixed_gates(logits_TE, chosen.expert_TK, chosen.open_TKE, chosen.share_TK)
+
+
+def one_by_one(
+    logits_TE: Tensor, k: int, *, margin: float, uniform: Callable[[int], Tensor] | None, given_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return experts [T, K] int64, whether each is the best of those left [T, K] bool, and the experts open to each choice [T, K, E] bool.
+
+    `uniform(k)`: numbers [T, E] by which choice k is drawn; None: the best one is taken, of equal ones the first.
+    `given_TK`: experts that are taken instead, and are open with any logit; -1: none.
+    """
+    import torch
+
+    from moe.router.noise import gumbel
+
+    left_TE, experts, best, near = logits_TE, [], [], []
+    for choice in range(k):
+        highest_T1, first_T1 = left_TE.max(1, keepdim=True)
+        open_TE = ~((highest_T1 - left_TE) / logits_TE.abs().clamp(min=highest_T1) > 2 * margin)
+        chosen_T1 = first_T1
+        if uniform is not None:
+            chosen_T1 = (logits_TE + gumbel(uniform(choice))).masked_fill(~open_TE, -torch.inf).argmax(1, keepdim=True)
+        if given_TK is not None:
+            given_T1 = given_TK[:, choice : choice + 1]
+            chosen_T1 = torch.where(given_T1 < 0, chosen_T1, given_T1)
+            open_TE = open_TE.scatter(1, chosen_T1, True)
+        left_TE = left_TE.scatter(1, chosen_T1, -torch.inf)
+        experts.append(chosen_T1)
+        best.append(chosen_T1 == first_T1)
+        near.append(open_TE)
+    return torch.cat(experts, 1), torch.cat(best, 1), torch.stack(near, 1)
+
+
+def shares(best_TK: Tensor, uniform_TK: Tensor) -> Tensor:
+    """Return s of each choice in training, fp32 [T, K]."""
+    import torch
+
+    return torch.where(best_TK | (uniform_TK > 1 - HALFWAY), 1.0, LEAST)
+
+
+def mixed_gates(logits_TE: Tensor, expert_TK: Tensor, open_TKE: Tensor, share_TK: Tensor | None) -> Tensor:
+    """Return the gates [T, K]; the shares change their values and not their gradient. `share_TK` None: all are 1."""
+    import torch
+
+    near_TKE = logits_TE.unsqueeze(1).masked_fill(~open_TKE, -torch.inf)
+    gate_TK = near_TKE.softmax(-1).gather(2, expert_TK.unsqueeze(2)).squeeze(2)
+    return gate_TK if share_TK is None else gate_TK + (gate_TK * share_TK - gate_TK).detach()

@@ -1,0 +1,101 @@
+"""A made-up method of selection is an object and a line in the catalog: checks, groups, planner, model, layouts and verify ask it.
+
+Only the plain twin of `moe verify` gets a function of its own, since it shares no code with the router.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from moe.checks.together import check_run
+from moe.plan.activations import router_bytes
+from moe.plan.job import network_of
+from moe.recipe.load import load
+from moe.recipe.sections import Run
+from moe.router.causal import check_causal
+from moe.router.groups import needs_group
+from moe.router.methods import catalog
+from moe.router.methods.method import Asked, Method
+from moe.verify import expected, layouts, plain_layer, twin
+from moe.verify.cases import Case
+from moe.verify.compare import compare
+from parallel.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RunnersUp(Method):
+    """The K best experts behind a token's best one."""
+
+    name = "runners_up"
+    uses_bias = False
+    is_balanced = "the best is never taken"
+
+    def experts_needed(self, spec: object) -> int:
+        return 1 + spec.num_choices  # type: ignore[attr-defined, no-any-return]
+
+    def kept_bytes(self, *, num_choices: int, num_experts: int) -> int:
+        return 7 * num_choices
+
+    def select(self, asked: Asked) -> Tensor:
+        expert_TK: Tensor = asked.kernels.top_k(asked.preferred_TE, 1 + asked.spec.num_choices)
+        return expert_TK[:, 1:].contiguous()
+
+
+@pytest.fixture(autouse=True)
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalog.METHODS, RunnersUp.name, RunnersUp())
+
+
+def with_it(run: Run, **keys: object) -> Run:
+    """The recipe with the made-up method. (A recipe's text can only name those of RouterSpec, which has the names.)"""
+    return run.model_copy(update={"router": run.router.model_copy(update={"select": RunnersUp.name} | keys)})
+
+
+def test_checks_groups_and_planner_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    top_k = load("switch_tiny", {"router.balance_weight": "0", "router.capacity_factor": "null"})[0]
+    run = check_run(with_it(top_k), 2)
+    assert router_bytes(run, 8) == router_bytes(top_k, 8) + 7 and network_of(run).experts.router.kept == 7  # type: ignore[union-attr]
+    for keys, line in (({"balance_weight": 0.1}, "0: the best is never taken"), ({"bias_rate": 0.1}, "null: nothing is chosen by")):
+        with pytest.raises(BadInput, match=f"with select runners_up, needed {line}"):
+            check_run(with_it(top_k, **keys), 2)
+    assert needs_group(run.router.spec) is None
+    monkeypatch.setattr(RunnersUp, "needs_whole_groups", True)
+    assert needs_group(run.router.spec) == "router.select=runners_up"
+    monkeypatch.setattr(RunnersUp, "looks_ahead", "it sees the end")
+    with pytest.raises(BadInput, match="false with select runners_up, needed true: it sees the end"):
+        check_causal(run.router.spec, allowed=False)
+
+
+def test_layouts_equal_the_plain_twin(monkeypatch: pytest.MonkeyPatch, five_steps: None) -> None:
+    """One process and two, with experts on both, against the twin, which gets the method as a plain function."""
+    real = Case.run
+    monkeypatch.setattr(Case, "run", lambda case: with_it(real(case), balance_weight=0.0))
+    runners_up = lambda liked, *_: [sorted(range(len(row)), key=lambda e: (-row[e], e))[1:2] for row in liked.tolist()]  # noqa: E731
+    monkeypatch.setitem(plain_layer.CHOOSE, RunnersUp.name, runners_up)
+    case = Case("switch", "ddp", 2, 2, 1, "fp32")
+    want = twin.reference(expected.twin_of(case))
+    assert max(compare(layouts.compute(expected.alone(expected.twin_of(case))), want).values()) < 1e-5
+    ((_, ran),) = layouts.run_world([case], 2)
+    assert not isinstance(ran, str), ran
+    assert max(compare(ran[0], want).values()) < 1e-5
+
+
+def test_no_other_file_names_a_method() -> None:
+    """A name of a method occurs in its own file, in RouterSpec and the presets, in the twin, and in other programs' files' translation."""
+    names = "|".join(name for name in catalog.METHODS if name not in ("top_k", "hash", RunnersUp.name))
+    allowed = {
+        "moe/recipe/router_spec.py", "moe/recipe/presets.py", "moe/recipe/sections.py", "moe/verify/plain_layer.py",
+        "moe/convert/huggingface/deepseek.py", "moe/verify/cases.py",
+    }  # fmt: skip
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("moe", "parallel")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(rf"""["']({names})["']""", path.read_text(encoding="utf-8"))
+    }
+    assert {path for path in found if not path.startswith("moe/router/methods/")} - allowed == set()
