@@ -1,4 +1,4 @@
-"""What a recipe's combination is: it runs, it runs but is not recommended, or it is refused; with the reason.
+"""The verdict on a recipe: it runs, it runs but is not recommended, or it is refused; with the reason.
 
     refused           check_run raises BadInput (moe/checks/together.py)
     not recommended   it runs, and the result is right; but another recipe does the same work with less time, memory or doubt
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def verdict(run: Run, world_size: int) -> Verdict:
-    """Of a recipe on so many processes."""
+    """The verdict on a recipe with this number of processes."""
     try:
         run = check_run(run, world_size)
     except BadInput as refused:
@@ -41,7 +41,7 @@ def verdict(run: Run, world_size: int) -> Verdict:
 
 
 def not_recommended(run: Run) -> list[str]:
-    """Of a resolved run that the checks accept: each reason with what to take instead."""
+    """Reasons against a resolved run that the checks accept, each with a better choice."""
     return [*_pipeline(run), *_sequence(run), *_tensor(run)]
 
 
@@ -55,7 +55,7 @@ def _pipeline(run: Run) -> Iterator[str]:
     if name == "naive":
         yield "pipeline.schedule naive: one rank works at a time; better: 1f1b"
     if name in ("pipedream", "two_bw"):
-        yield f"pipeline.schedule {name}: gradients are of older weights, so the losses are not those of one process; better: zb_h1"
+        yield f"pipeline.schedule {name}: gradients are computed with older weights, so losses differ from one process; better: zb_h1"
 
 
 def _sequence(run: Run) -> Iterator[str]:
@@ -63,13 +63,13 @@ def _sequence(run: Run) -> Iterator[str]:
     if run.degrees.sp == 1:
         return
     if sequence.kind == "ring" and sequence.places == "contiguous" and sequence.heads_of(run.degrees.sp) < run.degrees.sp:
-        yield "sequence.order contiguous: under a causal mask the first ranks wait for the last ones; better: zigzag"
+        yield "sequence.order contiguous: under a causal mask the first ranks wait for the last; better: zigzag"
     if sequence.kind == "colossal_ring":
-        yield "sequence.kind colossal_ring: keeps whole scores, whose memory grows with the square of the length; better: ring"
+        yield "sequence.kind colossal_ring: keeps whole rows of scores, which grow with the square of the length; better: ring"
     if run.recompute.kind == "full" and not sequence.keep_attention:
-        yield "recompute.kind full with degrees.sp: keys travel a second time; better: also sequence.keep_attention true"
+        yield "recompute.kind full with degrees.sp: keys are sent a second time; better: also sequence.keep_attention true"
 
 
 def _tensor(run: Run) -> Iterator[str]:
     if run.degrees.tp > 1 and run.tensor.kind == "copied":
-        yield "tensor.kind copied: every rank of tp does the same work, a check of engines; better: 1d"
+        yield "tensor.kind copied: every rank of tp does the same work, which only checks engines; better: 1d"

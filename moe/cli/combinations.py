@@ -1,11 +1,10 @@
-"""`moe combinations`: what goes with what, as Markdown and as JSON, judged pair by pair by the code that checks recipes.
+"""`moe combinations`: which methods work together, as Markdown and as JSON, judged pair by pair by the code that checks recipes.
 
 docs/parallel/combinations.md is what it prints; tests/laws/test_combinations.py holds the page against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -19,28 +18,29 @@ from parallel.errors import BadInput
 from parallel.files import write_text
 
 MARKS = {"runs": "yes", "not recommended": "slow", "refused": "no", "no effect": "-"}
-PAGE = """# What goes with what
+PAGE = """# Combinations
 
-`moe combinations` makes this page. It judges every pair of values, all else at its simplest and with as many processes as the pair
-needs, by the code that checks a recipe before it runs (`moe/checks/`). `moe verify --kinds hybrid --nproc 8` has rows with every pair
-that eight processes can run, and compares each with one process ([verify](../use/verify.md)).
+This page says which methods work together, pair by pair. `moe combinations` writes it from the checks that every recipe passes
+before it runs (`moe/checks/`). In each pair, all other values are the simplest, on as many processes as the pair needs.
+`moe verify --kinds hybrid --nproc 8` runs all pairs that fit on eight processes and compares them with one process
+([verify](../use/verify.md)).
 
 | mark | meaning |
 |---|---|
 | yes | runs |
-| slow | runs and computes the right result, but is not recommended: the number says why and what is better |
-| no | refused before anything starts: the number says why |
-| - | no effect: one of the two changes nothing beside the other |
+| slow | runs with the right result, but is not recommended; the number gives the reason and a better choice |
+| no | refused before the run starts; the number gives the reason |
+| - | no effect: one of the two values changes nothing with the other |
 
-| factor | key, and names that are not values of it |
+| factor | key and values |
 |---|---|
 | schedule | `pipeline.schedule`, on two stages |
-| sequence | `sequence.kind`; of a ring its order; `heads2`: a ring with Ulysses inside |
+| sequence | `sequence.kind`; for a ring its order; `heads2`: a ring with Ulysses inside; `lightseq` with `sequence.keep_attention` where recompute is full |
 | tensor | `tensor.kind`; `sliced`: 1d with `tensor.sequence_parallel` |
 | dispatch | `dispatch.kind`; `overlapped`: all_to_all in two chunks |
-| data | `sharding.kind` and stage; fsdp, zero2 and zero3 beside stages need `sharding.allow_slow` |
+| data | `sharding.kind` and stage; with stages, fsdp, zero2 and zero3 need `sharding.allow_slow` |
 | experts | `degrees.ep` and `degrees.etp` |
-| model | one of those that `moe verify` has: a dense one, and three with experts |
+| model | models of `moe verify`: a dense one, and three with experts |
 | recompute | `recompute.kind` |
 | precision | `precision.compute` |
 """
@@ -48,7 +48,7 @@ that eight processes can run, and compares each with one process ([verify](../us
 
 @dataclass(frozen=True)
 class Judged:
-    """`reasons`: those that neither value has alone; of a value alone, its own."""
+    """`reasons`: of a pair, the reasons that neither value has alone; of a value alone, its own."""
 
     status: str
     reasons: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def main(*, out: str | None = None, json: str | None = None) -> int:
 
 
 def judge_pairs() -> dict[Pair, Judged]:
-    """Every pair of values of two factors."""
+    """The judgement of every pair of values of two factors."""
     alone = {value: judge(value) for factor, values in FACTORS.items() for value in ((factor, v) for v in values)}
     found = {}
     for pair in every_pair(FACTORS):
@@ -82,7 +82,7 @@ def judge_pairs() -> dict[Pair, Judged]:
 
 
 def judge(*values: tuple[str, str]) -> Judged:
-    """Some values, all else at its simplest, on as many processes as they need."""
+    """Judge some values, with all others the simplest, on as many processes as they need."""
     try:
         case = case_of(completed(dict(values)), world=None)
     except Idle as idle:
@@ -92,21 +92,19 @@ def judge(*values: tuple[str, str]) -> Judged:
 
 
 def _without_got(refused: BadInput) -> str:
-    """What was found differs from pair to pair; the reason does not."""
+    """The reason without the value that was found, which differs from pair to pair."""
     return f"`{refused.what}`: needed {refused.needed}; fix: {refused.fix}"
 
 
 def page(table: dict[Pair, Judged]) -> str:
     """The whole page as Markdown."""
-    parts, plain = [PAGE, _alone()], []
+    parts = [PAGE, _alone()]
     for one, other in combinations(FACTORS, 2):
         cells = {(a[1], b[1]): judged for (a, b), judged in table.items() if (a[0], b[0]) == (one, other)}
-        if all(judged.status == "runs" for judged in cells.values()):
-            plain.append(f"{one} and {other}")
-        else:
+        if any(judged.status != "runs" for judged in cells.values()):
             parts.append(_matrix(one, other, cells))
-    parts.append("## Everything goes with everything\n\n" + _paragraph(plain) + "\n")
-    return "\n".join([*parts, _systems(table)])
+    others = "## All other pairs of factors\n\nAll their values run together.\n"
+    return "\n".join([*parts, others, _systems(table)])
 
 
 def _alone() -> str:
@@ -116,12 +114,12 @@ def _alone() -> str:
         for value in values
         if (judged := judge((factor, value))).status == "not recommended"
     ]
-    head = "## Not recommended, whatever stands beside it\n\nFor comparison, and for cases in which nothing else fits.\n\n"
+    head = "## Never recommended\n\nThese values are for comparison, and for cases in which nothing else fits.\n\n"
     return head + "\n".join(["| factor | value | why |", "|---|---|---|", *rows]) + "\n"
 
 
 def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
-    """The factor with more values goes down."""
+    """One row for all values with the same cells. The factor with more values labels the rows."""
     down, across = (one, other) if len(FACTORS[one]) >= len(FACTORS[other]) else (other, one)
     numbers: dict[str, int] = {}
 
@@ -132,21 +130,20 @@ def _matrix(one: str, other: str, cells: dict[tuple[str, str], Judged]) -> str:
 
     lines = [f"## {down.capitalize()} and {across}\n", f"| {down} | " + " | ".join(FACTORS[across]) + " |"]
     lines.append("|---" * (len(FACTORS[across]) + 1) + "|")
-    lines += [f"| `{row}` | " + " | ".join(cell(row, column) for column in FACTORS[across]) + " |" for row in FACTORS[down]]
+    alike: dict[str, list[str]] = {}
+    for row in FACTORS[down]:
+        alike.setdefault(" | ".join(cell(row, column) for column in FACTORS[across]), []).append(f"`{row}`")
+    lines += [f"| {', '.join(rows)} | {cells_of_row} |" for cells_of_row, rows in alike.items()]
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in numbers.items())]) + "\n"
 
 
-def _paragraph(pairs: Iterable[str]) -> str:
-    return "All values of " + "; ".join(pairs) + "."
-
-
 def _systems(table: dict[Pair, Judged]) -> str:
-    """What other systems' code says of some of the same pairs."""
+    """Answers of other systems' code for some of the same pairs."""
     rows = [
         f"| {together(_pairs(rule))[0]} | {rule.system} | {rule.status}: {rule.reason} | `{rule.source}` | {_here(rule, table)} |"
         for rule in RULES
     ]
-    head = "## Other systems\n\nAs their code has it; a system that is not named with a pair is not known to accept or refuse it.\n\n"
+    head = "## Other systems\n\nRead in their code. For a pair that is not listed with a system, its answer is not known.\n\n"
     return head + "\n".join(["| pair | system | there | its file | here |", "|---|---|---|---|---|", *rows]) + "\n"
 
 
