@@ -35,7 +35,7 @@ before it runs (`moe/checks/`). In each pair, all other values are the simplest,
 | factor | key and values |
 |---|---|
 | schedule | `pipeline.schedule`, on two stages |
-| sequence | `sequence.kind`; for a ring its order; `heads2`: a ring with Ulysses inside; `lightseq` with `sequence.keep_attention` where recompute is full |
+| sequence | `sequence.kind`; for a ring its order; `heads2`: a ring with Ulysses inside; full recompute keeps `lightseq`'s attention |
 | tensor | `tensor.kind`; `sliced`: 1d with `tensor.sequence_parallel` |
 | dispatch | `dispatch.kind`; `overlapped`: all_to_all in two chunks |
 | data | `sharding.kind` and stage; with stages, fsdp, zero2 and zero3 need `sharding.allow_slow` |
