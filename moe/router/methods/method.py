@@ -56,7 +56,7 @@ class Asked:
         return int(self.logits_TE.shape[1])
 
     def uniform(self, label: str, width: int) -> Tensor:
-        """Random numbers [T, width] in (0, 1), the same for a token on every layout."""
+        """Random numbers [T, width] in (0, 1). They depend on the token, not on the layout."""
         return self.context.uniform(f"{self.name}.{label}", width)
 
 
@@ -72,7 +72,7 @@ class Chosen:
 
 
 class Method:
-    """One way to select experts. The attributes are facts that other code asks for; a method overrides those that differ."""
+    """One way to select experts. The attributes are facts that other code asks for; a method overrides the ones that differ."""
 
     name: ClassVar[str]
     example: ClassVar[Mapping[str, Any]] = {}  # keys of `router` for a row of `moe verify`; none: its rows are listed there
@@ -106,7 +106,7 @@ class Method:
         raise NotImplementedError
 
     def choose(self, asked: Asked) -> Chosen:
-        """Return `select`'s experts, with those of a record in their places."""
+        """Return the experts of `select`, or of a record if it names some."""
         expert_TK = self.select(asked)
         if asked.given_TK is not None:
             expert_TK = expert_TK.where(asked.given_TK < 0, asked.given_TK)

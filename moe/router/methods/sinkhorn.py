@@ -1,4 +1,4 @@
-"""Sinkhorn: in training, top-k of a balanced plan, whose experts have equal sums over a group (BASE layers, arXiv 2103.16716).
+"""Sinkhorn: in training, top-k of a balanced plan, in which experts have equal sums over a group (BASE layers, arXiv 2103.16716).
 
 BASE layers find the assignment by an auction; here it is 20 rounds of Sinkhorn scaling, as in Megatron-LM. Evaluation is plain top-k.
 """

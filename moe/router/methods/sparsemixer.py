@@ -1,11 +1,11 @@
-"""SparseMixer: experts are drawn one after another, and the router's gradient is that of their probabilities.
+"""SparseMixer: experts are drawn one after another, and the router gets the gradient of their probabilities.
 
-    choice k    open_k    experts not yet chosen whose logit is near the best of them: (best - l_e) / max(|l_e|, best) <= 2 margin
+    choice k    open_k    experts not yet chosen with a logit near the best of them: (best - l_e) / max(|l_e|, best) <= 2 margin
                 p_k       softmax of the logits of open_k
                 e_k       drawn by p_k in training; the best one in evaluation
                 gate_k    p_k(e_k), in training times s_k: 1 if e_k is the best one, or else with probability 1/4, and 1/3 otherwise
 
-The gradient is that of p_k(e_k), without s_k: with s_k in the forward pass this is Heun's third-order method for the gradient of an
+The gradient is taken of p_k(e_k), without s_k: with s_k in the forward pass this is Heun's third-order method for the gradient of an
 expectation over draws. Gates of a token do not sum to 1. If one expert is far ahead, its gate is 1 and gets no gradient.
 Sources: arXiv 2310.00811; for several experts GRIN (arXiv 2409.12136, section 3), Phi-3.5-MoE.
 """
