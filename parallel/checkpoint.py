@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,14 +30,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel.collectives import largest
-from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.errors import BadInput, plain
+from parallel.files import MOST_BYTES, of_contents, read_text, step_of, usual_mode
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
-from parallel.stored import Reader, check_pieces, damaged
+from parallel.outcome import of_all
+from parallel.stored import Reader, Unreadable, check_finite, check_pieces, damaged, finite, reading, unreadable
 
 FORMAT = 1
-_NONE, _UNREADABLE = -2, -1  # instead of a step
+_NONE = -1  # instead of a step
+_NAMED = 3  # in one line
 MANIFEST_BYTES = 2**31  # more than a million tensors take
 FILE_BYTES = 256 * 2**20  # of tensors, after which a rank begins another file
 
@@ -64,17 +67,17 @@ def pieces(name: str, layout: Layout, mesh: Mesh, local: Tensor) -> Iterator[Pie
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int) -> Path:
-    """Write `held` ((kind, piece), the ones this rank owns) and rank 0's `state`; returns the committed folder.
+def save(
+    folder: Path, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], world: Axis, keep: int, prune: bool = True
+) -> Path:
+    """Write `held` ((kind, piece), the ones this rank owns) and rank 0's `state`; returns the committed folder. The newest `keep` stay, or
+    without `prune` all.
 
-    Collective. Raises BadInput on every rank when any of them cannot write.
+    Collective. Raises BadInput on every rank when any of them cannot write, or holds numbers that are not finite.
     """
     begin(folder, step, world)
-    problem = agreed(world, lambda: write_part(temporary(folder, step), world.index, held))
-    if not problem:
-        problem = agreed(world, lambda: commit(folder, step, state, world, keep) if world.index == 0 else None)
-    if problem:
-        raise refused(folder, step, problem, world)
+    agreed(folder, step, world, lambda: write_part(temporary(folder, step), world.index, held))
+    agreed(folder, step, world, lambda: commit(folder, step, state, world, keep if prune else None) if world.index == 0 else None)
     return folder / f"step-{step}"
 
 
@@ -90,35 +93,38 @@ def record_of(folder: Path, rank: int) -> Path:
 
 def begin(folder: Path, step: int, world: Axis) -> None:
     """Make the temporary folder. Collective. Raises BadInput on every rank where that cannot be."""
-    problem = agreed(world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
-    if problem:
-        raise refused(folder, step, problem, world)
+    agreed(folder, step, world, lambda: _make(folder, temporary(folder, step)) if world.index == 0 else None)
 
 
-def refused(folder: Path, step: int, problem: str, world: Axis) -> BadInput:
-    """What to raise where a checkpoint cannot be written. Removes what there is of it, on a full disk most of all."""
-    if world.index == 0:
-        shutil.rmtree(temporary(folder, step), ignore_errors=True)
-    return BadInput(
-        "checkpoint", got=problem, needed=f"a folder that can be written: {folder}", fix="free disk space or choose another --out"
-    )
-
-
-def agreed(world: Axis, work: Callable[[], None]) -> str | None:
-    """Do one rank's work; every rank learns whether any failed."""
-    problem = None
+def agreed(folder: Path, step: int, world: Axis, work: Callable[[], None]) -> None:
+    """Do one rank's work for a save. Collective. Raises BadInput in the same line on every rank where it fails on any; then what there is
+    of the save is removed, on a full disk most of all."""
+    problem: BadInput | None = None
     try:
         work()
+    except BadInput as bad:
+        problem = bad
     except (OSError, SafetensorError) as error:  # the latter is how safetensors reports a disk that is full
-        problem = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
-    elsewhere = largest(float(problem is not None), world)  # the rank that failed must ask too: the others wait for it
-    return problem or ("a failure on another rank" if elsewhere else None)
+        got = f"{getattr(error, 'strerror', None) or error} on rank {world.index}"
+        needed, fix = f"a folder that can be written: {folder}", "free disk space or choose another --out"
+        problem = BadInput("checkpoint", got=got, needed=needed, fix=fix)
+    try:
+        of_all(lambda: _raised(problem), world, what="checkpoint")
+    except BadInput:
+        if world.index == 0:
+            shutil.rmtree(temporary(folder, step), ignore_errors=True)
+        raise
+
+
+def _raised(problem: BadInput | None) -> None:
+    if problem is not None:
+        raise problem
 
 
 def _make(folder: Path, temporary: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob("step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+        _discard(left)
     temporary.mkdir()
 
 
@@ -143,24 +149,35 @@ def in_files(held: Iterable[tuple[str, Piece]]) -> Iterator[list[tuple[Entry, Te
 
 
 def write_part(temporary: Path, rank: int, held: Iterable[tuple[str, Piece]]) -> None:
-    """One rank's files, and then its record."""
+    """One rank's files, and then its record. Raises BadInput for numbers that are not finite, once all of `held` was taken: that is
+    collective."""
     entries: list[Entry] = []
     files: dict[str, dict[str, Any]] = {}
+    bad: str | None = None
     for number, tensors in enumerate(in_files(held)):
+        bad = bad or next((entry["key"] for entry, tensor in tensors if not finite(tensor)), None)
+        if bad:
+            tensors.clear()
+            continue
         path = temporary / (f"rank-{rank:05d}-{number}.safetensors" if number else f"rank-{rank:05d}.safetensors")
-        save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
+        with usual_mode(path):
+            save_file({entry["key"]: tensor for entry, tensor in tensors}, path)
         _fsync(path)
         files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
         entries += [entry | {"rank": rank, "file": path.name} for entry, _ in tensors]
         tensors.clear()  # before the next file's are gathered
+    if bad:
+        got = f"values of {bad} that are not finite, on rank {rank}"
+        fix = "start again: the run goes on from the newest checkpoint, which stays"
+        raise BadInput(temporary.stem, got=got, needed="finite numbers: nothing of it is saved", fix=fix)
     record = record_of(temporary, rank)
     unnamed = record.with_suffix(".tmp")  # rank 0 may look for the record meanwhile
     _write(unnamed, json.dumps({"files": files, "tensors": entries}))
     unnamed.rename(record)
 
 
-def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int) -> None:
-    """On rank 0, when every rank's record is there: the manifest, the final name, and older ones go."""
+def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: int | None) -> None:
+    """On rank 0, when every rank's record is there: the manifest, the final name, and older ones go; with None they stay."""
     final, unnamed = folder / f"step-{step}", temporary(folder, step)
     files: dict[str, dict[str, Any]] = {}
     tensors: list[dict[str, Any]] = []
@@ -174,11 +191,12 @@ def commit(folder: Path, step: int, state: dict[str, Any], world: Axis, keep: in
     _write(unnamed / "manifest.json", manifest)
     _write(unnamed / "manifest.sha256", _digest_line(manifest.encode()))
     _fsync(unnamed)
-    if final.exists():  # a damaged one that was passed over
+    if os.path.lexists(final):  # a damaged one that was passed over, or no checkpoint at all
         _remove(final)
     unnamed.rename(final)
     _fsync(folder)
-    keep_newest(folder, step, keep)
+    if keep is not None:
+        keep_newest(folder, step, keep)
 
 
 def keep_newest(folder: Path, step: int, keep: int) -> None:
@@ -195,7 +213,15 @@ def _remove(path: Path) -> None:
     """Its name goes first: dying half way must not leave half a checkpoint under a final name."""
     nameless = path.with_name(f"{path.name}.old.tmp")
     path.rename(nameless)
-    shutil.rmtree(nameless, ignore_errors=True)
+    _discard(nameless)
+
+
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def _write(path: Path, text: str) -> None:
@@ -225,23 +251,37 @@ def sha256(path: Path) -> str:
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every committed checkpoint, in any order."""
-    found = []
-    for path in folder.glob("step-*") if folder.is_dir() else ():
-        number = path.name.removeprefix("step-")
-        if number.isdecimal() and path.name == f"step-{int(number)}" and path.is_dir():  # not step-0080, nor other scripts' digits
-            found.append((int(number), path))
-    return found
+    """(step, folder) of every committed checkpoint, in any order. Raises BadInput where the folder is there and cannot be looked into."""
+    found = [(step_of(path.name), path) for path in _entries(folder)]
+    return [(step, path) for step, path in found if step is not None and _is_folder(path)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in os.listdir(folder) if name.startswith("step-")]
+    except OSError as error:
+        if of_contents(error):
+            return []
+        raise unreadable(folder, error) from None
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if of_contents(error):
+            return False
+        raise unreadable(path, error) from None
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file has its size and hash, and what the manifest says is in it.
+    """The manifest of a checkpoint whose every file has its size and hash, and whose tensors are whole and finite.
 
-    Raises BadInput naming the file that has not.
+    Raises BadInput naming the file that has not; Unreadable, naming it, where it cannot be read for a reason other than its contents.
     """
     try:
-        raw = read_text(path / "manifest.json", most_bytes=MANIFEST_BYTES, newline="").encode()
-        if read_text(path / "manifest.sha256", newline="") != _digest_line(raw):
+        raw = _text(path / "manifest.json", most_bytes=MANIFEST_BYTES).encode()
+        if _text(path / "manifest.sha256") != _digest_line(raw):
             raise damaged(path, "manifest.json")
         manifest: dict[str, Any] = json.loads(raw)
         if manifest["format"] != FORMAT:
@@ -253,42 +293,73 @@ def verify(path: Path) -> dict[str, Any]:
             )
         for name, record in manifest["files"].items():
             file = path / Path(name).name
-            if not file.is_file() or file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]:
+            with reading(file):
+                about = file.stat()
+                whole = stat.S_ISREG(about.st_mode) and about.st_size == record["bytes"] and sha256(file) == record["sha256"]
+            if not whole:
                 raise damaged(path, name)
-        check_pieces(Reader(path))
+        reader = Reader(path)
+        check_pieces(reader)
+        check_finite(reader)
     except BadInput:
         raise
-    except FileNotFoundError as error:
-        raise damaged(path, f"{Path(error.filename).name}: it is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, f"manifest.json ({type(error).__name__})") from None
     return manifest
 
 
-def newest(folder: Path, *, world: Axis, log: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies, the same on every rank; rank 0 looks. None if there is none at all.
+def _text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+    with reading(path):
+        return read_text(path, most_bytes=most_bytes, newline="")
 
-    Raises BadInput, on every rank, where there are some and none can be read: to start over then would bury them.
+
+def newest(folder: Path, *, world: Axis, log: Callable[[str], None], step: int | None = None, flag: str = "--from_step") -> Path | None:
+    """The newest checkpoint that verifies, or that of `step`, which `flag` named, the same on every rank; rank 0 looks. None if there is
+    none at all.
+
+    Raises BadInput, on every rank, where there are some and none can be read, since to start over then would bury them; where a file cannot
+    be read though it may be whole; and for a `step` that is not there.
     """
-    step = _NONE
-    if world.index == 0:
-        there = sorted(numbered(folder), reverse=True)
-        if there or (os.path.lexists(folder) and not folder.is_dir()):
-            step = _UNREADABLE
-        for number, path in there:
-            try:
-                verify(path)
-            except BadInput as refused:
-                log(f"passed over: {refused}")
-                continue
-            step = number
-            break
-    step = int(largest(step, world))
-    if step == _UNREADABLE:
+
+    def look() -> int:
+        return _NONE if world.index else _newest(folder, log) if step is None else _named(folder, step, flag)
+
+    found = of_all(look, world, what=f"checkpoints in {folder}")
+    number = int(largest(found, world))
+    return None if number == _NONE else folder / f"step-{number}"
+
+
+def _newest(folder: Path, log: Callable[[str], None]) -> int:
+    """Its step; _NONE if there is none."""
+    there = sorted(numbered(folder), reverse=True)
+    none = sorted(path.name for path in _entries(folder) if path.suffix != ".tmp" and (step_of(path.name) is None or not _is_folder(path)))
+    if none:
+        more = f" and {len(none) - _NAMED} more" if len(none) > _NAMED else ""
+        log(plain(f"no checkpoints, so they are not looked at: {', '.join(none[:_NAMED])}{more} in {folder}"))
+    for number, path in there:
+        try:
+            verify(path)
+        except Unreadable:
+            raise
+        except BadInput as refused:
+            log(f"passed over: {refused}")
+        else:
+            return number
+    if there or (os.path.lexists(folder) and not _is_folder(folder)):
         raise BadInput(
             str(folder),
-            got="checkpoints of which none can be read" if folder.is_dir() else "no folder, or a link to one that is not there",
+            got="checkpoints of which none can be read" if there else "no folder, or a link to one that is not there",
             needed="at least one that verifies",
             fix="bring back what is missing, or start over with --fresh, which sets them aside",
         )
-    return None if step == _NONE else folder / f"step-{step}"
+    return _NONE
+
+
+def _named(folder: Path, step: int, flag: str) -> int:
+    """That step, if it is there and verifies."""
+    there = sorted(number for number, _ in numbered(folder))
+    if step not in there:
+        needed = f"one of {', '.join(map(str, there))}" if there else f"a checkpoint in {folder}"
+        raise BadInput(flag, got=step, needed=needed, fix=f"{flag} {there[-1]}" if there else "train first")
+    verify(folder / f"step-{step}")
+    return step

@@ -4,10 +4,14 @@ user_path("~/text")                     the path, for anything that may or may n
 read_text(path)                         the text of a regular file of a sensible size; OSError says what it is instead
 check_writable(path, what="--out")      before long work: can its results be written there
 write_text(path, text, what="--out")    the text in that file; `writing` is for what writes a file itself, such as a picture
+with usual_mode(path): ...              a library's own way to write a file, whose mode then follows the umask
+of_contents(error)                      whether an OSError says that the file is gone or of another kind, and not that it cannot be read now
+step_of("step-120")                     the step of a checkpoint's folder, from its name
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -16,6 +20,8 @@ from pathlib import Path
 
 from parallel.errors import BadInput, harmless
 
+_OF_CONTENTS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG, errno.ESPIPE)
+_MOST_STEPS = 2**53  # ranks tell each other steps as float64
 MOST_BYTES = 64 * 2**20  # of a recipe, an order, a plan, a hostfile: the largest that anybody writes are a few megabytes
 
 
@@ -82,3 +88,25 @@ def write_text(path: Path, text: str, *, what: str) -> None:
 
 def _not_written(path: Path, why: str, what: str) -> BadInput:
     return BadInput(what, got=f"{path}: {why}", needed="a file that can be written", fix="choose another path")
+
+
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Around a library that writes a file for its owner alone, as safetensors does: it gets the mode of any new file in that folder."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
+
+
+def of_contents(error: OSError) -> bool:
+    """Whether the file is gone, or is no regular file: then what was written is lost. Else it may be whole, and a later or another reader's
+    attempt may succeed: no permission, a disk or server that does not answer, too many open files."""
+    return not error.errno or error.errno in _OF_CONTENTS
+
+
+def step_of(name: str) -> int | None:
+    """None for any other name: step-0080, digits of other scripts, a number that no run reaches."""
+    digits = name.removeprefix("step-")
+    number = int(digits) if digits.isascii() and digits.isdecimal() else _MOST_STEPS
+    return number if name == f"step-{number}" and number < _MOST_STEPS else None

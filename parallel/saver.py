@@ -24,6 +24,7 @@ from torch import Tensor
 
 from parallel import checkpoint
 from parallel.checkpoint import Piece
+from parallel.errors import BadInput
 from parallel.mesh import Axis
 
 _LOOK_S = 0.02  # between two looks for the other ranks' parts
@@ -40,10 +41,11 @@ class Saver:
         self._newest: int | None = None
         self._told: int | None = None
 
-    def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any]) -> None:
-        """Write `held` as it is, without a copy, and wait. Collective. Raises BadInput, on every rank, where that cannot be."""
+    def save(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any], prune: bool = True) -> None:
+        """Write `held` as it is, without a copy, and wait. Without `prune` all older ones stay. Collective. Raises BadInput, on every rank,
+        where that cannot be."""
         self.settle()
-        checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep)
+        checkpoint.save(self.folder, step, held, state=state, world=self.world, keep=self.keep, prune=prune)
         self._newest = step
 
     def begin(self, step: int, held: Iterable[tuple[str, Piece]], *, state: dict[str, Any]) -> None:
@@ -60,13 +62,12 @@ class Saver:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        problem = checkpoint.agreed(self.world, writer.written)
-        if problem:
+        try:
+            checkpoint.agreed(self.folder, writer.step, self.world, writer.written)
+        except BadInput:
             writer.abandon()
-        else:
-            problem = checkpoint.agreed(self.world, writer.committed)
-        if problem:
-            raise checkpoint.refused(self.folder, writer.step, problem, self.world)
+            raise
+        checkpoint.agreed(self.folder, writer.step, self.world, writer.committed)
         self._newest = writer.step
 
     def news(self) -> int | None:

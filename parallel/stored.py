@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -21,9 +23,11 @@ import torch
 from torch import Tensor
 
 from parallel.errors import BadInput
+from parallel.files import of_contents
 from parallel.layout import Box, Layout
 from parallel.mesh import Mesh
 
+CHECKED_BYTES = 2**24  # at a time, of a file whose numbers are looked at
 HEADER_BYTES = 100_000_000  # the most that a safetensors file may have
 MOST_TENSORS = 2**18  # in one file: the largest models have fewer, and each takes microseconds to check
 _DTYPES = {  # as the safetensors format names them
@@ -106,12 +110,58 @@ class TensorFile:
                 self._read_run(file.fileno(), raw[number * length : (number + 1) * length], begin + at * dtype.itemsize)
         return out
 
+    def not_finite(self) -> str | None:
+        """The first tensor that has a number that is not finite, by its key. Reads CHECKED_BYTES at a time."""
+        for key, (dtype, shape, begin) in self.places.items():
+            if not dtype.is_floating_point:
+                continue
+            left, at = math.prod(shape), begin
+            while left:
+                part = torch.empty(min(left, CHECKED_BYTES // dtype.itemsize), dtype=dtype)
+                with self.path.open("rb", buffering=0) as file:
+                    self._read_run(file.fileno(), memoryview(part.view(torch.uint8).numpy()), at)  # type: ignore[arg-type]
+                if not finite(part):
+                    return key
+                left, at = left - len(part), at + part.nbytes
+        return None
+
     def _read_run(self, handle: int, into: memoryview, at: int) -> None:
         while into:
             got = os.preadv(handle, [into], at)
             if not got:
                 raise damaged(self.path.parent, self.path.name)
             into, at = into[got:], at + got
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether it has neither NaN nor infinity. By its minimum and maximum, which are NaN if one number is: read once, nothing allocated."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
+
+
+class Unreadable(BadInput):
+    """Raised for a checkpoint's file that cannot be read, though it may be whole: it is no reason to take another checkpoint."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint's file. Raises BadInput that names it: `damaged`, or Unreadable."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise damaged(path.parent, f"{path.name}: it is missing") from None
+    except OSError as error:
+        if of_contents(error):
+            raise damaged(path.parent, path.name) from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> Unreadable:
+    """What is said of a checkpoint's file, or of the folder of checkpoints, that this process cannot read."""
+    needed = "to read it: nothing says that it is damaged, so no older checkpoint is taken"
+    fix = "give this user the permission, or wait for its disk, and start again"
+    return Unreadable(f"checkpoint file {path}", got=error.strerror or str(error), needed=needed, fix=fix)
 
 
 def damaged(path: Path, name: str) -> BadInput:
@@ -124,12 +174,17 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+        with reading(path / "manifest.json"):
+            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         self.state: dict[str, Any] = self.manifest["state"]
         self.entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for entry in self.manifest["tensors"]:
             self.entries.setdefault((entry["name"], entry["kind"]), []).append(entry)
-        self._file = cache(lambda name: TensorFile(path / Path(name).name))
+        self._file = cache(self._open)
+
+    def _open(self, name: str) -> TensorFile:
+        with reading(path := self.path / Path(name).name):
+            return TensorFile(path)
 
     def names(self, kind: str = "weight") -> dict[str, tuple[int, ...]]:
         """Full shape of every logical tensor of a kind: with "weight", of every parameter."""
@@ -151,7 +206,8 @@ class Reader:
             if any(high <= low for low, high in common):
                 continue
             cut = tuple(slice(low - start, high - start) for (low, high), start in zip(common, entry["start"], strict=True))
-            part = file.read(entry["key"], cut)
+            with reading(file.path):
+                part = file.read(entry["key"], cut)
             if list(part.shape) == sizes:
                 return part
             if out is None:
@@ -188,7 +244,9 @@ def check_pieces(reader: Reader) -> None:
                 within = place.dtype == dtype and all(
                     0 <= at <= at + n <= of for at, n, of in zip(entry["start"], shape, entries[0]["shape"], strict=True)
                 )
-            except (OSError, ValueError, KeyError, TypeError):
+            except Unreadable:
+                raise
+            except (ValueError, KeyError, TypeError):  # BadInput too
                 within = False
             if not within:
                 raise damaged(reader.path, Path(entry["file"]).name)
@@ -207,6 +265,17 @@ def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
             return True
         near.append((start, stop))
     return False
+
+
+def check_finite(reader: Reader) -> None:
+    """That every number is finite: a run cannot go on from others. Raises BadInput naming the tensor."""
+    for name in dict.fromkeys(entry["file"] for entry in reader.manifest["tensors"]):
+        file = reader._file(name)
+        with reading(file.path):
+            key = file.not_finite()
+        if key is not None:
+            got = f"values of {key} that are not finite"
+            raise BadInput(f"checkpoint {reader.path.name}", got=got, needed="finite numbers", fix="take an earlier one")
 
 
 def check_same_parameters(

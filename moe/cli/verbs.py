@@ -52,6 +52,9 @@ class Train:
     )
     out: Path | None = _flag(None, "run folder; runs/RECIPE by default")
     fresh: bool = _flag(False, "set earlier checkpoints aside and start over")
+    from_step: int | None = _flag(
+        None, "go on from the checkpoint of this step instead of the newest; later ones are set aside, not deleted"
+    )
     allow_change: tuple[str, ...] = _flag((), "a key, such as model.num_heads, that may change what the resumed model computes; repeatable")
     init_from: Path | None = _flag(None, "a run, one of its checkpoints, or hf:PATH, with whose weights and tokenizer a new run begins")
     hostfile: Path | None = _flag(None, "several machines: one `host slots=N` a line")

@@ -14,12 +14,13 @@ from parallel.errors import BadInput
 from parallel.files import user_path
 
 USAGE = (
-    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--allow-change KEY ...] [--init-from RUN] [--cluster NAME] [--force] "
-    "[--profile] [--debug-collectives] [--elastic MIN]"
+    "RECIPE [--section.key VALUE ...] [--out DIR] [--fresh] [--from-step STEP] [--allow-change KEY ...] [--init-from RUN] "
+    "[--cluster NAME] [--force] [--profile] [--debug-collectives] [--elastic MIN]"
 )
 # a flag with a value: (what it needs, an example); the others have none
 _VALUES = {
     "--out": ("a folder", "--out runs/NAME"),
+    "--from-step": ("the step of a checkpoint", "--from-step 400"),
     "--allow-change": ("a key of the recipe", "--allow-change model.num_heads"),
     "--init-from": ("a run's folder, or a checkpoint's", "--init-from runs/NAME"),
     "--cluster": ("a cluster's name or file", "--cluster a100-80-8"),
@@ -36,6 +37,7 @@ class Arguments:
     overrides: Mapping[str, str] = field(default_factory=dict)
     out: Path | None = None
     fresh: bool = False
+    from_step: int | None = None
     allow_changes: tuple[str, ...] = ()
     init_from: Path | None = None
     cluster: str | None = None
@@ -44,9 +46,17 @@ class Arguments:
     debug_collectives: bool = False
     elastic: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.from_step is not None and self.from_step < 0:
+            needed, fix = _VALUES["--from-step"]
+            raise BadInput("--from_step", got=self.from_step, needed=needed, fix=fix)
+        if self.fresh and self.from_step is not None:
+            fix = "leave one of them out"
+            raise BadInput("--from_step", got=f"{self.from_step} with --fresh", needed="a beginning or a checkpoint", fix=fix)
+
     def words(self) -> list[str]:
         """The command line."""
-        values = (("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
+        values = (("from-step", self.from_step), ("init-from", self.init_from), ("cluster", self.cluster), ("elastic", self.elastic))
         words = [self.recipe, *(f"--{key}={value}" for key, value in self.overrides.items())]
         words += ["--out", str(self.out)] if self.out else []
         words += [
@@ -93,19 +103,21 @@ def parse(argv: Sequence[str]) -> Arguments:
         overrides,
         out=_path(last, "--out"),
         fresh="--fresh" in alone,
+        from_step=_whole(last, "--from-step", least=0),
         allow_changes=tuple(key.replace("-", "_") for key in given["--allow-change"]),
         init_from=_path(last, "--init-from"),
         cluster=last["--cluster"],
         force="--force" in alone,
         profile="--profile" in alone,
         debug_collectives="--debug-collectives" in alone,
-        elastic=_least(last["--elastic"]),
+        elastic=_whole(last, "--elastic", least=1),
     )
 
 
-def _least(text: str | None) -> int | None:
-    if text is not None and not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
-        raise BadInput("--elastic", got=text, needed=_VALUES["--elastic"][0], fix=_VALUES["--elastic"][1])
+def _whole(given: Mapping[str, str | None], name: str, *, least: int) -> int | None:
+    text = given[name]
+    if text is not None and not (text.isascii() and text.isdecimal() and least <= int(text) < 2**31):
+        raise BadInput(name, got=text, needed=_VALUES[name][0], fix=_VALUES[name][1])
     return None if text is None else int(text)
 
 

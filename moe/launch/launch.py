@@ -238,9 +238,11 @@ def _heard_at_once(stop: _TooEarly) -> Iterator[None]:
 def _refuse_fresh_again(given: Arguments, environment: Mapping[str, str]) -> None:
     """torchrun starts a rank again with the same words, and those would set aside what the run has saved since. Raises BadInput."""
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if given.fresh and restarts.isdecimal() and int(restarts) > 0:
-        fix = "start with another --out and without --fresh, or let moe train --restarts start it again"
-        raise BadInput("--fresh", got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
+    flag = "--fresh" if given.fresh else "--from_step" if given.from_step is not None else None
+    if flag and restarts.isdecimal() and int(restarts) > 0:
+        other = "start with another --out and without --fresh" if given.fresh else "start without --max-restarts"
+        fix = f"{other}, or let moe train --restarts start it again"
+        raise BadInput(flag, got=f"it with torchrun --max-restarts {restarts}", needed="a start that may be repeated", fix=fix)
 
 
 def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run, dict[str, str]]:
@@ -276,6 +278,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
             out=out,
             origins=origins,
             fresh=given.fresh,
+            from_step=given.from_step,
             allow_changes=given.allow_changes,
             world=world,
             cluster=given.cluster,

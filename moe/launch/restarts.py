@@ -27,6 +27,7 @@ from typing import Any
 from moe.launch import status
 from moe.launch.exit_codes import FAILED, STOPPED
 from moe.records.redone import Restart
+from parallel.files import step_of
 
 _LONGEST_S = 60.0
 _POLL_S = 0.1
@@ -48,17 +49,18 @@ class End:
 
 
 class Restarts:
-    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all.
+    """The lives of one run in `out`. `limit`: restarts in a row without a new checkpoint; 0: none at all. `fresh`, `from_step`: as of
+    train.
 
     `smaller`: numbers of processes with which it may go on, largest first. `processes`: with how many the next life begins, None for all;
     `gone`: the rank that left before it, by its number in the life before, if the number of processes has just changed.
     """
 
-    def __init__(self, out: Path, *, limit: int, fresh: bool, smaller: Sequence[int] = ()) -> None:
+    def __init__(self, out: Path, *, limit: int, fresh: bool, from_step: int | None = None, smaller: Sequence[int] = ()) -> None:
         self._checkpoints, self._limit = out / "checkpoints", limit
         self._old = _inode(self._checkpoints) if fresh else None  # to be set aside
-        self._fresh = fresh
-        self._newest = _newest(self._checkpoints)
+        self._fresh, self._from_step = fresh, from_step
+        self._newest = self._first_newest = _newest(self._checkpoints)
         self._count = self._in_a_row = 0
         self._since = time.time()
         self._said: tuple[str, ...] = ()
@@ -73,6 +75,10 @@ class Restarts:
     def fresh(self) -> bool:
         """Whether the next life has still to set earlier checkpoints aside: not those of a life of this run."""
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
+
+    def from_step(self) -> int | None:
+        """The step that the next life has still to go back to, and set later checkpoints aside: not those of a life of this run."""
+        return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:
         """What the ranks of the next life are told in their environment."""
@@ -147,8 +153,8 @@ class Restarts:
 def _newest(checkpoints: Path) -> tuple[str, int] | None:
     """(name, inode) of the newest complete checkpoint; the inode tells one that was written again."""
     try:
-        found = [path for path in checkpoints.iterdir() if path.name.startswith("step-") and path.name[5:].isdecimal()]
-        newest = max(found, key=lambda path: int(path.name[5:]), default=None)
+        found = [(step, path) for path in checkpoints.iterdir() if (step := step_of(path.name)) is not None and path.is_dir()]
+        _, newest = max(found, default=(None, None))
         return None if newest is None else (newest.name, newest.stat().st_ino)
     except OSError:
         return None

@@ -78,6 +78,7 @@ def start(
     launcher: Launcher = "deepspeed",
     out: Path | None = None,
     fresh: bool = False,
+    from_step: int | None = None,
     allow_changes: Sequence[str] = (),
     debug_collectives: bool = False,
     cluster: str | None = None,
@@ -100,15 +101,12 @@ def start(
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
-    outlive_readers()
-    made = status.missing(out)
-    with contextlib.suppress(OSError):
-        out.mkdir(parents=True, exist_ok=True)
     given = Arguments(
         recipe,
         overrides,
         out=out,
         fresh=fresh,
+        from_step=from_step,
         allow_changes=tuple(allow_changes),
         init_from=init_from,
         cluster=cluster,
@@ -117,12 +115,16 @@ def start(
         debug_collectives=debug_collectives,
         elastic=elastic,
     )
-    again, environment = Restarts(out, limit=restarts, fresh=fresh, smaller=smaller), dict(os.environ)
+    outlive_readers()
+    made = status.missing(out)
+    with contextlib.suppress(OSError):
+        out.mkdir(parents=True, exist_ok=True)
+    again, environment = Restarts(out, limit=restarts, fresh=fresh, from_step=from_step, smaller=smaller), dict(os.environ)
     may_be_forked = restarts and hostfile is None and module == "moe.launch.launch" and sys.platform.startswith("linux")
     with alone_in(out), _tidied(out, made), _caught_signals() as caught, contextlib.ExitStack() as left:
         ready = left.enter_context(closing(Ready(given.words(), environment, world, wanted=again.saved))) if may_be_forked else None
         while True:
-            words, told = replace(given, fresh=again.fresh()).words(), environment | again.variables()
+            words, told = replace(given, fresh=again.fresh(), from_step=again.from_step()).words(), environment | again.variables()
             end = _run(Launch(words, told, world, nproc, launcher, out, hostfile, module, grace_s, caught, ready))
             code = end.code if caught else again.after(end)
             if code is not None:

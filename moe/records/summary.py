@@ -29,6 +29,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("parameters", _parameters(summary)),
         ("FLOPs per token", count(summary.get("flops_per_token"))),
         ("steps", _number(summary.get("steps"), ",.0f")),
+        ("skipped steps", _skipped(summary)),
         ("training time", duration(summary.get("train_seconds"))),
         ("made again", _redone(summary)),
         ("processes", _number(summary.get("world"), ".0f")),
@@ -57,6 +58,16 @@ def _share(counts: Sequence[Sequence[float]]) -> float:
 def _dropped(summary: Mapping[str, Any]) -> str:
     whole, last = percent(summary.get("dropped_share")), percent(summary.get("dropped_share_last"))
     return whole if last == MISSING else f"{last}, in the last tenth of the steps ({whole} in all)"
+
+
+def _skipped(summary: Mapping[str, Any]) -> str:
+    """Only of a run that skipped some."""
+    skipped, last = summary.get("skipped") or 0, summary.get("skipped_last") or 0
+    if not skipped:
+        return MISSING
+    return f"{skipped:,}: their gradients were not finite" + (
+        f"; so were the last {last:,}, since which nothing is learned" if last else ""
+    )
 
 
 def _redone(summary: Mapping[str, Any]) -> str:

@@ -64,6 +64,7 @@ def finish(job: Job) -> dict[str, Any]:
         "flops_per_token": counted.training,
         "matmul_share": None if speed is None else counted.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
+        "skipped_last": job.counters.in_a_row,
         "redone": {name: type(none)(much) for (name, none), much in zip(NOTHING.items(), redone, strict=True)},
         "sample": text,
         "world": job.world.size,

@@ -59,6 +59,7 @@ class Asked:
     world: World
     origins: dict[str, str]
     fresh: bool
+    from_step: int | None
     allow_changes: Sequence[str]
     display: bool
     init_from: Path | None
@@ -78,7 +79,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     make_writable(out, world)
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
-    found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say)
+    found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
     source = None
     if asked.init_from is not None and found is None:
         begins = state.source(asked.init_from, mesh, log=asked.say)
@@ -119,6 +120,7 @@ def open_job(run: Run, asked: Asked) -> Job:
             log=asked.say,
             whole=whole,
         )
+    aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
         if resumed.table is not None:
@@ -151,6 +153,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         progress.note(line)
     if found is not None:
         progress.note(f"resumed from {out / 'checkpoints'} at step {counters.step} (--fresh starts over)")
+    if aside is not None:
+        progress.note(f"later checkpoints are set aside, in {aside}")
     if goes_on:
         about = resumed.recorded() if source is None else {}
         worlds = {"world": world.size} | ({} if resumed.world is None else {"world_before": resumed.world})
@@ -163,7 +167,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     shard = shard_of(run, mesh, run.train.global_batch)
     rebalancer = Rebalancer(run, executor.engine, mesh)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if found is not None and first:
+    if found is not None and first and not counters.in_a_row:  # else the run may have to go back further
         keep_newest(saver.folder, counters.step, run.train.keep)
     auditor = Auditor(
         executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder

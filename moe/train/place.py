@@ -15,6 +15,7 @@ import torch
 
 from moe.recipe.sections import Run
 from parallel import process
+from parallel.checkpoint import numbered
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
@@ -66,15 +67,28 @@ def make_writable(out: Path, world: World) -> None:
         raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
 
 
-def set_aside(checkpoints: Path, world: World) -> None:
-    """--fresh: earlier checkpoints are renamed, not deleted."""
+def set_aside(checkpoints: Path, world: World, *, after: int | None = None) -> Path | None:
+    """Earlier checkpoints are renamed, not deleted: all of them (--fresh), or those of steps after `after` (--from_step). Returns where they
+    are then, on rank 0; None if there were none."""
     process.barrier()
-    if world.rank == 0 and os.path.lexists(checkpoints):
-        number = 1
-        while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
-            number += 1
-        checkpoints.rename(aside)
+    aside = _renamed(checkpoints, after) if world.rank == 0 else None
     process.barrier()
+    return aside
+
+
+def _renamed(checkpoints: Path, after: int | None) -> Path | None:
+    later = [path for step, path in numbered(checkpoints) if after is not None and step > after]
+    if not later and (after is not None or not os.path.lexists(checkpoints)):
+        return None
+    number = 1
+    while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
+        number += 1
+    if after is None:
+        return checkpoints.rename(aside)
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
 
 
 def own_peak_bytes() -> float:

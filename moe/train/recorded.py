@@ -10,8 +10,11 @@ from moe.train.advance import Made
 from moe.train.job import Job
 from moe.train.numbers import LayerNumbers
 from moe.train.place import peak_memory_bytes
+from parallel.checkpoint import numbered
 from parallel.clip import GradientNorm
 from parallel.errors import BadInput
+from parallel.outcome import of_all
+from parallel.stored import finite
 
 
 def count(job: Job, norm: GradientNorm) -> None:
@@ -64,10 +67,11 @@ def _layer_line(layer: LayerNumbers) -> dict[str, Any]:
 
 
 def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
-    """Stop, on all ranks alike, where skipping cannot help."""
+    """Stop, on all ranks alike, where skipping cannot help. Collective after a step that was skipped."""
     run, c = job.run, job.counters
     if norm.finite:
         return
+    of_all(lambda: _refuse_bad_weights(job), job.mesh.axis("world"), what=f"step {c.step}")
     families = ", ".join(name for name, value in norm.families.items() if not value < float("inf"))
     job.records.write({"kind": "event", "event": "skipped", "step": c.step, "families": families})
     if continuous(run):
@@ -92,3 +96,19 @@ def refuse_endless_skips(job: Job, norm: GradientNorm) -> None:
             needed="finite gradients",
             fix="lower optimizer.lr, lengthen optimizer.warmup_steps, or resume from an earlier checkpoint",
         )
+
+
+def _refuse_bad_weights(job: Job) -> None:
+    """Gradients through a weight that is not finite never are."""
+    bad = next((held for held in job.engine.tensors() if not finite(held.tensor)), None)
+    if bad is None:
+        return
+    skipped, there = job.counters.in_a_row, [step for step, _ in numbered(job.checkpoints)]
+    after = f", so that {skipped} step{'s were' if skipped > 1 else ' was'} skipped"
+    goes_on = f"the run goes on from step-{max(there)}" if there else "the run begins again"
+    raise BadInput(
+        f"step {job.counters.step}",
+        got=f"values that are not finite in the {bad} on rank {job.world.rank}{after}",
+        needed="finite weights: no further step can mend them, and nothing of them is saved",
+        fix=f"start it again: {goes_on}; if that ends so too, --from_step with an earlier checkpoint, or a lower optimizer.lr",
+    )

@@ -24,18 +24,10 @@ from parallel.stored import check_same_parameters
 
 def choose(run_dir: Path, *, step: int | None = None) -> Path:
     """The folder of a run's newest whole checkpoint, or of the one of a step. Raises BadInput."""
-    folder = run_dir / "checkpoints"
-    there = sorted(number for number, _ in checkpoint.numbered(folder))
-    if step is None:
-        path = checkpoint.newest(folder, world=Mesh.of(Degrees()).axis("world"), log=lambda text: print(text, file=sys.stderr))
-        if path is None:
-            raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
-    elif step in there:
-        path = folder / f"step-{step}"
-        checkpoint.verify(path)
-    else:
-        needed = f"one of {', '.join(map(str, there))}" if there else "a run with a checkpoint"
-        raise BadInput("--step", got=step, needed=needed, fix=f"--step {there[-1]}" if there else "train first: moe train switch_tiny")
+    world, log = Mesh.of(Degrees()).axis("world"), lambda text: print(text, file=sys.stderr)
+    path = checkpoint.newest(run_dir / "checkpoints", world=world, log=log, step=step, flag="--step")
+    if path is None:
+        raise BadInput("run folder", got=run_dir, needed="a run with a checkpoint", fix="train first: moe train switch_tiny")
     return path
 
 

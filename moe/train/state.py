@@ -29,7 +29,7 @@ from parallel.layout import Box, Layout, dense
 from parallel.mesh import Mesh
 from parallel.outcome import of_all
 from parallel.precision import LossScale
-from parallel.stored import Reader, check_same_parameters
+from parallel.stored import Reader, Unreadable, check_same_parameters, finite
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 SQUARES = "exp_avg_sq"  # how the kinds of means of squares begin
@@ -120,10 +120,10 @@ def _kept(engine: Engine, layouts: dict[str, Layout]) -> dict[str, dict[str, Lay
     return found
 
 
-def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Reader | None:
-    """The newest checkpoint of a run that verifies, whatever layout wrote it; None if there is none. Collective."""
+def find(folder: Path, mesh: Mesh, *, log: Callable[[str], None], step: int | None = None) -> Reader | None:
+    """The newest checkpoint of a run that verifies, or that of `step`, whatever layout wrote it; None if there is none. Collective."""
     world = mesh.axis("world")
-    path = checkpoint.newest(folder, world=world, log=log)
+    path = checkpoint.newest(folder, world=world, log=log, step=step)
     return None if path is None else of_all(lambda: opened(path), world, what=f"checkpoint {path.name}")
 
 
@@ -190,16 +190,20 @@ def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
             "--init_from", got=f"{path}, which has no checkpoint", needed="a run that saved one, or a checkpoint's folder", fix=fix
         )
     if given == path:
-        damage = ""
-        if world.index == 0:  # one rank hashes what the others only read
-            try:
-                checkpoint.verify(given)
-            except BadInput as refused:
-                damage = str(refused)
-                log(damage)
-        if largest(float(bool(damage)), world):
-            raise BadInput("--init_from", got=f"{path}, which is damaged", needed="a checkpoint that verifies", fix="take an earlier one")
+        of_all(lambda: _verify(given, log) if world.index == 0 else None, world, what="--init_from")  # the others only read
     return given
+
+
+def _verify(given: Path, log: Callable[[str], None]) -> None:
+    """Raises BadInput about --init_from."""
+    try:
+        checkpoint.verify(given)
+    except Unreadable:
+        raise
+    except BadInput as refused:
+        log(str(refused))
+        needed = "a checkpoint that verifies"
+        raise BadInput("--init_from", got=f"{given}, which is damaged", needed=needed, fix="take an earlier one") from None
 
 
 def begin(found: Reader, engine: Engine, mesh: Mesh, *, log: Callable[[str], None], whole: dict[str, Layout] | None = None) -> None:
@@ -264,7 +268,7 @@ def check_values(tensor: Tensor, what: str, *, squares: bool) -> None:
     got = None
     if not tensor.is_floating_point():
         got = f"values of {str(tensor.dtype).removeprefix('torch.')}"
-    elif not tensor.isfinite().all():
+    elif not finite(tensor):
         got = "values that are not finite"
     elif squares and (tensor < 0).any():
         got = "values below 0"

@@ -53,6 +53,7 @@ def train(
     out: Path | None = None,
     origins: dict[str, str] | None = None,
     fresh: bool = False,
+    from_step: int | None = None,
     allow_changes: Sequence[str] = (),
     world: World | None = None,
     display: bool = True,
@@ -68,10 +69,11 @@ def train(
     """Train a checked or unchecked Run and return its summary (the fields of summary.json).
 
     In one process, or on every rank that a launcher started. `fresh` sets earlier checkpoints aside
-    instead of resuming. `allow_changes`: keys of the recipe that may change what a resumed model computes. `cluster`: a file that
-    predicts memory and time (else this machine's own); `force` tries what is predicted not to fit. `init_from`: another run, or one of
-    its checkpoints, whose weights and tokenizer this one begins with. `restart`: that the run was started again without its user, for its
-    records. `profile`: record where a few steps' time goes.
+    instead of resuming; `from_step` resumes from the checkpoint of that step, and sets later ones aside. `allow_changes`: keys of the
+    recipe that may change what a resumed model computes. `cluster`: a file that predicts memory and time (else this machine's own);
+    `force` tries what is predicted not to fit. `init_from`: another run, or one of its checkpoints, whose weights and tokenizer this one
+    begins with. `restart`: that the run was started again without its user, for its records. `profile`: record where a few steps' time
+    goes.
 
     A user's own parts, the same on every rank: `callbacks` (moe/train/callbacks.py), `data`, samples instead of text (moe/data/given.py),
     `optimizer`, a function of torch's parameter groups (parallel/optim/given.py).
@@ -90,7 +92,7 @@ def train(
     run = settle_precision(run, world)
     check_precision(run, world)
     out = out or Path("runs") / name
-    told = Asked(name, out, world, origins or {}, fresh, allow_changes, display, init_from, restart, own, code)
+    told = Asked(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
     with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
         return _train(run, told, predicted, profile)
@@ -120,6 +122,7 @@ def _train(run: Run, told: Asked, predicted: Prediction | None, profile: bool) -
 def _loop(job: Job, asked: Callable[[], bool]) -> None:
     run, counters, began = job.run, job.counters, job.counters.step
     due: Callable[[int], bool] = lambda every: every > 0 and counters.step % every == 0  # noqa: E731
+    unsaved = False  # a save is due
     job.tell("on_train_begin", {})
     if 0 < counters.step < run.train.steps and due(run.train.eval_every) and not was_evaluated(job):
         job.tell("on_evaluate", evaluate(job))
@@ -137,8 +140,11 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
             job.tell("on_step_end", line)
         _record_saved(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
-        if last or due(run.train.save_every) or flags:
+        unsaved = unsaved or due(run.train.save_every)
+        # put off while steps are skipped: what cannot be trained on must not take the place of what can
+        if last or flags or (unsaved and not counters.in_a_row):
             _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
+            unsaved = False
         if last or due(run.train.eval_every):
             job.tell("on_evaluate", evaluate(job))
         if flags and not last:
@@ -181,7 +187,10 @@ def _save(job: Job, *, wait: bool) -> None:
     job.saver.settle()
     _record_saved(job)
     _tell_saved(job)
-    (job.saver.save if wait or job.run.train.save_mode == "sync" else job.saver.begin)(**parts)
+    if wait or job.run.train.save_mode == "sync":
+        job.saver.save(**parts, prune=not job.counters.in_a_row)
+    else:
+        job.saver.begin(**parts)
     job.saved_at = job.counters.step
     watchdog.enter("after saving", patience=1.0)
     _record_saved(job)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import hashlib
+import io
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,9 @@ from parallel.layout import Layout, dense, stacked_over
 from parallel.mesh import Axis, Degrees, Mesh, divisors
 from parallel.precision import LossScale
 from parallel.process import World, connect
+from parallel.saver import Saver
 from parallel.stored import Reader, TensorFile, check_same_parameters
+from tests.support import trained
 from tests.support.tiny import Tiny, start
 
 ALONE = Axis("world")
@@ -86,8 +92,9 @@ def silent(_: str) -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4)])
 def test_a_tensor_comes_back_to_the_bit(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     size = torch.empty((), dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (size * max(1, torch.Size(shape).numel()),), dtype=torch.uint8)  # any bits: NaN, inf, -0
+    raw = torch.randint(0, 256, (size * max(1, torch.Size(shape).numel()),), dtype=torch.uint8)  # any bits of a number: -0, subnormal
     whole = raw.view(dtype).view(shape)
+    whole[~whole.isfinite()] = -0.0
     piece = Piece("x", shape, (0,) * len(shape), whole)
     path = save(tmp_path, 1, [("weight", piece)], state={}, world=ALONE, keep=1)
     back = Reader(path).region("x", "weight", tuple(slice(0, n) for n in shape))
@@ -457,7 +464,7 @@ def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
         edit(file, "the header", lambda b: b"\xff" * 8 + b[8:])
         told = "manifest.json" if file == "manifest.sha256" else file
         found[f"no {file}"] = file, lambda path, f=file: (path / f).unlink()
-        found[f"a folder instead of {file}"] = told, lambda path, f=file: ((path / f).unlink(), (path / f).mkdir())
+        found[f"a folder instead of {file}"] = file, lambda path, f=file: ((path / f).unlink(), (path / f).mkdir())
         found[f"{file} of another step"] = told, lambda path, f=file: shutil.copy(path.parent / "step-1" / f, path / f)
         found[f"{file} that leads nowhere"] = file, lambda path, f=file: ((path / f).unlink(), (path / f).symlink_to("gone"))
     for shard in SHARDS:
@@ -478,7 +485,7 @@ def mutants() -> dict[str, tuple[str, Callable[[Path], object]]]:
         '{"format": 1, "files": []}',
     ):
         found[f"a manifest that is {text!r}"] = "manifest.json", lambda path, t=text: rewritten(path, t)
-    found["a record that is none"] = "a damaged a,", lambda path: rewritten(path, _with(path, files={"a": 5}))
+    found["a record that is none"] = "a damaged a:", lambda path: rewritten(path, _with(path, files={"a": 5}))
     found["a manifest without end"] = "manifest.json", lambda path: rewritten(path, "[" * 200_000)
     for what, told, change in (
         ("a tensor that its file has not", SHARDS[0], {"key": "nothing"}),
@@ -579,6 +586,130 @@ def test_pieces_make_up_the_whole_each_element_once(tmp_path: Path, starts: list
         return
     with pytest.raises(BadInput, match="^checkpoint step-1: got a damaged"):
         verify(path)
+
+
+# --- what cannot be read is not damaged ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["", "step-2", "step-2/manifest.json", "step-2/manifest.sha256", f"step-2/{SHARDS[1]}"])
+def test_a_file_that_cannot_be_read_ends_the_resume_in_a_line_that_names_it(
+    two_steps: Path, tmp_path: Path, name: str, number: int
+) -> None:
+    """On every rank, the checkpoint stays, and no older one is taken: it may be whole."""
+    folder = shutil.copytree(two_steps, tmp_path / "x")
+    before, where = trained.files(folder), folder / name
+
+    def work(rank: int) -> str:
+        """A rank that the system refuses the file: root may read all."""
+        told: list[str] = []
+
+        def refused(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(path: Any, *a: Any, **k: Any) -> Any:
+                if not isinstance(path, int) and os.fspath(path) == str(where):
+                    raise OSError(number, os.strerror(number), str(where))
+                return real(path, *a, **k)
+
+            return call
+
+        if rank == 0:
+            for of, what in (
+                (io, "open"),
+                (builtins, "open"),
+                (os, "open"),
+                (os, "listdir"),
+                *([(os, "stat")] if name == "step-2" else []),
+            ):
+                setattr(of, what, refused(getattr(of, what)))
+        with pytest.raises(BadInput) as said:
+            newest(folder, world=connect(Degrees(dp=2), World(rank, 2)).axis("world"), log=told.append)
+        return f"{said.value} {told}"
+
+    first, second = run_on_ranks(work, 2, timeout_s=30)
+    assert first == second and first.startswith(f"checkpoint file {where}: got {os.strerror(number)}, needed ")
+    assert "remove" not in first and first.endswith(" []") and trained.files(folder) == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_is_told_and_takes_no_older_one(two_steps: Path) -> None:
+    """By the system itself, in a process without root's rights."""
+    with tempfile.TemporaryDirectory() as home:
+        folder = shutil.copytree(two_steps, Path(home) / "x")
+        for place in (folder, folder.parent):
+            place.chmod(0o755)
+        (folder / "step-2" / SHARDS[0]).chmod(0o600)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65534)
+                newest(folder, world=ALONE, log=silent)
+            except BadInput as said:
+                os.write(writing, str(said).encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as pipe:
+            assert pipe.read().startswith(f"checkpoint file {folder / 'step-2' / SHARDS[0]}: got Permission denied")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077])
+def test_modes_of_all_files_follow_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        path = put(tmp_path / "run", 1)
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (path.parent, path, *path.iterdir())}
+    assert len(modes) == 5
+    assert all(mode == (0o777 if name in ("run", "step-1") else 0o666) & ~mask for name, mode in modes.items()), modes
+
+
+# --- numbers that are not finite --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_is_not_finite_is_not_saved_and_older_ones_stay(two_steps: Path, tmp_path: Path, where: int, value: float) -> None:
+    """One number of one rank's part; written at once, or beside the steps. Every rank learns it in the same line."""
+    folder = shutil.copytree(two_steps, tmp_path / "x")
+    before = trained.files(folder)
+
+    def work(rank: int) -> list[str]:
+        mesh, said = connect(Degrees(dp=2, ep=2), World(rank, 2)), []
+        saver = Saver(folder, mesh.axis("world"), keep=1)
+        for write in (saver.save, saver.begin):
+            mine = list(held(mesh, 3))
+            if rank == where:
+                mine[-1][1].tensor.view(-1)[-1] = value
+            with pytest.raises(BadInput) as refused:
+                write(3, mine, state={"step": 3})
+                saver.settle()
+            said.append(str(refused.value))
+        return said
+
+    first, second = run_on_ranks(work, 2, timeout_s=60)
+    assert first == second and trained.files(folder) == before
+    assert all(
+        f"step-3: got values of layers.1.experts.{2 * where + 1}.w1/exp_avg_sq that are not finite, on rank {where}" in s for s in first
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_is_not_finite_is_passed_over_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As it was written before finite numbers were asked for. The last of many parts that are looked at has it."""
+    put(tmp_path, 1)
+    bad = torch.ones(5, 7, dtype=dtype)
+    bad[4, 6] = math.nan
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "finite", lambda tensor: True)
+        save(tmp_path, 2, [("weight", Piece("w", (5, 7), (0, 0), bad))], state={}, world=ALONE, keep=9)
+    monkeypatch.setattr("parallel.stored.CHECKED_BYTES", 64)
+    told: list[str] = []
+    assert newest(tmp_path, world=ALONE, log=told.append) == tmp_path / "step-1"
+    said = "checkpoint step-2: got values of w/weight that are not finite, needed finite numbers; fix: take an earlier one"
+    assert told == [f"passed over: {said}"]
 
 
 # --- nothing outside --------------------------------------------------------------------------------------------------------------
@@ -728,8 +859,7 @@ def test_a_full_disk_on_one_rank_is_bad_input_on_every_rank(two_steps: Path, tmp
 
     told = run_on_ranks(work, 2, timeout_s=60)
     reason = "File too large" if what == "a real limit" else os.strerror(errno.ENOSPC)
-    assert reason in told[where] and f"on rank {where}" in told[where]
-    assert "a failure on another rank" in told[1 - where]
+    assert told[0] == told[1] and reason in told[0] and f"on rank {where}" in told[0]
     assert all(str(folder) in text and "free disk space" in text for text in told)
     assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-2"]  # nothing half written, and its room is free again
     assert is_whole(folder / "step-1", 1) and is_whole(folder / "step-2", 2)
@@ -745,7 +875,7 @@ def test_a_folder_that_cannot_be_made_is_bad_input_on_every_rank(tmp_path: Path)
         return str(refused.value.got)
 
     first, second = run_on_ranks(work, 2, timeout_s=60)
-    assert first.endswith("on rank 0") and second == "a failure on another rank"
+    assert first == second and first.endswith("on rank 0")
 
 
 def test_a_rank_that_dies_while_saving_leaves_the_older_one(two_steps: Path, tmp_path: Path) -> None:
@@ -791,6 +921,41 @@ def test_only_committed_folders_count(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "step-7", tmp_path / name)
     (tmp_path / "step-11").write_text("a file")
     assert numbered(tmp_path) == [(7, tmp_path / "step-7")] and numbered(tmp_path / "nowhere") == []
+
+
+NO_STEPS = ("step-999999999999999999999", f"step-{2**53}", "step-+9", "step-٣", "step-0009", "step--1", "step-1e3", "step-9.0", "step-")
+
+
+@pytest.mark.parametrize("name", [*NO_STEPS, "a file", "a dangling link", "a link in a circle"])
+def test_what_is_no_checkpoint_is_named_and_does_not_decide_where_a_run_goes_on(tmp_path: Path, name: str) -> None:
+    """Nor does it stop the save of that step, nor take the place of a checkpoint that is kept."""
+    put(tmp_path, 4), put(tmp_path, 6)
+    there = tmp_path / (name if name in NO_STEPS else "step-9")
+    if name == "a file":
+        there.write_text("of somebody")
+    elif name in NO_STEPS:
+        shutil.copytree(tmp_path / "step-6", there)
+    else:
+        there.symlink_to("step-9" if "circle" in name else "nowhere")
+    told: list[str] = []
+    assert newest(tmp_path, world=ALONE, log=told.append) == tmp_path / "step-6"
+    assert told == [f"no checkpoints, so they are not looked at: {there.name} in {tmp_path}"]
+    put(tmp_path, 9, keep=2)
+    assert sorted(numbered(tmp_path)) == [(step, tmp_path / f"step-{step}") for step in (6, 9)] and is_whole(tmp_path / "step-9", 9)
+    put(tmp_path, 12, keep=9)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_named_step_is_taken_or_refused_with_those_that_are_there(tmp_path: Path) -> None:
+    put(tmp_path, 10), put(tmp_path, 9), put(tmp_path, 100)
+    assert newest(tmp_path, world=ALONE, log=silent, step=9) == tmp_path / "step-9"
+    with pytest.raises(BadInput, match="^--from_step: got 11, needed one of 9, 10, 100; fix: --from_step 100$"):
+        newest(tmp_path, world=ALONE, log=silent, step=11)
+    with pytest.raises(BadInput, match="^--from_step: got 11, needed a checkpoint in .*nowhere; fix: train first$"):
+        newest(tmp_path / "nowhere", world=ALONE, log=silent, step=11)
+    (tmp_path / "step-10" / SHARDS[0]).unlink()
+    with pytest.raises(BadInput, match="^checkpoint step-10: got a damaged"):  # and no other one instead
+        newest(tmp_path, world=ALONE, log=silent, step=10)
 
 
 def test_a_header_of_more_tensors_than_any_model_has_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

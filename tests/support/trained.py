@@ -101,6 +101,7 @@ def train(
     before: Callable[[int], None] | None = None,
     forked: bool = False,
     init_from: Path | None = None,
+    from_step: int | None = None,
     profile: bool = False,
     own: Callable[[int], dict[str, Any]] = lambda rank: {},
 ) -> list[Any]:
@@ -113,6 +114,7 @@ def train(
         try:
             world = World(rank, ranks, rank, ranks)
             options: dict[str, Any] = {"fresh": fresh, "allow_changes": allow_changes, "init_from": init_from, "profile": profile}
+            options |= {"from_step": from_step}
             return trainer.train(run, out=out, world=world, display=False, **options, **own(rank))
         except trainer.Stopped:
             return STOPPED
@@ -132,6 +134,17 @@ def on_line(step: int, act: Callable[[], Any]) -> None:
             act()
 
     metrics.Records.write = hooked  # type: ignore[method-assign]
+
+
+def after_step(act: Callable[[trainer.Job], Any]) -> None:
+    """In a process that will train: call `act` with the job as soon as a step is counted, before its line is written."""
+    count = trainer.count
+
+    def counted(job: trainer.Job, norm: Any) -> None:
+        count(job, norm)
+        act(job)
+
+    trainer.count = counted
 
 
 def stop_at(step: int, *, rank: int = 0, number: signal.Signals = signal.SIGTERM) -> Callable[[int], None]:

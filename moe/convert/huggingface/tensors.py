@@ -22,9 +22,9 @@ from torch import Tensor
 
 from moe.convert.huggingface.families import EXPERTS, NOT_READ, Family, Row
 from parallel.errors import BadInput
-from parallel.files import read_text
+from parallel.files import read_text, usual_mode
 from parallel.layout import Box
-from parallel.stored import TensorFile
+from parallel.stored import TensorFile, finite
 
 FILE_BYTES = 2**29  # of tensors, after which another file begins; while one is written, its tensors are in memory twice
 Shape = tuple[int, ...]
@@ -98,7 +98,10 @@ class Source:
         for path in paths:
             try:
                 file = TensorFile(path)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except OSError as error:
+                fix = "check the file and its permissions"
+                raise BadInput(str(path), got=error.strerror or error, needed="a file that can be read", fix=fix) from None
+            except (ValueError, KeyError, TypeError) as error:
                 fix = "copy it again"
                 raise BadInput(str(path), got=f"a damaged file ({error})", needed="a whole safetensors file", fix=fix) from None
             for key in file.places:
@@ -140,7 +143,7 @@ class Source:
         """One parameter, in the dtype of its file. Raises BadInput for numbers that are not finite."""
         place, shape = self.found[name], self.shapes[name]
         read = self.files[place.key].read(place.key, place.box(shape))
-        if not read.is_floating_point() or not read.isfinite().all():
+        if not read.is_floating_point() or not finite(read):
             got = "values that are not finite" if read.is_floating_point() else f"values of {str(read.dtype).removeprefix('torch.')}"
             fix = "copy the file again, or save the model again"
             raise BadInput(f"tensor {place.key}", got=got, needed="finite floating-point numbers", fix=fix)
@@ -207,7 +210,8 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Sequence[i
     for number, count in enumerate(runs, 1):
         name = f"model-{number:05d}-of-{len(runs):05d}.safetensors" if len(runs) > 1 else "model.safetensors"
         held = dict(next(coming) for _ in range(count))
-        save_file(held, folder / name, metadata={"format": "pt"})
+        with usual_mode(folder / name):
+            save_file(held, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(held, name)
         held.clear()  # before the next file's are read
     if len(runs) > 1:

@@ -170,6 +170,7 @@ PATHS = st.none() | st.just(Path("a folder/=b"))
         recipe=st.just("recipe.yaml"),
         overrides=st.dictionaries(st.sampled_from(known_keys()), st.text(), max_size=5),
         out=PATHS,
+        from_step=st.none() | st.integers(0, 2**31 - 1),
         allow_changes=st.lists(st.sampled_from(known_keys())).map(tuple),
         init_from=PATHS,
         cluster=st.none() | st.just("h100-8x4"),
@@ -181,6 +182,27 @@ def test_what_the_parent_sends_is_what_a_rank_reads(given: Arguments) -> None:
     assert parse(["recipe.yaml", "--local_rank", "3", "--out", "a", "--init_from", "b", "--local-rank=3"]) == Arguments(
         "recipe.yaml", out=Path("a"), init_from=Path("b")
     )
+
+
+@pytest.mark.parametrize("read", [lambda words: cli.main(["train", *words]), launch.main])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--from_step", "4", "--fresh"], "--from_step: got 4 with --fresh"),
+        (["--from_step", "-4"], "--from_step: got -4"),
+        (["--from_step", "x"], "--from_step: got x"),
+        (["--nproc", "2", "--from_step", "-4"], "--from_step: got -4"),
+        (["--nproc", "2", "--from_step", "4", "--fresh"], "--from_step: got 4 with --fresh"),
+    ],
+)
+def test_a_step_that_cannot_be_meant_is_refused(
+    read: Any, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if read is launch.main and "--nproc" in words:
+        return
+    assert read(["switch_tiny", *words]) == 2
+    assert capsys.readouterr().err.replace("from-step", "from_step").startswith(f"error: {said}, needed") and not list(tmp_path.iterdir())
 
 
 def test_checked_words_mean_the_same_to_tyro() -> None:
@@ -267,6 +289,7 @@ def test_one_process_trains_here_and_several_through_a_launcher(monkeypatch: pyt
         "launcher": "deepspeed",
         "out": None,
         "fresh": False,
+        "from_step": None,
         "hostfile": None,
         "debug_collectives": False,
         "cluster": None,

@@ -130,6 +130,27 @@ def test_a_fresh_start_is_fresh_once(tmp_path: Path) -> None:
     assert first.fresh() and first.after(KILLED) is None and not first.fresh()
 
 
+def test_a_named_step_is_gone_back_to_once(tmp_path: Path) -> None:
+    """Not again when the later checkpoints are aside or a life has saved; again where the ranks died before they did that."""
+    save(tmp_path, 40), save(tmp_path, 60)
+    lives = Restarts(tmp_path, limit=3, fresh=False, from_step=40)
+    assert lives.from_step() == 40 and lives.after(KILLED) is None and lives.from_step() == 40
+    (tmp_path / "checkpoints/step-60").rename(tmp_path / "step-60")
+    assert lives.after(KILLED) is None and lives.from_step() is None
+    save(tmp_path, 60)
+    assert lives.after(KILLED) is None and lives.from_step() is None
+
+
+def test_a_folder_that_is_no_checkpoint_does_not_hide_new_ones(tmp_path: Path) -> None:
+    for name in ("step-99999999999999999999", "step-٣٣٣"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints/step-77").write_text("a file")
+    lives = Restarts(tmp_path, limit=1, fresh=False)
+    for step in (20, 40, 60):
+        save(tmp_path, step)
+        assert lives.saved() and lives.after(KILLED) is None
+
+
 RANK = """
 import json, os, pathlib, signal, sys
 status, life = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).parent / "lives"
