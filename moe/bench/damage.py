@@ -133,6 +133,11 @@ def _instead(name: str, make: Callable[[Path], object]) -> Damage:
     return change
 
 
+def _beside(name: str, make: Callable[[Path], object]) -> Damage:
+    """The newer save stays whole, and is to be taken."""
+    return lambda path, _: make(path.parent / name)
+
+
 def _other_save(name: str) -> Damage:
     return lambda path, _: shutil.copy(path.parent / "step-2" / name, path / name)
 
@@ -280,6 +285,12 @@ def damages() -> dict[str, list[Damage]]:
                 os.mkfifo,
                 Path.mkdir,
             )
+        ],
+        "beside it: names that are no checkpoint's": [
+            *(_beside(name, Path.mkdir) for name in ("step-999999999999999999999", "step-+5", "step-٣", "step-0009")),
+            _beside("step-9", Path.touch),
+            _beside("step-9", lambda p: p.symlink_to("nowhere")),
+            _beside("step-9", lambda p: p.symlink_to(p.name)),
         ],
         "mixed from two saves": [_other_save(name) for name in FILES],
         "manifests edited, not signed": [

@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "zero 3": _ZERO | {"sharding.stage": "3"},
     "zero 3, states on a disk": _ZERO | {"sharding.stage": "3", "sharding.offload.optimizer": "nvme", "sharding.offload.path": "DISK"},
     "pp 2": {"degrees.pp": "2", "pipeline.microbatches": "4"},
-    "ep 2, moving experts": {"degrees.ep": "2", "experts.rebalance_every": "2"},
+    "ep 2, moving experts": {"degrees.ep": "2", "experts.rebalance_every": "3", "optimizer.clip_norm": "0.1"},
 }
 # pairs of layouts: ranks, and what the recipe says
 LAID: dict[str, tuple[int, dict[str, str]]] = {

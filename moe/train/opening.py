@@ -106,6 +106,9 @@ def open_job(run: Run, asked: Asked) -> Job:
     if asked.fresh:
         set_aside(out / "checkpoints", world)
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
+    rebalancer = Rebalancer(run, executor.engine, mesh)
+    if found is not None:
+        rebalancer.resume(found.state.get(state.PLACED), where=f"checkpoint {found.path.name}")
     with during(RESUMING):
         if base is not None:  # before what goes on from a checkpoint, whose steps count
             state.begin(base, executor.engine, mesh, log=asked.say, whole=whole)
@@ -165,7 +168,6 @@ def open_job(run: Run, asked: Asked) -> Job:
     elif asked.init_from is not None and not (run.lora.rank and _moved(asked)):
         progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
-    rebalancer = Rebalancer(run, executor.engine, mesh)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
     if found is not None and first and not counters.in_a_row:  # else the run may have to go back further
         keep_newest(saver.folder, counters.step, run.train.keep)

@@ -6,11 +6,12 @@ The decision is a pure function of numbers that all ranks have (each step's choi
 An expert's weights and both moments travel over the ep axis; layouts then say where it is, so norms and checkpoints go on
 by global names, and dispatchers send its rows there. Each expert sees the same rows in the same order as before; what may
 still round otherwise (clipping, rows of odd bytes, blocks of other neighbours, all_gather's sums): docs/moe/dispatch.md.
+A checkpoint has the places, and the load counted so far. A run that resumes with the same ep takes them over, so it goes on bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe.train.numbers import Numbers
 from parallel.collectives import all_to_all
 from parallel.data.engine import Engine
 from parallel.data.load import given
+from parallel.errors import BadInput
 from parallel.mesh import Axis, Mesh
 
 # E experts of a layer, P ranks of ep
@@ -52,6 +54,28 @@ class Rebalancer:
         self.every = run.experts.rebalance_every if mesh.axis("ep").size > 1 else 0
         self.load: dict[int, list[int]] = {}
         self.placements: dict[int, Placement] = {}
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint says of it; None for a run that moves nothing."""
+        if not self.every:
+            return None
+        return {"ranks": self.mesh.axis("ep").size, "placements": _named(self.placements), "load": _named(self.load)}
+
+    def resume(self, state: Any, *, where: str) -> None:
+        """Take over what a checkpoint says, before it is loaded: places if ep is what it was, the load in any case. None, as of checkpoints
+        without it, changes nothing. Raises BadInput, about `where`, for what no run has."""
+        if state is None or not self.every:
+            return
+        experts = {layer: self.run.experts.of_layer(nth) for nth, layer in enumerate(self.run.model.layers_with_experts())}
+        placements, load = _checked(state, experts, where=where)
+        self.load = load
+        if state["ranks"] != self.mesh.axis("ep").size:
+            return
+        held = {layer.layer: layer for layer in moe_layers(self.engine.module)}
+        for number, placement in placements.items():
+            self.placements[number] = placement
+            if number in held:
+                self._place(held[number], placement)
 
     def after_step(self, numbers: Numbers, *, step: int, updates: int, record: Callable[[dict[str, Any]], None]) -> None:
         """Once after every step; `updates`: optimizer steps made so far. Writes an event for the layers that moved."""
@@ -84,18 +108,46 @@ class Rebalancer:
     def move(self, layer: MoELayer, now: Placement, then: Placement, *, updates: int) -> None:
         """Weights and moments of one layer's experts to their new places. Collective."""
         ep = self.mesh.axis("ep", label=f"layers.{layer.layer} rebalancing")
+        states = {
+            name: {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()} for name in self._names(layer)
+        }
+        self._place(layer, then)
+        self.engine.load_state(list(states), given(states), steps=updates)
+
+    def _names(self, layer: MoELayer) -> list[str]:
         own = {id(parameter) for parameter in layer.experts.parameters()}
-        names = [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
-        states = {}
-        for name in names:
-            states[name] = {kind: exchange_experts(t, now, then, ep) for kind, t in self.engine.state(name).items()}
+        return [name for name, parameter in self.engine.module.named_parameters() if id(parameter) in own]
+
+    def _place(self, layer: MoELayer, then: Placement) -> None:
+        """Say where its experts are: in layouts, in the layer, and to its dispatcher."""
+        ep = self.mesh.axis("ep")
+        for name in self._names(layer):
             self.engine.layouts[name] = replace(self.engine.layouts[name], placement=then)
-        self.engine.load_state(names, given(states), steps=updates)
         places = len(then) // ep.size
         layer.experts.held = then[ep.index * places : (ep.index + 1) * places]
         layer.dispatcher = dispatch.dispatcher_of(
             self.run.dispatch, self.mesh, kernels=self.run.experts.kernels, label=f"layers.{layer.layer}", placement=then
         )
+
+
+def _named(by_layer: Mapping[int, Sequence[int]]) -> dict[str, list[int]]:
+    """Layers by name, as JSON has them."""
+    return {str(number): list(values) for number, values in by_layer.items()}
+
+
+def _checked(state: Any, experts: Mapping[int, int], *, where: str) -> tuple[dict[int, Placement], dict[int, list[int]]]:
+    """(placements, load) by layer. `experts`: the number of each layer's."""
+    try:
+        placements, load = ({int(name): [int(n) for n in values] for name, values in state[key].items()} for key in ("placements", "load"))
+        right = all(sorted(found) == list(range(experts[number])) for number, found in placements.items())
+        right = right and all(len(found) == experts[number] and min(found) >= 0 for number, found in load.items())
+        right = right and isinstance(state["ranks"], int)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        right = False
+    if not right:
+        needed = "each expert of a layer at one place, and how often it was chosen"
+        raise BadInput(where, got="places of experts that no run has", needed=needed, fix="take another checkpoint")
+    return {number: tuple(found) for number, found in placements.items()}, load
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from parallel.stored import Reader, Unreadable, check_same_parameters, finite
 
 FACTOR = "kfac.{}"  # the kinds of K-FAC's tensors, which have a layout of their own
 SQUARES = "exp_avg_sq"  # how the kinds of means of squares begin
+PLACED = "rebalancing"  # in the state
 EXTRA = "buffer"  # the kind of what is no parameter, so has neither layout nor moments
 
 
@@ -63,10 +64,12 @@ def parts(
     code: dict[str, str] | None = None,
     base: dict[str, str] | None = None,
     table: Table | None = None,
+    placed: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint of this step is made of: `step`, `held` and `state` of parallel/checkpoint.py. Taking `held` is collective.
 
     `base`: of a run of adapters, what it says of the other weights (moe/train/adapters.py). `table`: of routers that were given one.
+    `placed`: where experts are that move between ranks (moe/train/rebalance.py).
     """
     state: dict[str, Any] = {
         "counters": vars(counters),
@@ -77,6 +80,7 @@ def parts(
     }
     state |= {} if base is None else {"base": base}
     state |= {} if table is None else {hash_table.STATE: table}
+    state |= {} if placed is None else {PLACED: placed}
     state |= {"code": code} if code else {}
     return {"step": counters.step, "held": held(engine, mesh), "state": state}
 

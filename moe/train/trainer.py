@@ -183,6 +183,7 @@ def _save(job: Job, *, wait: bool) -> None:
         code=job.code,
         base=job.base,
         table=job.table,
+        placed=job.rebalancer.state(),
     )
     job.saver.settle()
     _record_saved(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from moe.verify.cases import Case
 from parallel import process
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
-from parallel.mesh import Degrees, divisors
+from parallel.mesh import Degrees, Mesh, divisors
 from parallel.process import World
 from tests.moe.experts.dispatch.test_dispatch_training import held
+from tests.support import trained
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny import Tiny, hand_over, start
 
@@ -238,3 +240,55 @@ def test_a_checkpoint_after_moves_goes_on_anywhere(tmp_path: Path) -> None:
 
     for events, unbroken, resumed in run_on_ranks(work, 2, timeout_s=90):
         assert events == 2 and unbroken == resumed
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero", "fsdp"])
+def test_a_run_that_moves_experts_and_clips_goes_on_bit_by_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm is rounded by the order of a rank's experts, and later moves follow from the load of the whole window. Left in a window."""
+    if kind == "zero":
+        trained.warm_zero()
+    home, moves = trained.home(tmp_path, monkeypatch), {"num_experts": 8, "rebalance_every": 4}
+    sections = {"degrees": {"ep": 2}, "experts": moves, "optimizer": {"clip_norm": 0.1}, "sharding": {"kind": kind}}
+    run, whole, out = trained.recipe(home, **sections, train={"steps": 12, "save_every": 3}), tmp_path / "whole", tmp_path / "out"
+    trained.train(run, whole, ranks=2)
+    assert trained.train(run, out, ranks=2, before=trained.stop_at(5)) == [trained.STOPPED] * 2
+    assert trained.checkpoints(out)[-1] == 6
+    trained.train(run, out, ranks=2)
+    moved, again = ([line for line in trained.lines(o, "event") if line["event"] == "rebalanced"] for o in (whole, out))
+    assert moved[0]["step"] == 4 and moved[-1]["step"] > 6
+    told = [[(line["step"], line["largest_rank"]) for line in found] for found in (moved, again)]
+    assert told[0] == told[1] and trained.losses(out) == trained.losses(whole)
+    norms = [[line["grad_norm"] for line in trained.lines(o)] for o in (out, whole)]
+    assert norms[0] == norms[1]
+    assert trained.tensors(out / "checkpoints/step-12") == trained.tensors(whole / "checkpoints/step-12")
+
+
+PLACED = {"ranks": 2, "placements": {"1": [2, 0, 1, 3]}, "load": {"1": [5, 0, 3, 1]}}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"placements": {"1": [2, 2, 1, 3]}},
+        {"placements": {"1": [0, 1]}},
+        {"placements": {"9": [0, 1, 2, 3]}},
+        {"placements": {"x": [0, 1, 2, 3]}},
+        {"load": {"1": [1, 2, 3, -4]}},
+        {"load": {"1": 5}},
+        {"load": []},
+        {"ranks": None},
+    ],
+)
+def test_places_that_no_run_has_are_refused_in_a_line(wrong: dict[str, Any]) -> None:
+    run = Case("switch", "ddp", 2, 2, 1, "fp32").run()
+    run = run.model_copy(update={"experts": run.experts.model_copy(update={"rebalance_every": 2})})
+    model = torch.nn.Module()
+    mesh = Mesh.of(Degrees(dp=2, ep=2))
+    mover = Rebalancer(run, SimpleNamespace(module=model, layouts={}), mesh)  # type: ignore[arg-type]
+    mover.resume(PLACED, where="step-4")
+    assert mover.state() == PLACED and (mover.resume(None, where="step-4"), mover.state())[1] == PLACED
+    with pytest.raises(BadInput, match="^step-4: got places of experts that no run has, needed "):
+        mover.resume(PLACED | wrong, where="step-4")
+    other = Rebalancer(run, SimpleNamespace(module=model, layouts={}), Mesh.of(Degrees(dp=4, ep=4)))  # type: ignore[arg-type]
+    other.resume(PLACED, where="step-4")  # places are of that many ranks, and the load of experts
+    assert other.state() == {"ranks": 4, "placements": {}, "load": PLACED["load"]}
