@@ -77,9 +77,9 @@ def open_data(
 
     `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
     the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
-    wants one. `verify` also hashes token files that existed already; `as_key` as of Windows; `given`: samples that a user's program makes
-    (moe/data/given.py), for data.source given. Raises BadInput for an unusable path or text,
-    text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder that cannot be written.
+    wants one. `verify` also hashes large token files whose times have not changed; `as_key` as of Windows; `given`: samples that a user's
+    program makes (moe/data/given.py), for data.source given. Raises BadInput for an unusable path or text, text shorter than one sequence,
+    a vocabulary smaller than the tokenizer's, and a cache folder that cannot be read or written.
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
@@ -103,9 +103,12 @@ def open_data(
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")
+    train, held_out = (
+        Windows(tokens, max_length, name, as_key, needed) for name, tokens in (("train", files.train), ("validation", files.validation))
+    )
     return Dataset(
-        train=TrainSet(Windows(files.train, max_length, "train", as_key), seed),
-        validation=ValidationSet(Windows(files.validation, max_length, "validation", as_key), files.tokenizer.bytes_per_id),
+        train=TrainSet(train, seed),
+        validation=ValidationSet(held_out, files.tokenizer.bytes_per_id),
         tokenizer=files.tokenizer,
         index=files.index,
         key=files.key,

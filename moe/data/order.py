@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,13 +76,15 @@ class Sequences(Protocol):
 class Windows:
     """A stream of tokens [num_tokens], any integer type, read as overlapping windows. Raises BadInput if it is shorter than one window.
 
-    `as_key`: the model.max_length of windows of so many tokens, where that is another number.
+    `as_key`: the model.max_length of windows of so many tokens, where that is another number. `num_ids`: of the vocabulary; a larger id is
+    refused where it is read.
     """
 
     tokens: npt.NDArray[np.integer]
     max_length: int
     name: str
     as_key: Callable[[int], int] = int
+    num_ids: int = 2**63
 
     def __post_init__(self) -> None:
         if len(self.tokens) < self.max_length + 1:
@@ -103,8 +106,35 @@ class Windows:
     def read(self, windows: npt.NDArray[np.int64], columns: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """Windows by number [n] -> tokens [n, max_length + 1] int64: inputs are [:, :-1], targets [:, 1:]. `columns`: those alone."""
         places = windows[:, None] * self.max_length + (np.arange(self.max_length + 1) if columns is None else columns)
+        file = _file_of(self.tokens)
+        if file is not None:
+            _check_whole(file)
         found: npt.NDArray[np.int64] = self.tokens[places].astype(np.int64)
+        if found.size and not 0 <= found.min() <= found.max() < self.num_ids:
+            wrong = int(found.max() if found.min() >= 0 else found.min())
+            place = int(places.reshape(-1)[(found == wrong).reshape(-1).argmax()])
+            where = self.name if file is None else file.filename
+            needed = f"ids from 0 to {self.num_ids - 1}, those of the tokenizer"
+            fix = "start again, and the file is checked; if it comes again, make the file anew (of the token cache: remove its folder)"
+            raise BadInput(f"token {place} in {where}", got=f"the id {wrong}", needed=needed, fix=fix)
         return found
+
+
+def _file_of(tokens: npt.NDArray[np.integer]) -> np.memmap[Any, Any] | None:
+    """The file that is mapped as these tokens, or of which they are a part."""
+    at: Any = tokens
+    while at is not None and not isinstance(at, np.memmap):
+        at = getattr(at, "base", None)
+    return at
+
+
+def _check_whole(file: np.memmap[Any, Any]) -> None:
+    """Refuse a file that was cut since it was mapped: to read beyond its end would kill the process by SIGBUS."""
+    mapped: Any = file.base
+    if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):
+        fix = "leave it as it is while a run reads it, and start again; token files of the cache are then made again"
+        got = f"{mapped.size():,} bytes: it was cut while it was read"
+        raise BadInput(f"data file {file.filename}", got=got, needed=f"{len(mapped):,} bytes", fix=fix)
 
 
 @dataclass(frozen=True)

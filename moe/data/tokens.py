@@ -6,6 +6,7 @@
 The key is a hash of everything that the files depend on, so they are never out of date. They are built in a temporary folder, synced,
 then renamed: a reader sees all or nothing, a killed build leaves nothing that counts, and two builders cannot mix their files. A
 lock saves the second builder the work. The kernel frees it when its holder dies, and correctness does not depend on it.
+At every start contents are compared with their SHA-256, of files beyond ALWAYS_READ_BYTES only where sizes or times have changed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,10 +31,11 @@ from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_doc
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput
+from parallel.files import of_contents
 
 FORMAT = 2  # of token files, and of what a corpus is read as: another number is another key
 ENCODE_TOGETHER_CHARACTERS = 1 << 21
-# Corpora up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
+# Corpora and token files up to this size are hashed at every start: at 1.1 GB/s (measured, one core) that takes less than half a second.
 ALWAYS_READ_BYTES = 512 << 20
 # A file changed less than this before its stamp was taken might change again within the file system's clock tick, unseen by the stamp.
 SETTLED_NS = 2_000_000_000
@@ -78,7 +80,7 @@ def open_or_build(
     key = _key(corpus, data, found)
     if given is None or given["kind"] == data.tokenizer == Bytes.name:
         return _open_or_build(cache / key, corpus, data, found, None, verify=verify, log=log)
-    with contextlib.suppress(FileNotFoundError, Damaged):
+    with _usable(cache), contextlib.suppress(FileNotFoundError, Damaged):
         own = open_files(cache / key, verify=verify)
         if own.tokenizer.describe() == given:
             return own
@@ -90,11 +92,9 @@ def _open_or_build(
     folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer: Tokenizer | None, *, verify: bool, log: Log
 ) -> TokenFiles:
     cache = folder.parent
-    try:
-        try:
+    with _usable(cache):
+        with contextlib.suppress(FileNotFoundError, Damaged):
             return open_files(folder, verify=verify)
-        except (FileNotFoundError, Damaged):
-            pass
         cache.mkdir(parents=True, exist_ok=True)
         with _lock(cache / f"{folder.name}.lock", log) as locked:
             try:  # another process may have built them while this one waited for the lock
@@ -106,26 +106,38 @@ def _open_or_build(
             if locked:
                 _remove_leftovers(folder)
             return _build(folder, corpus, data, corpus_hash, tokenizer, log)
+
+
+@contextlib.contextmanager
+def _usable(cache: Path) -> Iterator[None]:
+    """Around reading and writing the cache. Raises BadInput where the system does not let it."""
+    try:
+        yield
     except OSError as error:
         raise BadInput(
             f"token cache {cache}",
-            got=error.strerror or error,
+            got=f"{error.strerror or error}{f', {error.filename}' if error.filename else ''}",
             needed="a writable folder with about 3 times the text's size free",
             fix="free some space, or set XDG_CACHE_HOME to a folder elsewhere",
         ) from None
 
 
 def corpus_hash(corpus: Corpus, cache: Path) -> str:
-    """The corpus's content hash. For a large corpus it is cached by sizes and times, so that a restart need not read gigabytes."""
+    """The corpus's content hash."""
+    return _by_stamp(corpus, cache, lambda: content_hash(corpus))
+
+
+def _by_stamp(corpus: Corpus, cache: Path, hashed: Callable[[], str]) -> str:
+    """`hashed()` of these files. If they are large it is cached by sizes and times, so that a restart need not read gigabytes."""
     before = stamp(corpus)
     if before.size_bytes <= ALWAYS_READ_BYTES:
-        return content_hash(corpus)
+        return hashed()
     note = cache / "stamps" / before.identity
     with contextlib.suppress(OSError, ValueError):
         known = note.read_text()
         if len(bytes.fromhex(known)) == 32:
             return known
-    digest = content_hash(corpus)
+    digest = hashed()
     if time.time_ns() - before.changed_ns > SETTLED_NS and stamp(corpus) == before:
         with contextlib.suppress(OSError):  # losing the cached hash costs only time
             note.parent.mkdir(parents=True, exist_ok=True)
@@ -153,9 +165,10 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
 
 
 def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
-    """Open token files. Always checks sizes; with `verify` also checks contents against their SHA-256.
+    """Open token files. Checks sizes, and contents against their SHA-256; of large files without `verify` only if their times have changed.
 
-    Raises FileNotFoundError if the folder does not exist, and Damaged if the files do not match their index.
+    Raises FileNotFoundError if the folder does not exist, Damaged if the files do not match their index, and OSError if they cannot be
+    read, though they may be whole.
     """
     if not folder.is_dir():
         raise FileNotFoundError(folder)
@@ -166,21 +179,37 @@ def open_files(folder: Path, *, verify: bool = False) -> TokenFiles:
         described = (folder / "tokenizer.json").read_bytes()
         if hashlib.sha256(described).hexdigest() != index["tokenizer"]["sha256"]:
             raise Damaged("tokenizer.json is not the one in the index")
-        train, validation = (_open_side(folder / f"{side}.bin", index["dtype"], index[side], verify) for side in SIDES)
+        train, validation = (_open_side(folder / f"{side}.bin", index["dtype"], index[side]) for side in SIDES)
+        _check_contents(folder, index, always=verify)
         return TokenFiles(folder, train, validation, load(json.loads(described)), index, folder.name)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and not of_contents(error):
+            raise
         raise Damaged(f"{type(error).__name__}: {error}") from None
 
 
-def _open_side(path: Path, dtype: str, entry: dict[str, Any], verify: bool) -> npt.NDArray[np.unsignedinteger]:
+def _open_side(path: Path, dtype: str, entry: dict[str, Any]) -> npt.NDArray[np.unsignedinteger]:
     size, expected = path.stat().st_size, entry["tokens"] * np.dtype(dtype).itemsize
     if size != expected:
         raise Damaged(f"{path.name} has {size:,} bytes, not {expected:,}")
-    if verify:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                raise Damaged(f"{path.name} has another SHA-256 than the index")
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> None:
+    """Raises Damaged, naming the file whose contents are others than the index has."""
+    recorded = {f"{side}.bin": index[side]["sha256"] for side in SIDES}
+    whole = hashlib.sha256(json.dumps(recorded).encode()).hexdigest()
+
+    def hashed() -> str:
+        for name, wanted in recorded.items():
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
+                    raise Damaged(f"{name} has another SHA-256 than the index")
+        return whole
+
+    files = Corpus("text", folder, tuple(recorded), "", str(folder))
+    if always or _by_stamp(files, folder.parent, hashed) != whole:
+        hashed()
 
 
 # --- building --------------------------------------------------------------------------------------------------------
@@ -195,7 +224,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         log(f"data: {corpus.label}: {found.kinds}{by_lines}")
     described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
     log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({described}), once")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    temporary = _made_beside(folder, ".tmp")
     try:
         index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found, tokenizer)}
         index["corpus"] = {"sha256": corpus_hash, "label": corpus.label, "source": corpus.source, "files": len(corpus.names)}
@@ -309,13 +338,20 @@ def _publish(temporary: Path, folder: Path) -> None:
             open_files(folder, verify=True)
             return
         except Damaged:
-            aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent))
+            aside = _made_beside(folder, ".old")
             with contextlib.suppress(FileNotFoundError):
                 os.rename(folder, aside)
             shutil.rmtree(aside, ignore_errors=True)
         except FileNotFoundError:
             pass
     os.rename(temporary, folder)
+
+
+def _made_beside(folder: Path, suffix: str) -> Path:
+    """A new folder of another name, and with the mode of any new one: others may share the cache."""
+    made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{suffix}")
+    made.mkdir()
+    return made
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -14,6 +14,10 @@ from moe.launch import status
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import Rank
 
+_LIKELY = {
+    signal.SIGKILL: " (by kill -9, or by the kernel where memory runs out: see dmesg)",
+    signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
+}
 Watched = Literal["ended", "killed", "early"]
 
 
@@ -129,4 +133,4 @@ def in_words(code: int | None) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"exit code {code}"
-    return f"signal {name}" + (" (by kill -9, or by the kernel where memory runs out: see dmesg)" if number == signal.SIGKILL else "")
+    return f"signal {name}{_LIKELY.get(number, '')}"

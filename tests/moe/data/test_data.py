@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -610,12 +611,89 @@ def test_verify_finds_one_flipped_bit(folder: Path, tmp_path: Path) -> None:
     content = bytearray((built / "train.bin").read_bytes())
     content[100] ^= 1
     (built / "train.bin").write_bytes(content)
-    tokens.open_files(built)
     with pytest.raises(tokens.Damaged, match=r"train\.bin has another SHA-256"):
         tokens.open_files(built, verify=True)
     data = Data(path=str(folder), validation_share=0.3)
     assert open_data(data, max_length=5, vocab_size=256, seed=0, cache=tmp_path / "cache", verify=True, log=lambda line: None)
     tokens.open_files(built, verify=True)
+
+
+@pytest.mark.parametrize("always_bytes", [tokens.ALWAYS_READ_BYTES, 0], ids=["small", "large"])
+def test_changed_ids_of_the_same_size_are_not_read(
+    always_bytes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being asked to verify: small files are hashed at every start, large ones where their times have changed. Then they are made
+    again, in one line."""
+    monkeypatch.setattr(tokens, "ALWAYS_READ_BYTES", always_bytes)
+    monkeypatch.setattr(tokens, "SETTLED_NS", -1)
+    hashed: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(tokens.hashlib, "file_digest", lambda file, name: (hashed.append(Path(file.name).name), digest(file, name))[1])
+    before = stream(user_data(folder, tmp_path / "cache").train.windows)
+    for name in ("train.bin", "validation.bin"):
+        (built,) = (tmp_path / "cache").glob(f"*/{name}")
+        user_data(folder, tmp_path / "cache")
+        hashed.clear()
+        user_data(folder, tmp_path / "cache")
+        assert (name in hashed) == bool(always_bytes)
+        content, times = np.fromfile(built, "<u2"), built.stat()
+        content[::7] ^= 1
+        content.tofile(built)
+        os.utime(built, ns=(times.st_atime_ns, times.st_mtime_ns))
+        lines: list[str] = []
+        assert stream(user_data(folder, tmp_path / "cache", lines.append).train.windows) == before
+        assert [line for line in lines if "are damaged" in line and f"{name} has another SHA-256" in line]
+
+
+@pytest.mark.parametrize("name", ["index.json", "train.bin"])
+def test_token_files_that_cannot_be_read_are_not_built_again(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    built = cache / user_data(folder, cache).index["key"]
+    before = {path.name: path.read_bytes() for path in built.iterdir()}
+    real = open
+
+    def refused(path: object, *a: object, **k: object) -> object:
+        if str(path) == str(built / name):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *a, **k)  # type: ignore[call-overload]
+
+    for of in ("builtins.open", "io.open"):
+        monkeypatch.setattr(of, refused)
+    lines: list[str] = []
+    with pytest.raises(BadInput, match=f"^token cache .*: got Permission denied, .*{name}, needed"):
+        user_data(folder, cache, lines.append)
+    monkeypatch.undo()
+    assert not lines and before == {path.name: path.read_bytes() for path in built.iterdir()}
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002])
+def test_modes_of_token_files_follow_the_umask(mask: int, folder: Path, tmp_path: Path) -> None:
+    usual = os.umask(mask)
+    try:
+        built = tmp_path / "cache" / user_data(folder, tmp_path / "cache").index["key"]
+    finally:
+        os.umask(usual)
+    assert built.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {path.stat().st_mode & 0o777 for path in built.iterdir()} == {0o666 & ~mask}
+
+
+def test_an_id_beyond_the_vocabulary_and_a_file_that_was_cut_are_one_line(folder: Path, tmp_path: Path) -> None:
+    """Changed and cut after they were checked, while they are mapped: an index error of the model's, and a death by SIGBUS else."""
+    data = user_data(folder, tmp_path / "cache")
+    path = tmp_path / "cache" / data.index["key"] / "train.bin"
+    ids = np.memmap(path, dtype="<u2", mode="r+")
+    data.train.windows.read(np.arange(data.train.num_windows))
+    kept, ids[8] = ids[8], 256 + 40
+    where = re.escape(str(path))
+    with pytest.raises(BadInput, match=f"^token 8 in {where}: got the id 296, needed ids from 0 to 255"):
+        data.train.windows.read(np.arange(3))
+    ids[8] = kept
+    data.train.windows.read(np.arange(3))
+    os.truncate(path, 20)
+    with pytest.raises(BadInput, match=f"^data file {where}: got 20 bytes: it was cut while it was read, needed "):
+        data.train.batch(0, TokenShard.whole(2, 5))
 
 
 BUILD = """
