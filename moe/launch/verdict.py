@@ -14,7 +14,7 @@ from moe.launch import status
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import Rank
 
-_LIKELY = {
+_LIKELY: dict[int, str] = {
     signal.SIGKILL: " (by kill -9, or by the kernel where memory runs out: see dmesg)",
     signal.SIGBUS: " (a mapped file was cut, such as train.bin of the data or of the token cache, or its disk failed, or /dev/shm is full)",
 }
