@@ -5,7 +5,7 @@ read_text(path)                         the text of a regular file of a sensible
 check_writable(path, what="--out")      before long work: can its results be written there
 write_text(path, text, what="--out")    the text in that file; `writing` is for what writes a file itself, such as a picture
 with usual_mode(path): ...              a library's own way to write a file, whose mode then follows the umask
-of_contents(error)                      whether an OSError says that the file is gone or of another kind, and not that it cannot be read now
+of_contents(error)                      whether an OSError means that the file is gone or of another kind, not that it cannot be read now
 step_of("step-120")                     the step of a checkpoint's folder, from its name
 """
 

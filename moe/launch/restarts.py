@@ -77,7 +77,7 @@ class Restarts:
         return self._fresh and (self._count == 0 or (self._old is not None and _inode(self._checkpoints) == self._old))
 
     def from_step(self) -> int | None:
-        """The step that the next life has still to go back to, and set later checkpoints aside: not those of a life of this run."""
+        """The step of the checkpoint from which the next life has to resume; None once a life has set later ones aside and saved."""
         return self._from_step if self._count == 0 or _newest(self._checkpoints) == self._first_newest else None
 
     def variables(self) -> dict[str, str]:

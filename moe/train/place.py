@@ -68,8 +68,8 @@ def make_writable(out: Path, world: World) -> None:
 
 
 def set_aside(checkpoints: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Earlier checkpoints are renamed, not deleted: all of them (--fresh), or those of steps after `after` (--from_step). Returns where
-    they are then, on rank 0; None if there were none."""
+    """Earlier checkpoints are renamed, not deleted: all (--fresh), or the ones of steps after `after` (--from_step). Returns their new
+    folder on rank 0; None if there were none."""
     process.barrier()
     aside = _renamed(checkpoints, after) if world.rank == 0 else None
     process.barrier()

@@ -141,7 +141,7 @@ def _loop(job: Job, asked: Callable[[], bool]) -> None:
         _record_saved(job)
         last, flags = counters.step == run.train.steps or job.stopped is not None, made[-1].numbers.flags
         unsaved = unsaved or due(run.train.save_every)
-        # put off while steps are skipped: what cannot be trained on must not take the place of what can
+        # put off while steps are skipped: those weights may be lost, and a save would prune a good checkpoint
         if last or flags or (unsaved and not counters.in_a_row):
             _save(job, wait=last or bool(flags))  # before the evaluation: whatever becomes of that, these steps are kept
             unsaved = False

@@ -672,7 +672,7 @@ def test_modes_of_all_files_follow_the_umask(tmp_path: Path, mask: int) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1])
 def test_what_is_not_finite_is_not_saved_and_older_ones_stay(two_steps: Path, tmp_path: Path, where: int, value: float) -> None:
-    """One number of one rank's part; written at once, or beside the steps. Every rank learns it in the same line."""
+    """One number of one rank's part; written by a save that waits, or by a thread. Every rank learns it in the same line."""
     folder = shutil.copytree(two_steps, tmp_path / "x")
     before = trained.files(folder)
 

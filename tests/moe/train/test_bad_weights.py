@@ -1,4 +1,4 @@
-"""What a run cannot go on from never takes the place of what it can: weights that are not finite, steps that are skipped, later steps.
+"""A good checkpoint is never pruned for a bad one: weights that are not finite, steps that are skipped, and a step that the user names.
 
 It alone would notice a run that trains on with a bad weight, saves it, and removes the good checkpoints for it.
 """
