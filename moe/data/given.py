@@ -3,8 +3,14 @@
     indexable    len(samples), samples[i]       shuffled by the seed, epoch after epoch, as windows of a text are
     iterable     for ids in samples             in its own order, and again from its beginning where it ends
 
-A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row with "input_ids"; what is shorter is padded,
-and padding is neither predicted nor routed. Which samples a step reads is a function of the step for both, so a resumed run and any number
+A sample is one sequence of at most max_length + 1 ids: a list, an array, a tensor, or a row of columns. What is shorter is padded, and
+padding is neither predicted nor routed.
+
+    input_ids          5  9  2  7  7
+    attention_mask     1  1  1  1  0      optional: zeros at the end alone, as padding that is cut off
+    labels          -100 -100 2  7 -100   optional: the same ids, or -100 where an id is read and not predicted; any other column is refused
+
+Which samples a step reads is a function of the step for both, so a resumed run and any number
 of ranks read the same. Every rank has to be given all samples, and reads those of its own: an iterable's others it reads and drops, and
 a resumed run reads through it up to its place.
 """
@@ -22,9 +28,10 @@ import numpy.typing as npt
 
 from moe.data.order import Held, TrainSet
 from moe.data.token_shard import TokenShard
+from moe.recipe.shapes import PADDING, marked
 from parallel.errors import BadInput
 
-PADDING = -100  # moe/nn/vocabulary.py's, which imports torch
+_IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
 _LOOKED_AT = 8  # samples by which data is told from other data
 
 Ints = npt.NDArray[np.int64]
@@ -201,31 +208,84 @@ def _length(name: str, side: Any) -> int | None:
 
 
 def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
-    """A sample as ids [max_length + 1] int64, with PADDING behind. Raises BadInput for anything else."""
-    if isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__")):
-        if "input_ids" not in sample:
-            raise BadInput(
-                what, got=f"a row of {', '.join(map(str, sample.keys()))}", needed="ids, or a row with input_ids", fix="name them so"
-            )
-        sample = sample["input_ids"]
-    try:
-        ids = np.asarray(sample)
-    except Exception as error:
-        raise BadInput(what, got=_said(error), needed="a list of ids", fix="give what numpy can read as one") from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        got = f"numbers of shape {list(ids.shape)} and {ids.dtype}" if ids.dtype.kind in "iufb" else f"a {type(sample).__name__}"
-        fix = "give one sequence of token ids for each sample" + (", not a batch of them" if ids.ndim == 2 else "")
-        raise BadInput(what, got=got, needed="whole numbers in one dimension", fix=fix)
+    """A sample as ids [max_length + 1] int64, with PADDING behind and marks for ids that are not predicted. Raises BadInput for anything
+    else."""
+    columns = {name: _numbers(column, f"{what}, {name}") for name, column in _columns(sample, what).items()}
+    ids = columns[_IDS]
+    for name, column in columns.items():
+        if len(column) != len(ids):
+            raise BadInput(f"{what}, {name}", got=f"{len(column)} numbers", needed=f"{len(ids)}, one for each id", fix=f"mend {name}")
+    if _MASK in columns:
+        ids = ids[: _unmasked(columns, what)]
     if not 2 <= len(ids) <= max_length + 1:
-        fix = f"cut it, or set model.max_length to {len(ids) - 1}" if len(ids) > 1 else "leave it out: nothing is predicted in it"
+        fix = f"cut it, or set model.max_length to {len(ids) - 1}" if len(ids) > 1 else _NOTHING
         raise BadInput(what, got=f"{len(ids)} ids", needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         fix = "give ids of the vocabulary" if wrong < 0 else f"set data.vocab_size to at least {wrong + 1}"
         raise BadInput(what, got=f"the id {wrong}", needed=f"ids from 0 to {vocab_size - 1}", fix=fix)
     found = np.full(max_length + 1, PADDING, dtype=np.int64)
-    found[: len(ids)] = ids
+    found[: len(ids)] = _labelled(ids, columns[_LABELS][: len(ids)], what) if _LABELS in columns else ids
     return found
+
+
+_NOTHING = "leave it out: nothing is predicted in it"
+
+
+def _columns(sample: Any, what: str) -> dict[str, Any]:
+    """What a sample has, by name. Raises BadInput for a row without ids, and for a column that nothing reads."""
+    if not (isinstance(sample, Mapping) or (hasattr(sample, "keys") and hasattr(sample, "__getitem__"))):
+        return {_IDS: sample}
+    names = list(sample.keys())
+    if _IDS not in names:
+        raise BadInput(what, got=f"a row of {', '.join(map(str, names))}", needed="ids, or a row with input_ids", fix="name them so")
+    unread = [str(name) for name in names if name not in _COLUMNS]
+    if unread:
+        needed = f"{', '.join(_COLUMNS)} and no column that is not read"
+        kept = ", ".join(f'"{name}"' for name in _COLUMNS if name in names)
+        raise BadInput(what, got=f"a row with {', '.join(unread)}", needed=needed, fix=f"take the others out: rows with {kept} alone")
+    return {name: sample[name] for name in names}
+
+
+def _numbers(column: Any, what: str) -> Ints:
+    what = what.removesuffix(f", {_IDS}")
+    try:
+        found = np.asarray(column)
+    except Exception as error:
+        raise BadInput(what, got=_said(error), needed="a list of ids", fix="give what numpy can read as one") from None
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        got = f"numbers of shape {list(found.shape)} and {found.dtype}" if found.dtype.kind in "iufb" else f"a {type(column).__name__}"
+        fix = "give one sequence of token ids for each sample" + (", not a batch of them" if found.ndim == 2 else "")
+        raise BadInput(what, got=got, needed="whole numbers in one dimension", fix=fix)
+    return found
+
+
+def _unmasked(columns: dict[str, Ints], what: str) -> int:
+    """The number of ids before the padding. Raises BadInput for zeros elsewhere than at the end, and for a label in the padding."""
+    mask = columns[_MASK]
+    count = int(np.count_nonzero(mask))
+    if not np.array_equal(mask, np.arange(len(mask)) < count):
+        wrong = next((int(one) for one in mask if one not in (0, 1)), None)
+        got = "a zero before a one" if wrong is None else f"the number {wrong}"
+        fix = "pad behind the ids (padding_side right), or leave padding out"
+        raise BadInput(f"{what}, {_MASK}", got=got, needed="ones, then zeros for the padding behind", fix=fix)
+    if _LABELS in columns and (columns[_LABELS][count:] != PADDING).any():
+        needed = f"{PADDING} wherever attention_mask is 0: padding is not predicted"
+        raise BadInput(f"{what}, {_LABELS}", got="a label in the padding", needed=needed, fix=f"write {PADDING} there")
+    return count
+
+
+def _labelled(ids: Ints, labels: Ints, what: str) -> Ints:
+    """Ids, with a mark in place of each that is not predicted. Raises BadInput for labels that are other ids, and where none is left."""
+    left_out = labels == PADDING
+    wrong = np.flatnonzero(~left_out & (labels != ids))
+    if len(wrong):
+        at = int(wrong[0])
+        got, needed = f"{labels[at]} at place {at}, where input_ids has {ids[at]}", f"the same id, or {PADDING}"
+        raise BadInput(f"{what}, {_LABELS}", got=got, needed=needed, fix="do not shift labels: each id is predicted from those before it")
+    if left_out[1:].all():  # the first id has none before it
+        raise BadInput(f"{what}, {_LABELS}", got=f"{PADDING} alone", needed="at least one id after the first", fix=_NOTHING)
+    return np.where(left_out, marked(ids.astype(np.int64)), ids)
 
 
 def _key(about: str, some: list[Ints], validation: Samples) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moe.nn.context import Context
 from moe.nn.linear import Linear, Norm
-from moe.nn.vocabulary import PADDING
+from moe.nn.vocabulary import PADDING, as_inputs
 from moe.recipe import sections
 
 # B batch, L length here, S of whole sequences, D model
@@ -63,7 +63,7 @@ def loss_ahead(
         later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)
         later_BS = later_BS.masked_fill(next_BS == PADDING, PADDING)
         next_BL = next_BS[:, place_L]
-        hidden_BLD, read_BLD = depth(hidden_BLD, look_up(next_BL.masked_fill(next_BL == PADDING, 0)), context)
+        hidden_BLD, read_BLD = depth(hidden_BLD, look_up(as_inputs(next_BL).masked_fill(next_BL == PADDING, 0)), context)
         total = total + summed_loss(read_BLD, later_BS[:, place_L])
         next_BS = later_BS
     tokens = targets_BL.numel() if context.valid_T is None else context.valid_T.sum().clamp(min=1)

@@ -30,7 +30,7 @@ from moe.nn.context import Context
 from moe.nn.core import Bias
 from moe.nn.latent import LatentAttention
 from moe.nn.linear import FeedForward, Norm, drop, scaled
-from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, capped, cross_entropy, look_up, project, summed_loss
+from moe.nn.vocabulary import CrossEntropy, Rows, TiledRows, as_targets, capped, cross_entropy, look_up, project, summed_loss
 from moe.recipe import sections
 from moe.recipe.shapes import SEPARATOR
 from moe.router.balance import join
@@ -137,7 +137,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL` (PADDING does not count), of their loss.
+    """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL`, of their loss: PADDING and marks
+    (moe/nn/vocabulary.py) do not count.
 
     Of an encoder-decoder logits and targets are those of the decoder's tokens, and the context says which these are:
     `model(tokens_BL, Context.of(tokens_BL, source=...))`.
@@ -273,7 +274,7 @@ class Transformer(nn.Module):
 
     def _summed_loss(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows) -> Tensor:
         cap, whole = self.config.logit_cap, self.cross_entropy
-        return summed_loss(x_BLD, targets_BL, matrix, chunks=self.loss_chunks, recast=self.recast, cap=cap, whole=whole)
+        return summed_loss(x_BLD, as_targets(targets_BL), matrix, chunks=self.loss_chunks, recast=self.recast, cap=cap, whole=whole)
 
 
 def _through(

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.recipe.shapes import PADDING as PADDING
+from moe.recipe.shapes import marked
 from parallel.data.tiling import Tiled, take, with_branches
 from parallel.layout import Tile
 from parallel.precision import gradient_dtype
@@ -26,7 +28,15 @@ from parallel.weight_gradient import linear
 
 # N tokens, D model, V vocabulary or a tile of it
 
-PADDING = -100  # in place of a token: torch's own number for a target that does not count
+
+def as_inputs(tokens: Tensor) -> Tensor:
+    """The ids that are read: marks as their ids, PADDING as it is."""
+    return torch.where(tokens < PADDING, marked(tokens), tokens)
+
+
+def as_targets(tokens: Tensor) -> Tensor:
+    """The ids that are predicted, and PADDING in place of marks."""
+    return tokens.masked_fill(tokens < PADDING, PADDING)
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe.data.token_shard import TokenShard
 from moe.nn.context import Context
 from moe.nn.vocabulary import PADDING as PADDING
+from moe.nn.vocabulary import as_inputs
 from parallel.collectives import sum_over_all
 from parallel.errors import BadInput
 
@@ -28,7 +29,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets logits are asked for."""
+    """One micro-batch of this rank; `share` of the global batch's tokens. Without targets logits are asked for. Targets may be marks of
+    tokens that are read but not predicted (moe/nn/vocabulary.py)."""
 
     inputs_BL: Tensor
     targets_BL: Tensor | None
@@ -40,9 +42,9 @@ def count_tokens(sequences_NL: Tensor, shard: TokenShard) -> Tokens:
     """Agreed over the ranks that read the batch, so that every one divides by the same numbers. Raises BadInput on all of them alike."""
     assert tuple(sequences_NL.shape) == shard.shape, f"{tuple(sequences_NL.shape)} is not {shard.shape}"
     valid_NL = sequences_NL != PADDING
-    reads_NL, predicts_NL = shard.inputs(valid_NL), shard.targets(valid_NL)
-    gaps = (predicts_NL & ~reads_NL[:, shard.source :]).sum()
-    counted = torch.stack((reads_NL.sum(), predicts_NL.sum(), gaps))
+    reads_NL, predicted_NL = shard.inputs(valid_NL), shard.targets(sequences_NL >= 0)
+    gaps = (shard.targets(valid_NL) & ~reads_NL[:, shard.source :]).sum()
+    counted = torch.stack((reads_NL.sum(), predicted_NL.sum(), gaps))
     inputs, targets, gaps = sum_over_all(counted, shard.axes).tolist()
     if gaps:
         raise BadInput(
@@ -64,7 +66,7 @@ def passes_of(
     """For micro-batches [B, columns of the shard], in order, that this rank's part of one step is cut into."""
     passes, first_sequence = [], shard.sequences.start
     for part in parts:
-        inputs_BL, valid_BL = shard.inputs(part), None
+        inputs_BL, valid_BL = as_inputs(shard.inputs(part)), None
         held = inputs_BL.numel()
         if tokens.padded:
             inputs_BL, valid_BL = without_padding(inputs_BL)

@@ -47,7 +47,8 @@ def accumulate(
 ) -> Numbers:
     """Forward and backward over this rank's tokens (int64, of the shard's shape); afterwards the engine holds summed gradients.
 
-    PADDING at the end of a sequence is neither predicted nor routed. The ranks of one pipeline hold the same tokens. Collective.
+    PADDING at the end of a sequence is neither predicted nor routed; a marked token is read and not predicted. The ranks of one pipeline
+    hold the same tokens. Collective.
     """
     tokens = count_tokens(sequences_NL, shard)
     passes = passes_of(sequences_NL.chunk(microbatches), tokens, shard, seed=seed, step=step, loss_scale=loss_scale)

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe.recipe.sections import Model, Rope, Run
-from moe.verify.batches import PADDING
+from moe.verify.batches import PADDING, predicted
+from moe.verify.batches import ids as ids_of
 from moe.verify.plain_layer import Kind, Layer, Tokens, Weights, moe_layer, network, wide
 
 # B batch, L length, D model, H heads, C channels of a head, T = B*L tokens
@@ -79,7 +80,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     inputs, targets = batch[:, :-1], batch[:, 1:]
     valid = inputs != PADDING
     length = inputs.shape[1]
-    ids = inputs.masked_fill(~valid, 0).flatten()
+    ids = ids_of(inputs).flatten()
     places = torch.arange(inputs.numel())
     tokens = Tokens(ids.tolist(), places, valid.flatten().tolist(), length, run.train.seed, step)
 
@@ -111,7 +112,7 @@ def forward(run: Run, weights: Weights, batch: Tensor, *, step: int, cast: Round
     logits = wide(cast(x @ cast(table).t()))
     if model.logit_cap is not None:  # tanh by its exponentials
         logits = model.logit_cap * (1 - 2 / (torch.exp(2 * logits / model.logit_cap) + 1))
-    return Passed(F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=PADDING), layers, further)
+    return Passed(F.cross_entropy(logits, predicted(targets).flatten(), reduction="sum", ignore_index=PADDING), layers, further)
 
 
 def _further(
@@ -132,7 +133,7 @@ def _further(
         name, block = f"ahead.{k}", f"ahead.{k}.block"
         known = [[row[i + k] if i + k < length else PADDING for i in range(length)] for row in targets.tolist()]
         wanted = [[row[i + k + 1] if i + k + 1 < length else PADDING for i in range(length)] for row in targets.tolist()]
-        ids = torch.tensor([max(0, t) for row in known for t in row])
+        ids = ids_of(torch.tensor(known).flatten())
         fresh = cast(norm(cast(cast(weights["embedding"])[ids]), weights[f"{name}.token_norm.weight"], model))
         both = torch.cat((cast(norm(x, weights[f"{name}.hidden_norm.weight"], model)), fresh), 1)
         x = cast(both @ cast(weights[f"{name}.proj.weight"]).t())
@@ -144,7 +145,7 @@ def _further(
         x = cast(x + dropped(dense(seen, weights, f"{block}.ffn", model.ffn, cast, gating), f"layers.{number}.ffn.dropout"))
         read = cast(norm(x, weights[f"{name}.norm.weight"], model))
         logits = wide(cast(read @ cast(table).t()))
-        total = total + F.cross_entropy(logits, torch.tensor(wanted).flatten(), reduction="sum", ignore_index=PADDING)
+        total = total + F.cross_entropy(logits, predicted(torch.tensor(wanted)).flatten(), reduction="sum", ignore_index=PADDING)
     return total / model.ahead
 
 

@@ -104,7 +104,7 @@ class _Made:
 def _gradients(run: Run, weights: Weights, trained: set[str], sequences: Tensor, *, step: int, cast: Rounding, tape: Tape | None) -> _Made:
     """Forward and backward of one batch. The loss is a mean over predicted tokens, auxiliary ones are means over tokens that are read."""
     leaves = {name: value.clone().requires_grad_() if name in trained else value for name, value in weights.items()}
-    predicted = (sequences[:, 1 + run.model.source_length :] != PADDING).sum().item()
+    predicted = (sequences[:, 1 + run.model.source_length :] >= 0).sum().item()
     places = torch.arange(sequences[:, :-1].numel())
 
     def note(name: str, values: Tensor) -> None:

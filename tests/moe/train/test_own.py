@@ -22,6 +22,7 @@ from moe.parallelize.engines import check_given, given_of
 from moe.recipe.sections import Run
 from moe.train import trainer
 from moe.train.callbacks import Now
+from moe.train.restore import load_model
 from parallel.errors import BadInput
 from parallel.mesh import Degrees, Mesh
 from parallel.stored import Reader
@@ -250,12 +251,65 @@ class Broken(list[list[int]]):
         ({"trian": [[1, 2]]}, "got a dict of trian, needed train, and validation"),
         ("text.txt", "needed samples: len() and [], or what can be iterated"),
         ([], "got no samples"),
+        ([{"input_ids": [1, 2], "text": "a", "idx": 3}] * 8, "got a row with text, idx, needed input_ids, attention_mask, labels and no"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, 2]}] * 8, "of train, labels: got 2 numbers, needed 3, one for each id"),
+        ([{"input_ids": [1, 2, 3], "labels": [2, 3, -100]}] * 8, "got 2 at place 0, where input_ids has 1"),
+        ([{"input_ids": [1, 2, 3], "labels": [1, -100, -100]}] * 8, "fix: leave it out: nothing is predicted in it"),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}] * 8, "got a zero before a one, needed ones, then zeros"),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 1]}] * 8, "got the number 2"),
+        ([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0], "labels": [1, 2, 0]}] * 8, "fix: write -100 there"),
+        ([{"input_ids": [1, 0, 0], "attention_mask": [1, 0, 0]}] * 8, "got 1 ids"),
     ],
 )
 def test_samples_that_are_none_are_refused_on_every_rank_in_one_line(data: Any, said: str, home: Path, tmp_path: Path) -> None:
     ranks = 2 if "the disk" in said else 1  # one rank reads what the other does not
     lines = trained.train(given(sparse(home)), tmp_path / "run", ranks=ranks, own=lambda rank: {"data": data})
     assert len(set(lines)) == 1 and said in lines[0] and "\n" not in lines[0]
+
+
+def rows_with_labels() -> list[dict[str, list[int]]]:
+    """Eight samples of unequal length, of which prompts of unequal length and every seventh id are not predicted, with padding behind."""
+    drawn = torch.randint(1, 250, (8, 13), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = []
+    for n, ids in enumerate(drawn):
+        length, prompt = 6 + n, 1 + n // 2
+        labels = [-100 if at < prompt or at % 7 == 6 or at >= length else i for at, i in enumerate(ids)]
+        rows.append({"input_ids": ids, "attention_mask": [int(at < length) for at in range(13)], "labels": labels})
+    return rows
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "micro-batches": (1, {"pipeline": {"microbatches": 4}}),
+    "dp": (2, {}),
+    "pp": (2, {"degrees": {"pp": 2}, "pipeline": {"microbatches": 2}}),
+    "sp": (2, {"degrees": {"sp": 2}}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_labels_are_predicted_and_nothing_else_as_by_torch_on_any_layout(layout: str, home: Path, tmp_path: Path) -> None:
+    """The loss of a step, and of an evaluation, is the mean over the labels of the whole batch: ranks and micro-batches have other
+    numbers of them. Plain twin: the whole model's logits, and torch's cross-entropy of the labels one place further."""
+    ranks, sections = LAYOUTS[layout]
+    exact = {"model": {"dropout": 0.0}, "router": {"jitter": 0.0, "capacity_factor": 4.0}, "optimizer": {"lr": 1e-30}}
+    train = {"steps": 1, "eval_every": 1, "save_every": 1, "global_batch": 8, "eval_sequences": 8}
+    run, rows = given(sparse(home, train=train, precision={"compute": "fp32"}, **exact, **sections)), rows_with_labels()
+    trained.train(run, tmp_path / "run", ranks=ranks, own=lambda rank: {"data": {"train": rows, "validation": rows}})
+    ids, labels = (torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        logits = load_model(tmp_path / "run")[0](ids[:, :-1]).logits_BLV
+    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
+    assert trained.lines(tmp_path / "run")[0]["loss"] == pytest.approx(plain, rel=1e-6)
+    assert trained.lines(tmp_path / "run", "eval")[0]["validation_loss"] == pytest.approx(plain, rel=1e-6)
+
+
+def test_padding_is_the_same_with_a_mask_and_cut_off(home: Path, tmp_path: Path) -> None:
+    run, masked = given(sparse(home, train={"steps": 3})), rows_with_labels()
+    cut = [{"input_ids": row["input_ids"][: sum(row["attention_mask"])]} for row in masked]
+    for name, rows in (("mask", [{k: row[k] for k in ("input_ids", "attention_mask")} for row in masked]), ("cut", cut)):
+        trained.train(run, tmp_path / name, own=lambda rank, rows=rows: {"data": rows})  # type: ignore[misc]
+    assert trained.losses(tmp_path / "mask") == trained.losses(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("form", ["indexable", "iterable"])
