@@ -338,6 +338,8 @@ def _convert(flags: Convert, overrides: dict[str, str]) -> int:
         word = f"hf:{flags.from_run}"
         got, fix = f"{flags.from_run}, a model of transformers", f"moe convert {word} {flags.to_run}"
         raise BadInput("FROM_RUN", got=got, needed=word, fix=fix)
+    if flags.dtype is not None:
+        raise BadInput("--dtype", got=flags.dtype, needed="it with RUN hf:PATH alone", fix="remove --dtype")
     if flags.to is None:
         raise BadInput("--to", got="nothing", needed="the recipe of the new model", fix=f"--to {recipe_names()[-1]}")
     recipe_path(flags.to)
@@ -363,13 +365,16 @@ def _convert_huggingface(flags: Convert, overrides: dict[str, str]) -> int:
     if into and flags.from_run.startswith("hf:"):
         raise BadInput("FROM_RUN", got="hf: on both sides", needed="a run on one", fix="moe convert hf:PATH runs/NAME")
     for field in dataclasses.fields(flags):
-        if field.name not in ("from_run", "to_run", "json") and getattr(flags, field.name) != field.default:
-            raise BadInput(f"--{field.name}", got="it with hf:PATH", needed="--json alone", fix=f"remove --{field.name}")
+        if field.name not in ("from_run", "to_run", "json", *(("dtype",) if into else ())) and getattr(flags, field.name) != field.default:
+            needed = "--json or --dtype alone" if into else "--json and keys of training alone"
+            raise BadInput(
+                f"--{field.name}", got=f"it with {'RUN hf:PATH' if into else 'hf:PATH RUN'}", needed=needed, fix=f"remove --{field.name}"
+            )
     if into and overrides:
         key = next(iter(overrides))
         raise BadInput(f"--{key}", got="it for a model that is written", needed="no recipe's values", fix=f"remove --{key}")
     source = _run_dir(flags.from_run, "checkpoints", also="manifest.json", what="FROM_RUN") if into else flags.from_run
-    return _call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, json=_text(flags.json))
+    return _call("moe.convert.huggingface.convert", source, flags.to_run, overrides=overrides, dtype=flags.dtype, json=_text(flags.json))
 
 
 def _hash_table(flags: HashTable, overrides: dict[str, str]) -> int:

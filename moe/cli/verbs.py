@@ -241,6 +241,9 @@ class Convert:
     moments: Literal["fresh", "copy"] | None = _flag(None, "copy: the optimizer's moments and counters go along; fresh by default")
     approximate: bool = _flag(False, "accept gates that do not sum to a constant, so that outputs differ from the source's")
     check: bool = _flag(False, "run both models on random tokens and print how far they are apart")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = _flag(
+        None, "RUN hf:PATH: of the weights that are written; by default the dtype that they came in, or that the run has"
+    )
     json: Path | None = _flag(None, "also write what was done as JSON")
 
 

@@ -31,6 +31,7 @@ from moe.records import metrics
 from moe.records.results import write_json
 from moe.train import state
 from moe.train.adapters import whole
+from moe.train.kept import pass_on
 from moe.train.place import make_writable, settle_precision
 from moe.train.state import Counters
 from parallel import checkpoint
@@ -168,6 +169,7 @@ def main(
         table=conversion.table,
         keep=1,
     )
+    pass_on(path, out)
     for line in told(conversion, path, out):
         print(line)
     difference = compared(path, engine.module) if check else None

@@ -34,6 +34,7 @@ from moe.train.audit import Auditor
 from moe.train.callbacks import Callbacks
 from moe.train.executor import Executor, start_executor
 from moe.train.job import Job
+from moe.train.kept import KEPT, pass_on
 from moe.train.out_of_memory import RESUMING, STATES, WEIGHTS, during
 from moe.train.own import Own, the_same
 from moe.train.place import make_writable, set_aside
@@ -104,7 +105,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     executor = start_model(run, mesh, world, rule=asked.own.rule(run, mesh), table=resumed.table)
     scale, counters = LossScale.of(run.precision.loss_scale), Counters()
     if asked.fresh:
-        set_aside(out / "checkpoints", world)
+        for folder in (out / "checkpoints", out / KEPT):
+            set_aside(folder, world)
     whole = whole_layouts(run) if run.degrees.pp > 1 else None
     rebalancer = Rebalancer(run, executor.engine, mesh)
     if found is not None:
@@ -126,6 +128,8 @@ def open_job(run: Run, asked: Asked) -> Job:
     aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+        if source is not None:
+            pass_on(source.path, out)
         if resumed.table is not None:
             (out / f"{hash_table.STATE}.json").write_text(json.dumps(resumed.table))
     goes_on = found is not None or (asked.restart is not None and not asked.fresh and asked.restart.has_records(out))

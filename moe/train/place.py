@@ -67,24 +67,26 @@ def make_writable(out: Path, world: World) -> None:
         raise BadInput("--out", got=got, needed="a folder that can be written", fix="choose another --out, or free disk space")
 
 
-def set_aside(checkpoints: Path, world: World, *, after: int | None = None) -> Path | None:
-    """Earlier checkpoints are renamed, not deleted: all (--fresh), or the ones of steps after `after` (--from_step). Returns their new
-    folder on rank 0; None if there were none."""
+def set_aside(folder: Path, world: World, *, after: int | None = None) -> Path | None:
+    """Rename the folder (--fresh), or its checkpoints of steps after `after` (--from_step), instead of deleting them. Collective.
+
+    Returns the new folder on rank 0; None on the others, and if there is nothing to rename.
+    """
     process.barrier()
-    aside = _renamed(checkpoints, after) if world.rank == 0 else None
+    aside = _renamed(folder, after) if world.rank == 0 else None
     process.barrier()
     return aside
 
 
-def _renamed(checkpoints: Path, after: int | None) -> Path | None:
-    later = [path for step, path in numbered(checkpoints) if after is not None and step > after]
-    if not later and (after is not None or not os.path.lexists(checkpoints)):
+def _renamed(folder: Path, after: int | None) -> Path | None:
+    later = [path for step, path in numbered(folder) if after is not None and step > after]
+    if not later and (after is not None or not os.path.lexists(folder)):
         return None
     number = 1
-    while (aside := checkpoints.with_name(f"checkpoints.before-{number}")).exists():
+    while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
         number += 1
     if after is None:
-        return checkpoints.rename(aside)
+        return folder.rename(aside)
     aside.mkdir()
     for path in later:
         path.rename(aside / path.name)

@@ -2,10 +2,11 @@
 
     config.json       <->  recipe              config.py: what the recipe cannot say is refused, by the key
     *.safetensors     <->  checkpoints/step-0  tensors.py: name by name, one tensor in memory at a time
-    tokenizer.json    <->  its tokenizer       moe/data/tokenizer.py
+    tokenizer.json    <->  its tokenizer       tokenizer.py
+    chat template ... <->  huggingface/        moe/train/kept.py: files that go with the model from run to run
 
 All names and shapes are compared before anything is written. A folder is written under another name and renamed when it is whole, so
-nothing half-converted stays. The dtype of the tensors stays as it is, so there and back is exact to the bit.
+nothing half-converted stays. Tensors go back in the dtype that they came in, so there and back is exact to the bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json as json_text
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,8 +30,8 @@ from moe.convert.huggingface.config import config_of, family_of, recipe_values
 from moe.convert.huggingface.encoder_decoder import of_kind
 from moe.convert.huggingface.families import FAMILIES
 from moe.convert.huggingface.tensors import Source, by_key, write, written
-from moe.data.tokenizer import Bpe, Bytes, Given, Ids
-from moe.data.tokenizer import load as load_tokenizer
+from moe.convert.huggingface.tokenizer import loaded, read_tokenizer, write_tokenizer
+from moe.data.tokenizer import Bytes
 from moe.launch import exit_codes
 from moe.model.names import global_name
 from moe.model.transformer import Transformer
@@ -39,18 +41,20 @@ from moe.recipe.load import build_run, load, resolved_yaml
 from moe.recipe.sections import Run
 from moe.records.results import write_json
 from moe.train.adapters import whole
+from moe.train.kept import KEPT, kept
 from moe.train.state import EXTRA, Counters
 from parallel import checkpoint
 from parallel.checkpoint import Piece
 from parallel.errors import BadInput
 from parallel.files import read_text, user_path
 from parallel.mesh import Degrees, Mesh
-from parallel.precision import LossScale
+from parallel.precision import DTYPES, LossScale
 
 PREFIX = "hf:"
-KEPT = "huggingface"  # a folder of the run: what came with the tensors and is no part of them
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
-           "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+CAME_IN = "dtypes.json"  # among the kept files: of the tensors
+_COME_ALONG = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "*.model",
+               "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "chat_template.json", "*.jinja",
+               "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -102,7 +106,7 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
     config = _config(source)
     values = recipe_values(config)
     length = overrides.get("model.max_length", values["model"]["max_length"])  # a longer sequence has more sentinels
-    tokenizer, said = _tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
+    tokenizer, said = read_tokenizer(source, config, build_run(values | {"model": values["model"] | {"max_length": length}}))
     bytes_alone = tokenizer["kind"] == Bytes.name
     values["data"] = values.get("data", {}) | (
         {"tokenizer": "bytes"} if bytes_alone else {"tokenizer": "bpe", "vocab_size": max(257, tokenizer["vocab_size"])}
@@ -123,10 +127,8 @@ def to_run(source: Path, out: Path, *, overrides: Mapping[str, str]) -> list[str
         }
         checkpoint.save(part / "checkpoints", 0, held, state=state, world=Mesh.of(Degrees()).axis("world"), keep=1)
         (part / "recipe.yaml").write_text(resolved_yaml(run, origins))
-        (part / KEPT).mkdir()
-        for name in _BESIDE:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, part / KEPT / name)
+        _take_along(source, part / KEPT)
+        (part / KEPT / CAME_IN).write_text(json_text.dumps(files.dtypes()) + "\n")
     longest = config.get("max_position_embeddings", run.model.max_length)
     if "model.max_length" not in overrides and run.model.max_length < longest:
         said.append(f"model.max_length is {run.model.max_length} of {longest}: --model.max_length changes that")
@@ -179,139 +181,95 @@ def _recipe(path: Path, values: dict[str, dict[str, Any]], overrides: Mapping[st
     return run, origins
 
 
-def _tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
-    """The description of the model's tokenizer, or of plain bytes where it cannot be used, and what is to be said of that."""
-    room = run.vocab_size - run.num_sentinels
-    held = f"a vocabulary of {run.vocab_size}{f', of which sentinels take {run.num_sentinels}' if run.num_sentinels else ''}"
-    try:
-        if not (source / "tokenizer.json").is_file():
-            raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
-        content = json_text.loads(read_text(source / "tokenizer.json"))
-        known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
-        if len(known) > room:  # before the library sorts millions
-            raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
-        content = _without_sentinels(content, run)
-        if _is_bytes(content, _ends(source, config)):
-            return Bytes().describe(), []
-        made = Given.read(content, _ends(source, config))
-        if made.vocab_size > room:
-            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
-        return made.describe(), _other_sentinels(content, run)
-    except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
-        why = error.got if isinstance(error, BadInput) else error
-        line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
-        return Bytes().describe(), [line]
-
-
-def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
-    """Whether it is what a run of plain bytes is written with."""
-    plain = Bytes.for_others()
-    return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
-
-
-def _sentinels(run: Run) -> dict[int, str]:
-    """Their ids, in order, and what transformers calls them."""
-    return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
-
-
-def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
-    """A tokenizer.json of this run's, for an encoder: it also has the sentinels, and ends a text as training does."""
-    form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
-    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
-    both = [text, end, {"Sequence": {"id": "B", "type_id": 0}}, end]
-    special = {ends: {"id": ends, "ids": [separator], "tokens": [ends]}}
-    template: dict[str, Any] = {"type": "TemplateProcessing", "single": [text, end], "pair": both, "special_tokens": special}
-    frame = {} if tokenizer.get("post_processor") else {"post_processor": template}
-    return tokenizer | {"added_tokens": [*(tokenizer.get("added_tokens") or ()), *added]} | frame
-
-
-def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
-    """What it has beside the sentinels, where their ids are those of this run: texts do not hold them."""
-    added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
-    return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
-
-
-def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
-    """A line where the ids that hide spans here are not those that the tokenizer has for that, as with a vocabulary that is padded."""
-    added = tokenizer.get("added_tokens") or ()
-    theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
-    last = run.vocab_size - 1
-    if not run.num_sentinels or theirs in (None, last):
-        return []
-    return [
-        f"<extra_id_0> is {theirs} to the tokenizer and {last}, the vocabulary's last id, here: spans are hidden by other ids than before"
-    ]
-
-
-def _ends(source: Path, config: dict[str, Any]) -> int | None:
-    """The id that ends a text: of config.json, or of generation_config.json."""
-    for found in (config, _loaded(source / "generation_config.json")):
-        ends = found.get("eos_token_id")
-        ends = ends[0] if isinstance(ends, list) and ends else ends
-        if isinstance(ends, int):
-            return ends
-    return None
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    try:
-        found = json_text.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 # --- a run to hf:PATH ---------------------------------------------------------------------------------------------------------
 
 
-def from_run(source: Path, out: Path) -> list[str]:
-    """Write the folder; returns what there is to say of it. Raises BadInput, with nothing written."""
+def _take_along(source: Path, into: Path) -> None:
+    """Copy the files that are not tensors."""
+    into.mkdir(exist_ok=True)
+    for path in sorted({path for pattern in _COME_ALONG for path in source.glob(pattern) if path.is_file()}):
+        target = into / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def from_run(source: Path, out: Path, *, dtype: str | None = None) -> list[str]:
+    """Write the folder; returns what there is to say of it. `dtype`: of the weights, a key of DTYPES (parallel/precision.py); None: as
+    they came, or as the run has them. Raises BadInput, with nothing written."""
     path = find(source)
     reader = whole(path)
     run, biases = build_run(reader.state["recipe"]), reader.names(EXTRA)
     shapes = reader.names() | biases
-    kept = path.parent.parent / KEPT
-    config = _same_config(run, shapes, _loaded(kept / "config.json"), ends=reader.state["tokenizer"].get("separator"))
+    came = kept(path)
+    config = _same_config(run, shapes, loaded(came / "config.json"), ends=reader.state["tokenizer"].get("separator"))
     family = family_of(config)
     kinds = {name: EXTRA if name in biases else "weight" for name in shapes}
-    entries = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)) for name, shape in shapes.items()}
-    dtype = next(iter(entries.values())).dtype
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    own = {name: reader.region(name, kinds[name], tuple(slice(0, 1) for _ in shape)).dtype for name, shape in shapes.items()}
+    dtypes = _dtypes(own, kinds, came, asked=dtype, trained=reader.state["counters"]["step"] > 0)
+    config["dtype"] = _name(Counter(dtypes.values()).most_common(1)[0][0])
     config.pop("torch_dtype", None)
 
     def read(name: str) -> Tensor:
-        return reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name]))
+        found = reader.region(name, kinds[name], tuple(slice(0, size) for size in shapes[name])).to(dtypes[name])
+        if not found.isfinite().all():
+            got = f"{name}, of which {_name(dtypes[name])} cannot hold every number"
+            raise BadInput("--dtype", got=got, needed="a dtype of more exponent bits", fix="--dtype bf16 or --dtype fp32")
+        return found
 
     together = by_key(shapes, family)
     tensors = ((key, written(names, family, shapes, read)) for key, names in together.items())
-    sizes = [sum(entries[name].element_size() * torch.Size(shapes[name]).numel() for name in names) for names in together.values()]
+    sizes = [sum(dtypes[name].itemsize * torch.Size(shapes[name]).numel() for name in names) for names in together.values()]
 
     with _whole(out, "TO_HF") as part:
-        for name in _BESIDE:
-            if (kept / name).is_file():
-                shutil.copyfile(kept / name, part / name)
-        said = _write_tokenizer(part, reader.state["tokenizer"], came=(kept / "config.json").is_file(), run=run)
+        _take_along(came, part)
+        said = write_tokenizer(part, reader.state["tokenizer"], came=(came / "config.json").is_file(), run=run)
         (part / "config.json").write_text(json_text.dumps(config, indent=2, sort_keys=True) + "\n")
         write(part, tensors, sizes)
+    if dtype is None and any(own[name].itemsize > dtypes[name].itemsize for name in own):
+        said.append(f"rounded to {config['dtype']}, in which the model came: --dtype fp32 writes every bit of the trained weights")
     return [f"{family.architecture}: {path} -> {out}, {len(shapes)} tensors in {config['dtype']}", *said]
+
+
+def _dtypes(own: dict[str, torch.dtype], kinds: dict[str, str], came: Path, *, asked: str | None, trained: bool) -> dict[str, torch.dtype]:
+    """The dtype to write each tensor in: `asked` for weights, else the one it came in, else its `own` in the checkpoint."""
+    if asked is not None:
+        return {name: DTYPES[asked] if kinds[name] == "weight" else dtype for name, dtype in own.items()}
+    named = {_name(dtype): dtype for dtype in DTYPES.values()}
+    config, said = loaded(came / "config.json"), loaded(came / CAME_IN)
+    most = said.get("most") or ((config.get("dtype") or config.get("torch_dtype")) if trained else None)  # old runs have no list
+    default = {name: most if kinds[name] == "weight" else None for name in own}
+    by_name = default | (said.get("others") or {})
+    return {name: named.get(str(by_name[name]), dtype) for name, dtype in own.items()}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | None) -> dict[str, Any]:
     """The config.json that says this model: the one it came with, or the first that a family makes. Raises BadInput where none does."""
     nearest: list[Change | str] | None = None
-    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) for kind in of_kind(run)]:
+    ids = {key: kept[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in kept}
+    for config in ([kept] if kept else []) + [config_of(run, kind, ends=ends) | ids for kind in of_kind(run)]:
         try:
             differs = _differences(run, shapes, config)
         except BadInput:  # this family has no such model at all, so another is nearer
             continue
         if not differs:
-            return config
+            return _as_long(run, shapes, config, kept)
         nearest = differs if nearest is None or len(differs) < len(nearest) else nearest
     first = (nearest or ["a model that none has"])[0]
     got = f"{first.key} {first.before}" if isinstance(first, Change) else first
     needed = f"{first.key} {first.after}, or what another family says" if isinstance(first, Change) else "one that a family has"
     raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {', '.join(FAMILIES)}; see docs/use/huggingface.md")
+
+
+def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """The config for texts as long as the model came with and as the run was trained on, if its positions do not depend on that."""
+    key = "max_position_embeddings"
+    lengths = [config.get(key), kept.get(key), run.model.max_length]
+    longest = config | {key: max(length for length in lengths if isinstance(length, int))}
+    return longest if key in config and not _differences(run, shapes, longest) else config
 
 
 def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Change | str]:
@@ -323,30 +281,12 @@ def _differences(run: Run, shapes: Shapes, config: dict[str, Any]) -> list[Chang
     return found + [f"parameter {name}" for name in sorted(shapes.keys() | theirs.keys()) if shapes.get(name) != theirs.get(name)]
 
 
-def _write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
-    """`came`: from files of transformers; then bytes are what texts were read as because its tokenizer could not be used."""
-    tokenizer = load_tokenizer(described)
-    if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
-        reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"
-        return [] if (part / "tokenizer.json").is_file() else [f"no tokenizer.json: this run reads {reads}"]
-    assert isinstance(tokenizer, Bytes | Bpe | Given)
-    if not (part / "tokenizer.json").is_file():
-        model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
-        ends = tokenizer.token_bytes[tokenizer.separator].decode()
-        if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:  # the library numbers what is added on and on
-            model = _with_sentinels(model, run, tokenizer.separator, ends)
-        (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
-        (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
-    return []
-
-
-def main(source: str, to: str, *, overrides: dict[str, str], json: str | None = None) -> int:
+def main(source: str, to: str, *, overrides: dict[str, str], dtype: str | None = None, json: str | None = None) -> int:
     """One of the two ways, by which word begins with hf:."""
     if source.startswith(PREFIX):
         said = to_run(user_path(source.removeprefix(PREFIX), what="hf:PATH"), Path(to), overrides=overrides)
     else:
-        said = from_run(Path(source), user_path(to.removeprefix(PREFIX), what="hf:PATH"))
+        said = from_run(Path(source), user_path(to.removeprefix(PREFIX), what="hf:PATH"), dtype=dtype)
     print("\n".join(said))
     if json:
         write_json(json, verb="convert", rows=[{"said": line} for line in said], source=source, to=to)

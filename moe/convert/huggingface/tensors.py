@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -138,6 +140,12 @@ class Source:
         if tied and "lm_head.weight" in self.files and not self._read("lm_head.weight").equal(self._read(family.embedding)):
             got = f"another matrix than {family.embedding} with tie_word_embeddings"
             raise BadInput("tensor lm_head.weight", got=got, needed="the same", fix="set tie_word_embeddings to false in config.json")
+
+    def dtypes(self) -> dict[str, Any]:
+        """The dtype of most parameters, and of the others by name; after check."""
+        found = {name: str(self.files[place.key].places[place.key].dtype).removeprefix("torch.") for name, place in self.found.items()}
+        most = Counter(found.values()).most_common(1)[0][0]
+        return {"most": most, "others": {name: dtype for name, dtype in found.items() if dtype != most}}
 
     def tensor(self, name: str) -> Tensor:
         """One parameter, in the dtype of its file. Raises BadInput for numbers that are not finite."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,4 @@ def test_a_run_begins_with_a_folder_of_transformers(tmp_path: Path, home: Path, 
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "lora"), f"hf:{tmp_path / 'merged'}"]) == 0
     assert (tmp_path / "merged/model.safetensors").is_file()
+    assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((theirs / "config.json").read_text())

@@ -1,0 +1,119 @@
+"""A tokenizer.json as the tokenizer of a run, and a run's tokenizer as such a file, with an encoder's sentinels.
+
+read_tokenizer(folder, config, run)    its description, or that of plain bytes and a line that says why
+write_tokenizer(folder, described)     tokenizer.json and tokenizer_config.json, where none has come along
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Any
+
+from moe.data.tokenizer import Bpe, Bytes, Given, Ids
+from moe.data.tokenizer import load as load_tokenizer
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+from parallel.files import read_text
+
+
+def read_tokenizer(source: Path, config: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
+    """The description of the model's tokenizer, or of plain bytes where it cannot be used, and what is to be said of that."""
+    room = run.vocab_size - run.num_sentinels
+    held = f"a vocabulary of {run.vocab_size}{f', of which sentinels take {run.num_sentinels}' if run.num_sentinels else ''}"
+    try:
+        if not (source / "tokenizer.json").is_file():
+            raise BadInput("tokenizer.json", got="no such file", needed="", fix="")
+        content = json_text.loads(read_text(source / "tokenizer.json"))
+        known = (content.get("model") or {}).get("vocab") or () if isinstance(content, dict) else ()
+        if len(known) > room:  # before the library sorts millions
+            raise BadInput("tokenizer.json", got=f"{len(known)} ids for {held}", needed="", fix="")
+        content = _without_sentinels(content, run)
+        if _is_bytes(content, _ends(source, config)):
+            return Bytes().describe(), []
+        made = Given.read(content, _ends(source, config))
+        if made.vocab_size > room:
+            raise BadInput("tokenizer.json", got=f"{made.vocab_size} ids for {held}", needed="", fix="")
+        return made.describe(), _other_sentinels(content, run)
+    except (BadInput, OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
+        why = error.got if isinstance(error, BadInput) else error
+        line = f"tokenizer.json is not used ({why}): texts are read as bytes, which this model does not know as ids"
+        return Bytes().describe(), [line]
+
+
+def _is_bytes(tokenizer: dict[str, Any], ends: int | None) -> bool:
+    """Whether it is what a run of plain bytes is written with."""
+    plain = Bytes.for_others()
+    return ends == Bytes.separator and all(tokenizer.get(part) == plain[part] for part in ("model", "normalizer", "pre_tokenizer"))
+
+
+def _sentinels(run: Run) -> dict[int, str]:
+    """Their ids, in order, and what transformers calls them."""
+    return {run.vocab_size - 1 - n: f"<extra_id_{n}>" for n in reversed(range(run.num_sentinels))}
+
+
+def _with_sentinels(tokenizer: dict[str, Any], run: Run, separator: int, ends: str) -> dict[str, Any]:
+    """A tokenizer.json of this run's, for an encoder: it also has the sentinels, and ends a text as training does."""
+    form = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": i, "content": spelled} | form for i, spelled in _sentinels(run).items()]
+    text, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": ends, "type_id": 0}}
+    both = [text, end, {"Sequence": {"id": "B", "type_id": 0}}, end]
+    special = {ends: {"id": ends, "ids": [separator], "tokens": [ends]}}
+    template: dict[str, Any] = {"type": "TemplateProcessing", "single": [text, end], "pair": both, "special_tokens": special}
+    frame = {} if tokenizer.get("post_processor") else {"post_processor": template}
+    return tokenizer | {"added_tokens": [*(tokenizer.get("added_tokens") or ()), *added]} | frame
+
+
+def _without_sentinels(tokenizer: dict[str, Any], run: Run) -> dict[str, Any]:
+    """What it has beside the sentinels, where their ids are those of this run: texts do not hold them."""
+    added, ours = tokenizer.get("added_tokens") or (), _sentinels(run)
+    return tokenizer | {"added_tokens": [token for token in added if ours.get(token.get("id")) != token.get("content")]}
+
+
+def _other_sentinels(tokenizer: dict[str, Any], run: Run) -> list[str]:
+    """A line where the ids that hide spans here are not those that the tokenizer has for that, as with a vocabulary that is padded."""
+    added = tokenizer.get("added_tokens") or ()
+    theirs = next((token.get("id") for token in added if token.get("content") == "<extra_id_0>"), None)
+    last = run.vocab_size - 1
+    if not run.num_sentinels or theirs in (None, last):
+        return []
+    return [
+        f"<extra_id_0> is {theirs} to the tokenizer and {last}, the vocabulary's last id, here: spans are hidden by other ids than before"
+    ]
+
+
+def _ends(source: Path, config: dict[str, Any]) -> int | None:
+    """The id that ends a text: of config.json, or of generation_config.json."""
+    for found in (config, loaded(source / "generation_config.json")):
+        ends = found.get("eos_token_id")
+        ends = ends[0] if isinstance(ends, list) and ends else ends
+        if isinstance(ends, int):
+            return ends
+    return None
+
+
+def write_tokenizer(part: Path, described: dict[str, Any], *, came: bool, run: Run) -> list[str]:
+    """`came`: from files of transformers; then bytes are what texts were read as because its tokenizer could not be used."""
+    tokenizer = load_tokenizer(described)
+    if isinstance(tokenizer, Ids) or (came and isinstance(tokenizer, Bytes)):
+        reads = "ids" if isinstance(tokenizer, Ids) else "plain bytes"
+        return [] if (part / "tokenizer.json").is_file() else [f"no tokenizer.json: this run reads {reads}"]
+    assert isinstance(tokenizer, Bytes | Bpe | Given)
+    ends = tokenizer.token_bytes[tokenizer.separator].decode()
+    if not (part / "tokenizer.json").is_file():
+        model = tokenizer.for_others() if isinstance(tokenizer, Bytes) else described["model"]
+        if run.num_sentinels and tokenizer.vocab_size + run.num_sentinels == run.vocab_size:  # the library numbers what is added on and on
+            model = _with_sentinels(model, run, tokenizer.separator, ends)
+        (part / "tokenizer.json").write_text(json_text.dumps(model, ensure_ascii=False) + "\n")
+    if not (part / "tokenizer_config.json").is_file():
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends, "clean_up_tokenization_spaces": False}
+        (part / "tokenizer_config.json").write_text(json_text.dumps(about, indent=2) + "\n")
+    return []
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    try:
+        found = json_text.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
