@@ -43,6 +43,11 @@ def cut(shown: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """The number with its noun: "1 file", "2,000 files"; `plural` of a noun that needs more than an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word most similar to `word`, or None if none is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -21,6 +21,7 @@ from moe.data.given import GivenValidation, Stream, open_given
 from moe.data.ids import open_ids
 from moe.data.mixture import MixedTrain, MixedValidation
 from moe.data.order import Held, TrainSet, ValidationSet, Windows
+from moe.data.remarks import with_left_out
 from moe.data.span_corruption import CorruptedTrain, CorruptedValidation, SpanCorruption
 from moe.data.tokenizer import Bytes, Ids, Tokenizer, load
 from moe.data.tokens import cache_folder, open_or_build
@@ -72,14 +73,16 @@ def open_data(
     log: Callable[[str], object] = print,
     as_key: Callable[[int], int] = int,
     given: Any = None,
+    text_key_set_by: str = "data.text_key",
 ) -> Dataset:
     """Open a recipe's data, and tokenise it first if it is not in the cache. Every rank calls this.
 
     `max_length` is in tokens, of span corruption those of the encoder; `vocab_size` is the model's; `seed` decides the order. `tokenizer`:
     the description of the one that a model was trained with, which is used whatever the text is now; None trains one where the recipe
     wants one. `verify` also hashes large token files whose times have not changed; `as_key` as of Windows; `given`: samples that a user's
-    program makes (moe/data/given.py), for data.source given. Raises BadInput for an unusable path or text, text shorter than one sequence,
-    a vocabulary smaller than the tokenizer's, and a cache folder that cannot be read or written.
+    program makes (moe/data/given.py), for data.source given; `text_key_set_by`: the setting to name if a text_key is wrong. Raises
+    BadInput for an unusable path or text, text shorter than one sequence, a vocabulary smaller than the tokenizer's, and a cache folder
+    that cannot be read or written.
     """
     if is_plugin(data_config.source) or (data_config.source == "given" and data_config.path is None and not data_config.sources):
         return _given(data_config, given, max_length=max_length, vocab_size=vocab_size, seed=seed, log=log)
@@ -92,14 +95,26 @@ def open_data(
     if data_config.sources:
         each: list[Dataset] = []
         for source in data_config.sources:  # the first one's tokenizer is that of all
-            one = data_config.model_copy(update={"path": source.path, "sources": ()})
+            text_key = source.text_key or data_config.text_key
+            one = data_config.model_copy(update={"path": source.path, "sources": (), "text_key": text_key})
             tokenizer = each[0].tokenizer.describe() if each else tokenizer
-            each.append(again(one, max_length=max_length, vocab_size=vocab_size, tokenizer=tokenizer, as_key=as_key))
+            each.append(
+                again(
+                    one,
+                    max_length=max_length,
+                    vocab_size=vocab_size,
+                    tokenizer=tokenizer,
+                    as_key=as_key,
+                    text_key_set_by=f"text_key of {source.path} in data.sources",
+                )
+            )
         return _mixed(each, tuple(source.weight for source in data_config.sources), seed)
     if data_config.tokenizer == "ids":
         files = open_ids(data_config, cache=cache, log=log)
     else:
-        files = open_or_build(find_corpus(data_config), data_config, cache=cache, given=tokenizer, verify=verify, log=log)
+        corpus = find_corpus(data_config, text_key_set_by=text_key_set_by)
+        files = open_or_build(corpus, data_config, cache=cache, given=tokenizer, verify=verify, log=log)
+        files = replace(files, index=with_left_out(files.index, label=corpus.label, left_out=corpus.left_out))
     needed = files.tokenizer.vocab_size
     if vocab_size < needed:
         raise BadInput("model.vocab_size", got=vocab_size, needed=f"at least the tokenizer's {needed}", fix="set model.vocab_size to null")

@@ -13,6 +13,7 @@ system packages separately.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,8 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 from moe.data import formats
 from moe.data.kinds import LINK, Kinds, check_kinds, saved_files
+from moe.data.remarks import AS_TEXT, LINKED, NO_TEXT, SKIPPED, UNREADABLE, Remark, decoded, raw
 from moe.recipe.sections import Data
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, counted, did_you_mean
 from parallel.files import user_path
 
 Side = Literal["train", "validation"]
@@ -49,9 +51,9 @@ class Corpus:
     source: Literal["python_stdlib", "text", "jsonl", "mixed"]
     root: Path
     names: tuple[str, ...]
-    text_key: str
+    text_key: formats.TextKey
     label: str
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Remark, ...] = ()
     chosen: bool = False
 
     def by_lines(self, name: str) -> bool:
@@ -62,10 +64,11 @@ class Corpus:
 
 
 class Document(NamedTuple):
-    """One document. `key` decides its side. `text` is None if the file is not text, or if a JSONL line holds an empty text."""
+    """One document. `key` decides its side. `text` is None if a file is not text or a line is empty; then `why`."""
 
     key: str
     text: str | None
+    why: str = NO_TEXT
 
 
 class Survey(NamedTuple):
@@ -75,17 +78,19 @@ class Survey(NamedTuple):
     documents: int
     skipped: int
     kinds: Kinds
+    remarks: tuple[Remark, ...] = ()
 
 
 # --- finding files ---------------------------------------------------------------------------------------------------
 
 
-def find_corpus(data: Data) -> Corpus:
+def find_corpus(data: Data, *, text_key_set_by: str = "data.text_key") -> Corpus:
     """The corpus that a recipe's data section names. Raises BadInput for a path that is missing or holds no usable file."""
+    text_key = formats.TextKey(data.text_key, text_key_set_by)
     if data.path is None:
         if data.source != "python_stdlib":
             raise BadInput("data.path", got="null", needed=f"a path for data.source={data.source}", fix="add --data.path FILE_OR_FOLDER")
-        return _python_stdlib(data.text_key)
+        return _python_stdlib(text_key)
     path = user_path(data.path, what="data.path")
     if not path.exists():
         raise BadInput(
@@ -98,9 +103,11 @@ def find_corpus(data: Data) -> Corpus:
             "data.path", got=f"{path}, token ids by {'its name' if path.is_file() else 'train.bin in it'}", needed="text", fix=fix
         )
     root, names = path.parent, [path.name]
-    left_out: list[str] = []
+    left_out: list[Remark] = []
     if path.is_dir():
         root, (names, left_out) = path, _walk(path, lambda n: n[0] != ".", lambda n: n[0] != ".")
+        if not names and (locked := next((remark for remark in left_out if remark.why == UNREADABLE), None)):
+            raise unreadable(path / locked.name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
         names = names if data.source == "text" else saved_files(path, names)
     lines = [name for name in names if formats.unpacked_name(name).endswith(".jsonl")]
     tables = [name for name in names if formats.is_table(name)]
@@ -108,17 +115,18 @@ def find_corpus(data: Data) -> Corpus:
     named: dict[str, Literal["text", "jsonl"]] = {"text": "text", "jsonl": "jsonl"}
     source = named.get(data.source, found)  # where no kind is named, the path decides
     if source == "jsonl" and path.is_dir():
-        left_out += [name for name in names if name not in lines]
+        left_out += [Remark(name, SKIPPED, "not *.jsonl") for name in names if name not in lines]
         names = lines
     if not names:
         kind = "*.jsonl" if source == "jsonl" else "text"
         raise BadInput(
             "data.path", got=f"{data.path}, a folder without {kind} files", needed=f"{kind} files", fix="name a folder that holds some"
         )
-    return Corpus(source, root, tuple(names), data.text_key, str(path), tuple(left_out), data.source != "python_stdlib")
+    text_key = text_key._replace(alone=len({*lines, *tables}) < 2)
+    return Corpus(source, root, tuple(names), text_key, str(path), tuple(left_out), data.source != "python_stdlib")
 
 
-def _python_stdlib(text_key: str) -> Corpus:
+def _python_stdlib(text_key: formats.TextKey) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     names, _ = _walk(
         root,
@@ -130,19 +138,29 @@ def _python_stdlib(text_key: str) -> Corpus:
     return Corpus("python_stdlib", root, tuple(names), text_key, f"the standard library of Python {platform.python_version()}")
 
 
-def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """(regular files, links to folders) under a folder, as sorted relative POSIX paths. Links may form circles: they are not followed."""
+def _walk(root: Path, keep_folder: Callable[[str], bool], keep_file: Callable[[str], bool]) -> tuple[list[str], list[Remark]]:
+    """Regular files under a folder as sorted relative POSIX paths, and what is left out: links to folders, which may form circles, and what
+    this user may not read. Raises BadInput if that is the folder itself."""
+    left_out: list[Remark] = []
 
-    def refuse(error: OSError) -> None:
-        raise unreadable(Path(error.filename), error) from None
+    def relative(path: Path) -> str:
+        return path.relative_to(root).as_posix()
 
-    names, links = [], []
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    def locked(error: OSError) -> None:
+        if Path(error.filename) == root:
+            raise unreadable(root, error) from None
+        left_out.append(Remark(relative(Path(error.filename)) + "/", SKIPPED, UNREADABLE))
+
+    names = []
+    for folder, folders, files in os.walk(root, onerror=locked):
         folders[:] = filter(keep_folder, folders)
-        links += [f"{Path(folder, name).relative_to(root).as_posix()}{LINK}" for name in folders if Path(folder, name).is_symlink()]
-        found = [Path(folder, name) for name in filter(keep_file, files)]
-        names += [path.relative_to(root).as_posix() for path in found if path.is_file()]
-    return sorted(names), sorted(links)
+        links = [path for name in folders if (path := Path(folder, name)).is_symlink()]
+        left_out += [Remark(relative(path) + LINK, SKIPPED, LINKED) for path in links]
+        found = [path for name in filter(keep_file, files) if (path := Path(folder, name)).is_file()]
+        readable = [path for path in found if os.access(path, os.R_OK)]
+        left_out += [Remark(relative(path), SKIPPED, UNREADABLE) for path in found if path not in readable]
+        names += [relative(path) for path in readable]
+    return sorted(names), sorted(left_out)
 
 
 # --- reading documents -----------------------------------------------------------------------------------------------
@@ -162,30 +180,19 @@ def read_file(corpus: Corpus, name: str) -> Iterator[Document]:
         elif corpus.by_rows(name):
             yield from (Document(text or "", text or None) for text in formats.texts(path, corpus.text_key))
         else:
-            yield Document(name, _decode(formats.whole(path)))
+            yield Document(name, *decoded(formats.whole(path)))
     except OSError as error:
         raise unreadable(path, error) from None
 
 
-def _decode(content: bytes) -> str | None:
-    """UTF-8 text without a byte order mark and with unchanged line endings. None for an empty file and for anything else.
-
-    A NUL byte means binary, as in git: text never needs one, and token 0 must stay free to separate documents.
-    """
-    try:
-        return None if b"\0" in content else content.decode("utf-8-sig") or None
-    except UnicodeDecodeError:
-        return None
-
-
-def _read_lines(path: Path, text_key: str) -> Iterator[Document]:
+def _read_lines(path: Path, text_key: formats.TextKey) -> Iterator[Document]:
     for number, line in enumerate(formats.lines(path), 1):
         if line.strip():
             text = _line_text(line, f"{path}, line {number}", text_key)
             yield Document(text, text or None)
 
 
-def _line_text(line: bytes, where: str, text_key: str) -> str:
+def _line_text(line: bytes, where: str, text_key: formats.TextKey) -> str:
     """The text of one JSONL line, which is also its key: the same text anywhere gets the same side."""
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
@@ -194,20 +201,16 @@ def _line_text(line: bytes, where: str, text_key: str) -> str:
             f"no JSON ({error.msg} at column {error.colno})" if isinstance(error, json.JSONDecodeError) else "a line that cannot be decoded"
         )
         raise BadInput(where, got=problem, needed="one JSON object", fix="mend or remove that line") from None
+    key = text_key.name
     if not isinstance(value, dict):
-        raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{text_key}": "..."}}', fix="mend that line")
-    if text_key not in value:
-        near = did_you_mean(text_key, value) or next((key for key, held in value.items() if isinstance(held, str)), None)
+        raise BadInput(where, got=f"a JSON {type(value).__name__}", needed=f'an object like {{"{key}": "..."}}', fix="mend that line")
+    if key not in value:
+        near = did_you_mean(key, value) or next((name for name, held in value.items() if isinstance(held, str)), None)
         keys = ", ".join(list(value)[:8]) or "no key"
-        raise BadInput(
-            where,
-            got=f"an object with {keys}",
-            needed=f"the key {text_key}",
-            fix=f"set data.text_key to {near}" if near else "set data.text_key to the key that holds the text",
-        )
-    text = value[text_key]
+        raise BadInput(where, got=f"an object with {keys}", needed=f"the key {key}", fix=text_key.fix(near))
+    text = value[key]
     if not isinstance(text, str):
-        raise BadInput(f"{where}, key {text_key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="mend that line")
+        raise BadInput(f"{where}, key {key}", got=f"a JSON {type(text).__name__}", needed="a string", fix="mend that line")
     return text
 
 
@@ -230,25 +233,41 @@ def side_of(key: str, validation_share: float) -> Side:
 def survey(corpus: Corpus, validation_share: float) -> Survey:
     """Read all documents once, count them and choose the split. Raises BadInput if none of them is text, or too few."""
     sides: Counter[Side] = Counter()
-    skipped, kinds = 0, Kinds()
+    skipped, kinds, remarks = 0, Kinds(), list[Remark]()
     for name in corpus.names:
-        before = sides.total()
-        for key, text in read_file(corpus, name):
+        before, why = sides.total(), NO_TEXT
+        for key, text, reason in read_file(corpus, name):
             if text is None:
-                skipped += 1
+                skipped, why = skipped + 1, reason
             else:
                 sides[side_of(key, validation_share)] += 1
-        kinds.add(name, _size(corpus.root / name), read=sides.total() > before)
-    for name in corpus.left_out:
-        kinds.add(name, 0 if name.endswith(LINK) else _size(corpus.root / name), read=False)
+        read = sides.total() > before
+        kinds.add(name, _size(corpus.root / name), read=read)
+        if not read:
+            remarks.append(Remark(name, SKIPPED, why))
+        elif (beside := raw(formats.unpacked_name(name))) and not corpus.by_lines(name) and not corpus.by_rows(name):
+            remarks.append(Remark(name, AS_TEXT, beside))
+    for name, _, why in corpus.left_out:
+        if why != UNREADABLE:
+            kinds.add(name, 0 if name.endswith(LINK) else _size(corpus.root / name), read=False)
     if not sides:
-        got = f"{corpus.label}: {skipped} {'lines, all empty' if corpus.source == 'jsonl' else 'files, none of them UTF-8 text'}"
-        fix = kinds.advice.format(corpus.label) if kinds.advice else "name a file or folder that holds text"
-        raise BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
-    if corpus.source != "python_stdlib":
+        raise _without_text(corpus, skipped, kinds, remarks)
+    if corpus.source == "python_stdlib":
+        remarks = []
+    else:
         check_kinds(kinds, path=corpus.label, text_alone=corpus.chosen)
     whole: Literal["file", "line", "document"] = "line" if corpus.source == "jsonl" else "document" if corpus.source == "mixed" else "file"
-    return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds)
+    return Survey(whole if len(sides) == 2 else "position", sides.total(), skipped, kinds, tuple(remarks))
+
+
+def _without_text(corpus: Corpus, skipped: int, kinds: Kinds, remarks: list[Remark]) -> BadInput:
+    if corpus.source == "jsonl":
+        got = f"{corpus.label}: {counted(skipped, 'line')}, all empty"
+    else:
+        why = {remark.why for remark in remarks}
+        got = f"{corpus.label}: {counted(skipped, 'file')}, none of them UTF-8 text{f': {why.pop()}' if len(why) == 1 else ''}"
+    fix = kinds.advice.format(corpus.label) if kinds.advice else "name a file or folder that holds text"
+    return BadInput("data.path", got=got, needed="text in UTF-8, or *.jsonl", fix=fix)
 
 
 def _size(path: Path) -> int:
@@ -260,7 +279,7 @@ def _size(path: Path) -> int:
 
 def split_documents(corpus: Corpus, validation_share: float, *, split: str) -> Iterator[tuple[Side, str]]:
     """Every document with its side, in the corpus's order; parts of documents where `split` is position."""
-    for key, text in read_documents(corpus):
+    for key, text, _ in read_documents(corpus):
         if text is None:
             continue
         if split == "position":

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from parallel.errors import BadInput, did_you_mean
 
@@ -28,6 +28,21 @@ _ZST_WINDOW_BYTES = 1 << 31  # the longest that the format's own program writes 
 _ROWS = 16  # of a Parquet file at once: a row holds anything
 _PARQUET_READ_BYTES = 1 << 16
 _ARROW_FILE = b"ARROW1"
+
+
+class TextKey(NamedTuple):
+    """The field or column that holds the text, the setting that names it, and whether one file alone is read by it."""
+
+    name: str
+    set_by: str = "data.text_key"
+    alone: bool = True
+
+    def fix(self, near: str | None) -> str:
+        """What to do about a file without it; `near`: what that file has. With other files, its own key may be wrong for those."""
+        value = near or "the name of the one that holds the text"
+        if self.alone:
+            return f"set {self.set_by} to {value}"
+        return f"set {self.set_by} to {value} if all files have it, or name the files in data.sources, each with a text_key of its own"
 
 
 def unpacked_name(name: str) -> str:
@@ -135,7 +150,7 @@ class _Zst(io.RawIOBase):
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def texts(path: Path, column: str) -> Iterator[str | None]:
+def texts(path: Path, column: TextKey) -> Iterator[str | None]:
     """The texts of a table's column, in order; None for an empty cell.
 
     Raises BadInput for another column, type or file, and for a cell that is no UTF-8 or longer than a document may be.
@@ -147,7 +162,7 @@ def texts(path: Path, column: str) -> Iterator[str | None]:
     except UnicodeDecodeError as error:
         got = f"a cell that is no UTF-8 ({error.reason})"
         raise BadInput(
-            f"data file {path}, column {column}", got=got, needed="text in UTF-8", fix="write the column again, as UTF-8"
+            f"data file {path}, column {column.name}", got=got, needed="text in UTF-8", fix="write the column again, as UTF-8"
         ) from None
     except (arrow.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # the system's; the library's own have none
@@ -155,12 +170,12 @@ def texts(path: Path, column: str) -> Iterator[str | None]:
         raise damaged(path, f"no whole table ({str(error).splitlines()[0]})") from None
 
 
-def _batches(path: Path, column: str) -> Iterator[Any]:
+def _batches(path: Path, column: TextKey) -> Iterator[Any]:
     if path.suffix.lower() == ".parquet":
         parquet = needed_package("pyarrow", path, module="pyarrow.parquet")
         with parquet.ParquetFile(str(path), buffer_size=_PARQUET_READ_BYTES) as table:
             _check_column(table.schema_arrow.names, path, column)
-            yield from table.iter_batches(batch_size=_ROWS, columns=[column])
+            yield from table.iter_batches(batch_size=_ROWS, columns=[column.name])
         return
     arrow, ipc = needed_package("pyarrow", path), needed_package("pyarrow", path, module="pyarrow.ipc")
     with path.open("rb") as file:
@@ -171,18 +186,17 @@ def _batches(path: Path, column: str) -> Iterator[Any]:
         yield from (reader.get_batch(i) for i in range(reader.num_record_batches)) if as_file else reader
 
 
-def _check_column(names: list[str], path: Path, column: str) -> None:
-    if column not in names:
-        near = did_you_mean(column, names)
-        fix = f"set data.text_key to {near}" if near else "set data.text_key to the column that holds the text"
-        raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column}", fix=fix)
+def _check_column(names: list[str], path: Path, column: TextKey) -> None:
+    if column.name not in names:
+        fix = column.fix(did_you_mean(column.name, names))
+        raise BadInput(f"data file {path}", got=f"columns {', '.join(names[:8])}", needed=f"the column {column.name}", fix=fix)
 
 
-def _strings(batch: Any, path: Path, column: str, arrow: Any) -> Iterator[str | None]:
-    held = batch.column(batch.schema.names.index(column))
+def _strings(batch: Any, path: Path, column: TextKey, arrow: Any) -> Iterator[str | None]:
+    held = batch.column(batch.schema.names.index(column.name))
     if not any(check(held.type) for check in (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_null)):
         raise BadInput(
-            f"data file {path}, column {column}", got=str(held.type), needed="strings", fix="set data.text_key to the column of texts"
+            f"data file {path}, column {column.name}", got=str(held.type), needed="strings", fix=column.fix("the column of texts")
         )
     for cell in held:  # what `datasets` saves may be one batch of any size
         if cell.is_valid and cell.as_buffer().size > LONGEST_BYTES:

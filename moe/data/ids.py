@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.corpus import Corpus, unreadable
-from moe.data.formats import damaged
+from moe.data.formats import TextKey, damaged
 from moe.data.tokenizer import Ids
 from moe.data.tokens import FORMAT, Log, TokenFiles, corpus_hash
 from moe.recipe.sections import Data
@@ -55,7 +55,7 @@ def open_ids(data: Data, *, cache: Path, log: Log = print) -> TokenFiles:
         found = _find(path)
     except OSError as error:
         raise unreadable(Path(error.filename or path), error) from None
-    corpus = Corpus("text", found.files[0].parent, tuple(file.name for file in found.files), "", str(path))
+    corpus = Corpus("text", found.files[0].parent, tuple(file.name for file in found.files), TextKey(""), str(path))
     digest = corpus_hash(corpus, cache)
     share = data.validation_share if found.validation is None else None
     key = hashlib.sha256(json.dumps(["ids", FORMAT, digest, share, data.vocab_size]).encode()).hexdigest()[:24]

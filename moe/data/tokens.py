@@ -153,7 +153,7 @@ def _key(corpus: Corpus, data: Data, corpus_hash: str, *, given: dict[str, Any] 
         "format": FORMAT,
         "corpus": corpus_hash,
         "source": corpus.source,
-        "text_key": corpus.text_key if corpus.source in ("jsonl", "mixed") else None,
+        "text_key": corpus.text_key.name if corpus.source in ("jsonl", "mixed") else None,
         "validation_share": data.validation_share,
         "tokenizer": data.tokenizer if given is None else hashlib.sha256(json.dumps(given).encode()).hexdigest(),
         "vocab_size": data.vocab_size if data.tokenizer == "bpe" and given is None else None,
@@ -220,7 +220,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
     start_s = time.monotonic()
     found = survey(corpus, data.validation_share)
     if len(corpus.names) + len(corpus.left_out) > 1 and corpus.source != "python_stdlib":
-        by_lines = f"; *.jsonl line by line, key {corpus.text_key}" if corpus.source == "mixed" else ""
+        by_lines = f"; *.jsonl line by line, key {corpus.text_key.name}" if corpus.source == "mixed" else ""
         log(f"data: {corpus.label}: {found.kinds}{by_lines}")
     described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
     log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({described}), once")
@@ -228,7 +228,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
     try:
         index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found, tokenizer)}
         index["corpus"] = {"sha256": corpus_hash, "label": corpus.label, "source": corpus.source, "files": len(corpus.names)}
-        index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped}
+        index |= {"split": found.split, "validation_share": data.validation_share, "skipped": found.skipped, "remarks": found.remarks}
         if content_hash(corpus) != corpus_hash:
             raise BadInput(corpus.label, got="files that changed while they were read", needed="text at rest", fix="start again")
         _write(temporary / "index.json", json.dumps(index, indent=1).encode())

@@ -97,6 +97,10 @@ def _check_ids(data: Data, nearness: Callable[[str], int], said: _Said) -> None:
     paths = [source.path for source in data.sources] or ([] if data.path is None else [data.path])
     if data.tokenizer != "ids" or not paths:
         return
+    for number, source in enumerate(data.sources):
+        if source.text_key is not None:
+            key, got = f"data.sources[{number}].text_key", f"{source.text_key} with token ids"
+            raise BadInput(key, got=got, needed="text, which alone reads it", fix=f"remove {key}")
     ids = max(2, nearness("data.tokenizer"))
     idle = {"source": ("text", ids), "text_key": ("text", ids)}
     if all(user_path(path, what="data.path").is_dir() for path in paths):

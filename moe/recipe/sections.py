@@ -507,6 +507,7 @@ class Source(Section):
 
     path: str
     weight: float = Field(gt=0, lt=1e18, description="its share of the sequences is this over the sum of all sources' weights")
+    text_key: str | None = Field(None, description="the field or column that holds the text; null: data.text_key")
 
 
 class Data(Section):
@@ -514,7 +515,7 @@ class Data(Section):
         "python_stdlib", description="text and jsonl need path; given: from Python, train(run, data=...)"
     )
     path: str | None = Field(None, description="a file or folder of text, JSONL, Parquet or Arrow, also .gz or .zst; of ids: *.bin")
-    sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight}")
+    sources: tuple[Source, ...] = Field((), description="instead of path: several, as {path, weight} or {path, weight, text_key}")
     text_key: str = Field("text", description="the field of a JSONL line, or the column of a table, that holds the text")
     tokenizer: Literal["bytes", "bpe", "ids"] = Field("bytes", description="ids: there is no text, but token ids that are made already")
     vocab_size: int = Field(4096, gt=0, description="of bpe, above 256; and of ids")

@@ -23,6 +23,7 @@ FILES = {
     "plots": "the same pictures as PNG",
     "checkpoints": "to go on from, or to generate with",
     "tensorboard": "tensorboard --logdir shows the curves",
+    "data_files.txt": "files of the data that were skipped, or read as plain text, and why",
     "profile": "where the time of a step goes: tables, and traces for ui.perfetto.dev",
 }
 

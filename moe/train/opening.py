@@ -14,6 +14,7 @@ from pathlib import Path
 from moe.checks.sequence import without_effect
 from moe.checks.verdict import not_recommended
 from moe.data import open_data
+from moe.data.remarks import LISTING, list_in, told
 from moe.data.tokenizer import check_separator
 from moe.parallelize.build import build, whole_layouts
 from moe.parallelize.engines import prepare
@@ -99,6 +100,8 @@ def open_job(run: Run, asked: Asked) -> Job:
         given=asked.own.data,
     )
     data = the_same(read, mesh.axis("world")) if run.data.is_own else read()
+    for line in told(data.index, out / LISTING):
+        asked.say(line)
     if run.model.document_mask:
         check_separator(data.tokenizer, run.model.document_separator)
     prepare(run, asked.say)
@@ -128,6 +131,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
     if first:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
+        list_in(out, data.index)
         if source is not None:
             pass_on(source.path, out)
         if resumed.table is not None:

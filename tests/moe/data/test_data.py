@@ -428,7 +428,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "source without path": ({"source": "text", "path": None}, "data.path.*null"),
     "empty folder": ({"path": "empty"}, "without text files"),
     "no jsonl in folder": ({"path": "binary", "source": "jsonl"}, r"without \*\.jsonl"),
-    "binary only": ({"path": "binary"}, "1 files, none of them UTF-8"),
+    "binary only": ({"path": "binary"}, "1 file, none of them UTF-8 text: binary, needed"),
     "empty file": ({"path": "empty.txt"}, "none of them UTF-8"),
     "blank jsonl": ({"path": "blank.jsonl"}, "0 lines"),
     "not json": ({"path": "notjson.jsonl"}, r"notjson\.jsonl, line 2.*Expecting value"),
@@ -832,7 +832,7 @@ def test_default_data_end_to_end(tmp_path: Path) -> None:
     assert np.array_equal(np.concatenate([data.train.batch(5, part(8, 256, rank, 2)) for rank in (0, 1)]), whole)
     assert whole.shape == (8, 257) and whole.dtype == np.int64 and whole.max() < 256
     found = corpus.find_corpus(Data())
-    library = "\0".join(text for _, text in corpus.read_documents(found) if text)
+    library = "\0".join(text for _, text, _ in corpus.read_documents(found) if text)
     middle = data.tokenizer.decode(whole[3][8:-8]).strip("\ufffd").split("\0")[0]
     assert middle in library
     assert data.validation.held(TokenShard.whole(64, 256)).bytes_per_token == 1.0

@@ -151,7 +151,7 @@ def test_a_cell_that_is_no_text_is_refused(name: str, tmp_path: Path, monkeypatc
     with pytest.raises(BadInput, match=f"{name}, column body: got a cell that is no UTF-8 .*fix: "):
         read(write([b"words", b"na\xefve"]))
     monkeypatch.setattr(formats, "LONGEST_BYTES", 1 << 20)
-    assert len(list(formats.texts(write([b"a" * (1 << 20), b"b"]), "body"))) == 2
+    assert len(list(formats.texts(write([b"a" * (1 << 20), b"b"]), formats.TextKey("body")))) == 2
     with pytest.raises(BadInput, match=f"{name}: got a cell of more than 1 MiB, .*fix: "):
         read(write([b"words", b"a" * ((1 << 20) + 1)]))
 
@@ -165,7 +165,7 @@ def test_memory_does_not_grow_with_the_rows_of_a_table(tmp_path: Path) -> None:
     parquet.write_table(table, str(tmp_path / "a.parquet"), use_dictionary=False, write_batch_size=4)
     del table
     before, peak = arrow.total_allocated_bytes(), 0
-    for text in formats.texts(tmp_path / "a.parquet", "body"):
+    for text in formats.texts(tmp_path / "a.parquet", formats.TextKey("body")):
         assert text and len(text) == 320_000
         peak = max(peak, arrow.total_allocated_bytes() - before)
     assert peak < 20_000_000

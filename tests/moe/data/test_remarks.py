@@ -1,0 +1,170 @@
+"""Which of a user's files are read, and by which key, is said: none is skipped, or read raw, without its name and a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe.data import Dataset, corpus, open_data
+from moe.data.remarks import LISTING, list_in, told
+from moe.recipe.load import load
+from moe.recipe.sections import Data
+from moe.train import trainer
+from parallel.errors import BadInput
+from tests.support import trained
+
+WORDS = "some words and more of them\n" * 9
+
+
+def opened(tmp_path: Path, **values: Any) -> Dataset:
+    data = Data.model_validate({"validation_share": 0.3} | values)
+    return open_data(data, max_length=5, vocab_size=256, seed=0, cache=tmp_path / "cache", log=lambda _: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("a.txt", "b.md"):
+        (folder / name).write_text(WORDS)
+    return folder
+
+
+def test_every_file_that_is_skipped_or_read_raw_is_named_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    """Also when the token files are there already; in a mixture of sources; plain text is not named."""
+    (folder / "old.txt").write_bytes("Gr\u00fc\u00dfe \u2013 na\u00efve words\r\n".encode("cp1252"))
+    (folder / "wide.txt").write_text("words", encoding="utf-16")
+    (folder / "broken.txt").write_bytes(b"\x81\x8d\xff" * 9)
+    (folder / "small.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "nothing.txt").touch()
+    (folder / "table.csv").write_text("id,text\n1,words\n" * 9)
+    (folder / "page.html").write_text("<p>words</p>\n" * 9)
+    (folder / "link").symlink_to(tmp_path)
+    said = {
+        "skipped link/: a link to a folder, which is not followed",
+        "skipped nothing.txt: empty",
+        "skipped broken.txt: not UTF-8",
+        "skipped old.txt: not UTF-8, likely Windows-1252 (iconv -f WINDOWS-1252 -t UTF-8 converts it)",
+        "skipped wide.txt: not UTF-8, likely UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
+        "skipped small.png: binary",
+        "read page.html as plain text: its tags become text, too",
+        "read table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text",
+    }
+    wanted = {f"data: {line.replace(' ', f' {folder}/', 1)}" for line in said}
+    for _ in range(2):
+        assert set(told(opened(tmp_path, path=str(folder)).index)) == wanted
+    assert set(told(opened(tmp_path, sources=[{"path": str(folder), "weight": 1}]).index)) == wanted
+    alone = opened(tmp_path, path=str(folder / "table.csv"))
+    assert told(alone.index) == [
+        f"data: read {folder}/table.csv as plain text: its separators become text, too; JSONL or Parquet has a column for the text"
+    ]
+    assert told(opened(tmp_path, path=str(folder / "a.txt")).index) == [] == told(opened(tmp_path).index)
+
+
+def test_a_run_says_ten_lines_at_most_and_lists_all_in_its_folder(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "mine").mkdir()
+    (home / "mine/a.txt").write_text((home / "text.txt").read_text())
+    for n in range(25):
+        (home / f"mine/e{n:02}.txt").touch()
+    (home / "mine/z.html").write_text("<p>words</p>\n")
+    run = trained.recipe(home, data={"path": str(home / "mine")}, train={"steps": 1})
+    trainer.train(run, out=tmp_path / "run")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("data: skipped", "data: read", "data: and"))]
+    assert len(lines) == 10 and lines[-1] == f"data: and 17 more: {tmp_path / 'run' / LISTING} lists all"
+    assert any("z.html as plain text" in line for line in lines), "one of each reason comes first"
+    listed = (tmp_path / "run" / LISTING).read_text().splitlines()
+    assert len(listed) == 26 and set(lines[:-1]) <= set(listed)
+    list_in(tmp_path / "run", {})
+    assert not (tmp_path / "run" / LISTING).exists()
+
+
+def test_a_file_that_may_not_be_read_is_refused_only_if_it_is_named_or_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opened(tmp_path, path=str(folder))
+    (folder / "locked.txt").write_text(WORDS * 99)  # more than is read
+    open_file = Path.open
+
+    def locked(self: Path, *args: Any, **more: Any) -> Any:
+        if self.name == "locked.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return open_file(self, *args, **more)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked.txt")  # as for a user who is not root
+    monkeypatch.setattr(Path, "open", locked)
+    for share in (0.3, 0.4):  # with the token files of the same text, and with new ones
+        found = opened(tmp_path, path=str(folder), validation_share=share)
+        assert told(found.index) == [f"data: skipped {folder}/locked.txt: this user may not read it"]
+        assert share == 0.4 or found.key == before.key
+    with pytest.raises(BadInput, match=r"locked\.txt: got Permission denied, needed a readable file"):
+        opened(tmp_path, path=str(folder / "locked.txt"))
+    for name in ("a.txt", "b.md"):
+        (folder / name).unlink()
+    with pytest.raises(BadInput, match=r"locked\.txt: got Permission denied, needed a readable file"):
+        opened(tmp_path, path=str(folder))
+
+
+def test_a_folder_that_may_not_be_read_is_left_out_and_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "below").mkdir()
+    walk = os.walk
+
+    def locked(root: Path, onerror: Any) -> Any:
+        for here, folders, files in walk(root):
+            if Path(here).name == "below":
+                onerror(PermissionError(13, "Permission denied", here))
+            else:
+                yield here, folders, files
+
+    monkeypatch.setattr(corpus.os, "walk", locked)
+    assert told(opened(tmp_path, path=str(folder)).index) == [f"data: skipped {folder}/below/: this user may not read it"]
+
+
+def test_each_source_has_a_text_key_of_its_own_tables_too(tmp_path: Path) -> None:
+    """The mixture is the one of files that have one key; and what is advised where a key is missing breaks no other file."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    (tmp_path / "a").mkdir()
+    texts = [f"text number {n} of them" for n in range(40)]
+
+    def lines(key: str) -> str:
+        return "".join(json.dumps({key: text, "id": 1}) + "\n" for text in texts)
+
+    for key in ("text", "body"):
+        (tmp_path / f"a/{key}.jsonl").write_text(lines(key))
+    (tmp_path / "content.parquet").write_bytes(b"")
+    parquet.write_table(arrow.table({"content": texts}), str(tmp_path / "content.parquet"))
+    plain = opened(tmp_path, path=str(tmp_path / "a/text.jsonl"))
+    paths = {"text": "a/text.jsonl", "body": "a/body.jsonl", "content": "content.parquet"}
+    sources = [{"path": str(tmp_path / path), "weight": 1, "text_key": key} for key, path in paths.items()]
+    mixed = opened(tmp_path, sources=sources)
+    parts = mixed.train.parts  # type: ignore[union-attr]
+    assert all((part.windows.tokens == plain.train.windows.tokens).all() for part in parts)  # type: ignore[union-attr]
+    del sources[0]["text_key"]
+    assert opened(tmp_path, sources=sources).key == mixed.key, "without one it is data.text_key"
+    del sources[1]["text_key"]
+    with pytest.raises(BadInput, match=rf"fix: set text_key of {tmp_path}/a/body.jsonl in data.sources to body$"):
+        opened(tmp_path, sources=sources)
+    sources[1]["text_key"] = "body"
+    del sources[2]["text_key"]
+    with pytest.raises(
+        BadInput, match=r"columns content, needed the column text; fix: set text_key of .*content.parquet in data.sources to "
+    ):
+        opened(tmp_path, sources=sources)
+    advice = "fix: set data.text_key to body if all files have it, or name the files in data.sources, each with a text_key of its own"
+    with pytest.raises(BadInput, match=advice):
+        opened(tmp_path, path=str(tmp_path / "a"))
+    with pytest.raises(BadInput, match="fix: set data.text_key to body$"):
+        opened(tmp_path, path=str(tmp_path / "a/body.jsonl"))
+
+
+def test_a_text_key_of_token_ids_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\1\0" * 99)
+    source = {"path": str(tmp_path / "a.bin"), "weight": 1, "text_key": "body"}
+    values = {"data.tokenizer": "ids", "data.vocab_size": "300", "data.sources": json.dumps([source])}
+    with pytest.raises(BadInput, match=r"data\.sources\[0\]\.text_key: got body with token ids, needed text, which alone reads it"):
+        load("switch_tiny", values)
