@@ -43,9 +43,10 @@ def cut(shown: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """The number with its noun: "1 file", "2,000 files"; `plural` of a noun that needs more than an s."""
-    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+def counted(number: int, noun: str) -> str:
+    """The number with its noun: "1 file", "2,000 files", "3 processes"."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

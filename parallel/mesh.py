@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from parallel.communicator import Communicator
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 FACTORS = {
     "sp": ("sp_ring", "sp_heads"),
@@ -290,7 +290,8 @@ def check_world(degrees: Degrees, world_size: int) -> None:
     ways = "".join(f"{'' if at else 'set '}degrees.{name} to {size}, or " for at, (name, size) in enumerate(fits.items()))
     raise BadInput(
         "degrees",
-        got=" * ".join(f"{name} {size}" for name, size in sizes.items()) + f" = {degrees.world} ranks on {world_size} processes",
+        got=" * ".join(f"{name} {size}" for name, size in sizes.items())
+        + f" = {counted(degrees.world, 'rank')} on {counted(world_size, 'process')}",
         needed="the degrees to multiply to the number of processes",
         fix=f"{ways}start {degrees.world}: --nproc {degrees.world}",
     )

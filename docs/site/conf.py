@@ -18,6 +18,7 @@ BESIDE = {"site/readme": "README", "site/contributing": "CONTRIBUTING", "site/ch
 sys.path.insert(0, str(DOCS.parent))
 
 project = html_title = "moe-parallel"
+project_copyright = "2026, moe-parallel contributors"  # as in LICENSE
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_static_path = ["style"]

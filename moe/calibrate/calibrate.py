@@ -27,6 +27,7 @@ from moe.launch import exit_codes
 from moe.launch.environment import usable_cores
 from moe.plan.job import network_of, plan_of
 from moe.recipe.load import build_run
+from parallel.errors import counted
 from parallel.files import check_writable, write_text
 from parallel.fork import run_on_ranks
 from parallel.plan.cluster import Between, Cluster, Inside, told_of
@@ -248,7 +249,7 @@ def gather_us(cluster: Cluster) -> float:
 
 def _lines(made: Cluster) -> Iterator[str]:
     one = made.device
-    yield f"{made.devices_per_node} x {one.name}, {one.memory_gib:.1f} GiB" + (f", {made.cores} cores" if made.cores else "")
+    yield f"{made.devices_per_node} x {one.name}, {one.memory_gib:.1f} GiB" + (f", {counted(made.cores, 'core')}" if made.cores else "")
     for kind, rates in one.rates.items():
         listed = ", ".join(f"{1e3 * rate:.3g} at {flops / 1e6:.3g}" for flops, rate in sorted(rates.items()))
         yield f"products, {kind}: GFLOP/s by millions of operations: {listed}"

@@ -20,7 +20,7 @@ from moe.recipe.sections import Data, Run
 from moe.router.causal import check_causal
 from moe.router.checks import check_read, check_slots, check_spec
 from moe.router.methods.catalog import method_of
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, counted, did_you_mean
 from parallel.files import user_path
 from parallel.mesh import Degrees, check_world, divisors
 
@@ -102,9 +102,9 @@ def _check_networks(run: Run) -> None:
     if isinstance(x.num_experts, tuple) and len(x.num_experts) != len(layers):
         raise BadInput(
             "experts.num_experts",
-            got=f"{len(x.num_experts)} numbers",
+            got=counted(len(x.num_experts), "number"),
             needed=f"one for each of the {len(layers)} layers with experts ({', '.join(map(str, layers))}), or one number for all",
-            fix=f"list {len(layers)} numbers, or change model.moe_every",
+            fix=f"list {counted(len(layers), 'number')}, or change model.moe_every",
         )
     for key, value in (("shared_gate", x.shared_gate), ("shared_d_ff", x.shared_d_ff)):
         if value and not x.shared:
@@ -277,7 +277,8 @@ def _check_replicas(run: Run, sequences: int) -> None:
     group = run.router.spec.group if run.model.layers_with_experts() else 1
     unit = group if isinstance(group, int) else 1
     if sequences % (run.sharding.replicas * unit):
-        got = f"{run.sharding.replicas} for {sequences} sequences of a micro-batch" + (f" in groups of {unit}" if unit > 1 else "")
+        held = counted(sequences, "sequence")
+        got = f"{run.sharding.replicas} for {held} of a micro-batch" + (f" in groups of {unit}" if unit > 1 else "")
         raise BadInput(
             "sharding.replicas",
             got=got,
@@ -302,7 +303,7 @@ def _check_batch(run: Run) -> None:
     if run.model.layers_with_experts() and isinstance(group, int) and held % group:
         raise BadInput(
             "router.group",
-            got=f"{group} sequences",
+            got=counted(group, "sequence"),
             needed=f"a divisor of the {held} sequences in one rank's micro-batch",
             fix=f"set router.group to one of {divisors(held)}",
         )

@@ -16,7 +16,7 @@ from typing import Any
 from moe.cli.simulate_text import duration
 from moe.cli.simulate_times import OfRecipe, Times, check_size, of_recipe, times_of
 from moe.launch import exit_codes
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.energy.clocks import Clock, Measured, PowerModel, Profile, read_profile
 from parallel.pipeline.energy.energy import EnergyPlan, envpipe, plan_clocks
 from parallel.pipeline.energy.plan_file import write_plan
@@ -62,7 +62,7 @@ def main(
         costs = of_recipe(recipe, overrides or {}, times, size, from_file) if recipe else times_of(times)
     schedule = from_file or _schedule(name, size, measured)
     if measured is not None and len(measured.stages) != schedule.num_stages:
-        got = f"{len(measured.stages)} stages"
+        got = counted(len(measured.stages), "stage")
         raise BadInput("--profile", got=got, needed=f"{schedule.num_stages}, as {name} has", fix="--stages, or another profile")
     of_actions, idle_w, transfer = _profile(schedule, measured, costs)
     plan, uniform = _plan(name, schedule, of_actions, idle_w, transfer, slowdown, ahead)
@@ -177,8 +177,9 @@ def _print(row: dict[str, Any], plan: EnergyPlan) -> None:
             f" at full clock {row['peak_activations_at_full_clock'][rank]}"
         )
     full, uniform = row["full_clock"], row["uniform"]
+    size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     print(
-        f"{row['schedule']}: {row['stages']} ranks, {row['microbatches']} micro-batches · {row['saved']:.1%} of the energy saved"
+        f"{row['schedule']}: {size} · {row['saved']:.1%} of the energy saved"
         f" ({row['energy_j']:.4g} of {full['energy_j']:.4g} J) · time {duration(row['makespan'], row)}, {row['slowdown']:+.2%}"
     )
     print(f"all at the clock of least energy: {uniform['saved']:.1%} saved, time {uniform['slowdown']:+.1%}")
@@ -215,4 +216,5 @@ def _apply(plan: EnergyPlan, steps: int) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     joules = ", ".join(f"{j:.3g}" for j in done.joules)
-    print(f"clocks set {done.changes} times, at most {1e3 * done.latest_s:.1f} ms late, and given back; {joules} J by the GPUs meanwhile")
+    times = f"{counted(done.changes, 'time')}, at most {1e3 * done.latest_s:.1f} ms late"
+    print(f"clocks set {times}, and given back; {joules} J by the GPUs meanwhile")

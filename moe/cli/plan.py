@@ -20,7 +20,7 @@ from moe.plan.planned import WAYS, Planned, gib, guided, planned
 from moe.plan.predicted import held_bytes, settled
 from moe.recipe.load import RECIPES, flat, load
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.files import check_writable, write_text
 from parallel.plan.choose import Found, Ranked, described
 from parallel.plan.cluster import Cluster, load_cluster
@@ -120,13 +120,13 @@ def _about(run: Run, cluster: Cluster) -> str:
     nodes = f"{cluster.nodes} node{'s' if cluster.nodes > 1 else ''} of {cluster.devices_per_node}"
     memory = f"{cluster.device.memory_gib:.0f} GiB " + ("for all" if cluster.cores else "each")
     written = f" read and {run.model.target_length} written" if run.model.target_length else ""
-    batch = f"{run.train.global_batch} sequences of {run.model.max_length} tokens{written} a step"
+    batch = f"{counted(run.train.global_batch, 'sequence')} of {counted(run.model.max_length, 'token')}{written} a step"
     return f"{cluster.world} x {cluster.device.name}, {memory} ({nodes}); {batch}"
 
 
 def _lines(made: Planned, run: Run, seconds: float) -> list[str]:
     found = made.found
-    lines = [f"{found.tried} plans tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
+    lines = [f"{counted(found.tried, 'plan')} tried in {seconds:.1f} s: {found.fitting} run and fit", ""]
     lines.append(f"{'':>3} {'s a step':>9} {'GiB':>6}  plan")
     for place, ranked in enumerate(found.ranked, 1):
         note = f"   not recommended: {ranked.advice}" if ranked.advice else ""

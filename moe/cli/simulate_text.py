@@ -6,6 +6,7 @@ import shutil
 import sys
 from typing import Any
 
+from parallel.errors import counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.pipeline.simulator.simulate import Timeline
 from parallel.pipeline.simulator.timeline import text
@@ -55,7 +56,8 @@ def _gb(size: float) -> str:
 
 
 def _said(row: dict[str, Any]) -> str:
-    size = f"{row['stages']} ranks, {row['microbatches']} micro-batches" + (f", {row['batches']} batches" if row["batches"] > 1 else "")
+    size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
+    size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"
     each = "" if ramps == "" else f" · a further batch {duration(row['time_per_batch'], row)}"
     speed = f" · {row['tokens_per_second']:,.0f} tokens a second" if "tokens_per_second" in row else ""

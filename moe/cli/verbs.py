@@ -380,7 +380,7 @@ def print_completion(words: list[str], *, benches: list[str]) -> None:
 
 def _about(kind: type, benches: list[str]) -> str:
     there = f" There are: {', '.join(benches) or 'none in this version'}. More on one: moe bench NAME --help"
-    return (kind.__doc__ or "") + (there if kind is Bench else "")
+    return " ".join((kind.__doc__ or "").split()) + (there if kind is Bench else "")
 
 
 def _tyro(words: list[str], *, benches: list[str], complete: bool = False) -> Any:

@@ -38,7 +38,7 @@ from parallel import checkpoint
 from parallel.checkpoint import verify
 from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.layout import Layout
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
@@ -78,7 +78,7 @@ def loads(source: Path, before: Run, *, step: int) -> dict[int, list[float]]:
     for nth, layer in enumerate(before.model.layers_with_experts()):
         count = before.experts.of_layer(nth)
         if len(found.get(layer, [])) != count:
-            got = f"{len(found[layer])} numbers" if layer in found else "nothing"
+            got = counted(len(found[layer]), "number") if layer in found else "nothing"
             raise BadInput("--load", got=f"{got} for layer {layer} in {source}", needed=f"{count}, one an expert", fix="--load FILE")
     return found
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from moe.data.order import Held, TrainSet
 from moe.data.token_shard import TokenShard
 from moe.recipe.shapes import PADDING, marked
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 _IDS, _MASK, _LABELS = _COLUMNS = ("input_ids", "attention_mask", "labels")
 _LOOKED_AT = 8  # samples by which data is told from other data
@@ -86,7 +86,7 @@ class Stream:
         first = step * shard.num_sequences
         if self._at != first:
             if first:
-                self.say(f"data: reads {first:,} samples again, up to where the run stopped")
+                self.say(f"data: reads {counted(first, 'sample')} again, up to where the run stopped")
             if self._at:  # else it has begun, and nothing is read
                 self._begin()
             for _ in range(first):
@@ -128,7 +128,7 @@ class Stream:
         if not self._read:
             raise BadInput("data", got="an iterable without samples", needed="at least one", fix="give one that has some")
         if iter(self.source) is self.source:
-            got = f"an iterator that ended after {self._at:,} samples"
+            got = f"an iterator that ended after {counted(self._at, 'sample')}"
             raise BadInput(
                 "data", got=got, needed="train.steps * train.global_batch of them", fix="give what iter() makes it of, or lower train.steps"
             )
@@ -182,7 +182,7 @@ def open_given(given: Any, *, max_length: int, vocab_size: int, validation_share
         return Given(Stream(train, max_length, vocab_size, say), GivenValidation(validation), key)
     if held is None:
         if count < 2:
-            raise BadInput("data", got=f"{count} samples", needed="at least 2, of which one is held out", fix="give more")
+            raise BadInput("data", got=counted(count, "sample"), needed="at least 2, of which one is held out", fix="give more")
         kept_back = min(count - 1, max(1, round(count * validation_share)))
         count -= kept_back
         validation = samples("train", train, count, kept_back)
@@ -214,12 +214,12 @@ def row(sample: Any, *, what: str, max_length: int, vocab_size: int) -> Ints:
     ids = columns[_IDS]
     for name, column in columns.items():
         if len(column) != len(ids):
-            raise BadInput(f"{what}, {name}", got=f"{len(column)} numbers", needed=f"{len(ids)}, one for each id", fix=f"mend {name}")
+            raise BadInput(f"{what}, {name}", got=counted(len(column), "number"), needed=f"{len(ids)}, one for each id", fix=f"mend {name}")
     if _MASK in columns:
         ids = ids[: _unmasked(columns, what)]
     if not 2 <= len(ids) <= max_length + 1:
         fix = f"cut it, or set model.max_length to {len(ids) - 1}" if len(ids) > 1 else _NOTHING
-        raise BadInput(what, got=f"{len(ids)} ids", needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
+        raise BadInput(what, got=counted(len(ids), "id"), needed=f"2 to model.max_length + 1 = {max_length + 1}", fix=fix)
     if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         fix = "give ids of the vocabulary" if wrong < 0 else f"set data.vocab_size to at least {wrong + 1}"

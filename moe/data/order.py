@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.token_shard import TokenShard
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 ROUNDS = 8
 
@@ -94,7 +94,7 @@ class Windows:
             shorter = f", or set model.max_length to at most {self.as_key(len(self.tokens) - 1)}" if len(self.tokens) > 2 else ""
             raise BadInput(
                 f"{self.name} text",
-                got=f"{len(self.tokens)} tokens",
+                got=counted(len(self.tokens), "token"),
                 needed=f"at least one sequence{longer or f', model.max_length + 1 = {self.max_length + 1}'}",
                 fix=more + shorter,
             )

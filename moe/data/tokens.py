@@ -30,7 +30,7 @@ import numpy.typing as npt
 from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_documents, stamp, survey
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.files import of_contents
 
 FORMAT = 2  # of token files, and of what a corpus is read as: another number is another key
@@ -223,7 +223,7 @@ def _build(folder: Path, corpus: Corpus, data: Data, corpus_hash: str, tokenizer
         by_lines = f"; *.jsonl line by line, key {corpus.text_key.name}" if corpus.source == "mixed" else ""
         log(f"data: {corpus.label}: {found.kinds}{by_lines}")
     described = data.tokenizer if tokenizer is None else "with the checkpoint's tokenizer"
-    log(f"data: tokenising {found.documents:,} documents of {corpus.label} ({described}), once")
+    log(f"data: tokenising {counted(found.documents, 'document')} of {corpus.label} ({described}), once")
     temporary = _made_beside(folder, ".tmp")
     try:
         index = {"format": FORMAT, "key": folder.name, **_write_files(temporary, corpus, data, found, tokenizer)}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from moe.launch.processes import PARENT, STDIN
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.extensions import extensions_dir, remove_stale_locks, version_of
 
 # Variables of an outer job's launcher are removed: a rank must take its place from its own launcher.
@@ -117,7 +117,10 @@ def devices(environment: Mapping[str, str], nproc: int) -> str | None:
     ids = [part.strip() for part in visible.split(",") if part.strip()]
     if len(ids) < nproc:
         raise BadInput(
-            "--nproc", got=nproc, needed=f"at most the {len(ids)} GPUs of CUDA_VISIBLE_DEVICES={visible}", fix=f"--nproc {len(ids)}"
+            "--nproc",
+            got=nproc,
+            needed=f"at most the {counted(len(ids), 'GPU')} of CUDA_VISIBLE_DEVICES={visible}",
+            fix=f"--nproc {len(ids)}",
         )
     if not all(part.isdecimal() for part in ids):
         raise BadInput("CUDA_VISIBLE_DEVICES", got=visible, needed="numbers, for DeepSpeed's launcher", fix="--launcher torchrun")

@@ -36,7 +36,7 @@ from moe.launch.restarts import End, Restarts
 from moe.launch.streams import outlive_readers
 from moe.launch.verdict import Watched, first_to_fail, in_words, verdict
 from moe.recipe.load import run_name
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.files import read_text
 from parallel.lock import HELD, alone_in
 
@@ -371,7 +371,11 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
         print(f"stopping: {name} came before all ranks had started", file=sys.stderr, flush=True)
         return False
     count = send(ranks, _sent(number)) if hosts is None else len(found)
-    print(f"stopping: {name} passed to {count} ranks, which save at the next step (once more: end at once)", file=sys.stderr, flush=True)
+    print(
+        f"stopping: {name} passed to {counted(count, 'rank')}, to save at the next step (once more: end at once)",
+        file=sys.stderr,
+        flush=True,
+    )
     return True
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 # B sequences, L length, T tokens of a pass, K choices
 
@@ -64,7 +64,7 @@ class RoutingRecord:
     def check_places(self, sequences: range, last_place: int, length: int) -> None:
         """Refuse a pass whose tokens stand elsewhere. Raises BadInput."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
-            got = f"a record of {self.sequences} sequences of {self.length} tokens"
+            got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
             needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
             raise _refused(got, needed, "say where the tokens stand: Context.of(tokens, first_sequence=..., places=..., length=...)")
 

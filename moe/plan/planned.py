@@ -19,7 +19,7 @@ from moe.plan.job import network_of, plan_of
 from moe.plan.predicted import held_bytes, stack_on
 from moe.plan.recipe_of import as_stored, recipe_of
 from moe.recipe.sections import Run
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.plan.candidates import Space, Way, candidates, way_of
 from parallel.plan.choose import Found, Ranked, Refused, choose, described
 from parallel.plan.cluster import FOLDER, Cluster, load_cluster
@@ -185,7 +185,7 @@ def _nothing_fits(found: Found, run: Run, cluster: Cluster, checked: Callable[[R
         larger = {"train.global_batch": batch}
         works = batch > run.train.global_batch and _that_fits(with_values(run, larger), cluster, checked) is not None
         fix = f"add {_words(larger)}" if works else "change that size, or --cluster"
-        return BadInput("plan", got=f"no plan that runs on {cluster.world} devices: {reason}", needed="one", fix=fix)
+        return BadInput("plan", got=f"no plan that runs on {counted(cluster.world, 'device')}: {reason}", needed="one", fix=fix)
     plan, over = found.nearest
     return BadInput(
         "plan",

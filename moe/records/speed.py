@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from parallel.errors import counted
+
 
 def matmul_flops(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
     """FLOP/s of one rank on large square products, with the threads that the run has: the best of several measurements."""
@@ -33,7 +35,7 @@ def hardware(device: torch.device) -> str:
         names = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads a rank"
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {counted(torch.get_num_threads(), 'thread')} a rank"
 
 
 def source_commit() -> str | None:

@@ -18,7 +18,7 @@ from typing import Any
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
 from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.files import write_text
 
 REPORT, PLOT_FOLDER = "report.html", "plots"
@@ -152,7 +152,7 @@ def page_text(
 def _state(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> str:
     """The sentence under the title: how far the run is, and when it last wrote."""
     train = [line for line in lines if line.get("kind", "train") == "train"]
-    steps = f"{train[-1]['step']:,} steps" if train else "no step yet"
+    steps = counted(train[-1]["step"], "step") if train else "no step yet"
     times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
     last = f", last line {datetime.fromtimestamp(max(times), UTC):%Y-%m-%d %H:%M} UTC" if times else ""
     return f"{steps}{last}" + ("" if summary else f"; no {SUMMARY} yet: the run goes on, or was stopped")

@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 # T tokens, K choices, G groups, S tokens of a group, N = T * K
 
@@ -43,7 +43,7 @@ def kept_choices(
     if expert_TK.shape[0] % num_groups:
         raise BadInput(
             "router.group",
-            got=f"{num_groups} groups",
+            got=counted(num_groups, "group"),
             needed=f"a divisor of {expert_TK.shape[0]} tokens",
             fix="set router.group to sequence",
         )

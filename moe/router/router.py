@@ -31,7 +31,7 @@ from moe.router.rehearsed import balanced_logits
 from moe.router.scores import chosen_gates, chosen_scores, probabilities, scores_of
 from moe.router.slices import Slices
 from moe.router.slots import slots_of
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.regions import in_region
 from parallel.supposed import supposed
 
@@ -270,6 +270,9 @@ class Router(nn.Module):
             return sequences // each
         if self.training:
             raise BadInput(
-                "router.group", got=f"{each} sequences", needed=f"a divisor of the {sequences} given", fix="set router.group to sequence"
+                "router.group",
+                got=counted(each, "sequence"),
+                needed=f"a divisor of the {sequences} given",
+                fix="set router.group to sequence",
             )
         return 1  # evaluation and generation may have fewer sequences than a training group

@@ -18,6 +18,7 @@ from moe.train.place import peak_memory_bytes
 from moe.train.validation import evaluate, was_evaluated
 from parallel import watchdog
 from parallel.collectives import sum_over
+from parallel.errors import counted
 from parallel.precision import DTYPES
 
 
@@ -27,7 +28,7 @@ def finish(job: Job) -> dict[str, Any]:
     before = None if job.seconds else read_summary(job.out)
     if before is not None and before.get("steps") == job.counters.step:
         if job.counters.step == run.train.steps:  # else a callback stopped this life before its first step
-            job.progress.note(f"all {job.counters.step} steps were done before: raise train.steps to go on, or start over with --fresh")
+            job.progress.note(f"train.steps {job.counters.step} was reached before: raise train.steps to go on, or start over with --fresh")
         job.progress.close(before)
         return before
     if not job.evaluated:  # an earlier life made the last step, then died before the summary
@@ -37,12 +38,12 @@ def finish(job: Job) -> dict[str, Any]:
     model, length = logits_of(job.executor, job.shard), run.model.max_length
     text = ""
     if run.train.sample_tokens and run.model.kind == "decoder":
-        job.progress.note(f"writing a sample of {run.train.sample_tokens} tokens (train.sample_tokens)")
+        job.progress.note(f"writing a sample of {counted(run.train.sample_tokens, 'token')} (train.sample_tokens)")
         much = run.train.sample_tokens
         text = sample(
             model, job.data.tokenizer, prompt=job.data.tokenizer.example, num_tokens=much, max_length=length, device=job.world.device
         )
-    counted = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
+    costs = size(run.model, run.experts, run.router, vocab_size=run.vocab_size)
     speed = None
     if run.train.measure_speed:
         flops = matmul_flops(DTYPES[run.precision.compute], job.world.device)
@@ -59,10 +60,10 @@ def finish(job: Job) -> dict[str, Any]:
         "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
         "predicted": None if job.measured is None else job.measured.against(job.predicted, job.mesh),
-        "parameters_total": counted.total,
-        "parameters_active": counted.active,
-        "flops_per_token": counted.training,
-        "matmul_share": None if speed is None else counted.training * tokens_per_second / speed,
+        "parameters_total": costs.total,
+        "parameters_active": costs.active,
+        "flops_per_token": costs.training,
+        "matmul_share": None if speed is None else costs.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
         "skipped_last": job.counters.in_a_row,
         "redone": {name: type(none)(much) for (name, none), much in zip(NOTHING.items(), redone, strict=True)},

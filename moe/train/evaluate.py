@@ -31,7 +31,7 @@ from moe.train.numbers import LayerNumbers, Sums
 from moe.train.passes import count_tokens, passes_of
 from moe.train.restore import choose, restore
 from moe.train.state import opened
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 TOKENS_AT_ONCE = 8192
 Text = ValidationSet | CorruptedValidation
@@ -127,7 +127,7 @@ def main(
     texts = _whole(data) if another else _held_out(data)
     found = evaluate(model, texts, sequences=sequences)
     where = "all of" if another else "the validation part of"
-    print(f"{path}: {where} {data_config.name}, {found.sequences} sequences, {found.tokens} tokens")
+    print(f"{path}: {where} {data_config.name}, {counted(found.sequences, 'sequence')}, {counted(found.tokens, 'token')}")
     print(f"loss {found.loss:.4f} nats a token   {found.bits_per_byte:.4f} bits per byte   perplexity {found.perplexity:.2f}")
     for layer in found.layers:
         choices = layer.kept + layer.dropped

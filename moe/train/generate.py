@@ -27,7 +27,7 @@ from moe.records.summary import printable
 from moe.train.decode import Cached, Reads, Recomputed, Written, can_cache, continued, for_continuing
 from moe.train.restore import load_model
 from moe.train.sampling import Sampling
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.files import read_text
 
 
@@ -187,7 +187,7 @@ def main(
     seconds = time.perf_counter() - started
     _say("\n" if one else "".join(f"--- {n // samples + 1}.{f.sample + 1}\n{f.prompt}{between}{f.text}\n" for n, f in enumerate(found)))
     made = sum(len(f.ids) for f in found)
-    print(f"{made} tokens of {len(found)} texts in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
+    print(f"{counted(made, 'token')} of {counted(len(found), 'text')} in {seconds:.2f} s: {made / seconds:.0f} a second", file=sys.stderr)
     if json:
         rows = [{"prompt": f.prompt, "sample": f.sample, "text": f.text, "tokens": len(f.ids), "ended": f.ended} for f in found]
         write_json(json, verb="generate", rows=rows, step=at, seconds=seconds)

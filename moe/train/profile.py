@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from parallel.errors import counted
 from parallel.mesh import Mesh
 from parallel.regions import PREFIX, region
 
@@ -86,7 +87,9 @@ class Recording:
         except (OSError, RuntimeError) as error:  # a profile that cannot be written must not end a run
             self.note(f"no profile in {self.folder} ({type(error).__name__}: {error})")
             return
-        told = f"{sum(self._recorded)} steps recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
+        told = (
+            f"{counted(sum(self._recorded), 'step')} recorded in {trace} (open it at ui.perfetto.dev); where the quickest one's time went:"
+        )
         for line in (told, *lines):
             self.note(line)
 

@@ -22,7 +22,7 @@ from typing import Any
 from moe.checks.together import check_run
 from moe.verify.cases import ATTENTION, ENGINES, EXPERTS, LAYERS, MODELS, ROWS, SLICED, Case
 from moe.verify.pairwise import Choice, Covering, Pair, cover, together
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.pipeline.schedules.catalog import SCHEDULES
 
 WORLD, BATCH = 8, 24  # a batch that 8 ranks share out, in groups
@@ -151,7 +151,7 @@ def _rest(choice: Choice, world: int | None, ranks: int, experts: int, *, sharer
         return max(2, experts)
     if ranks * least > world:
         got = f"{world} for {' x '.join(value for value in choice.values() if value != 'none')}"
-        raise BadInput("--nproc", got=got, needed=f"{ranks * least} processes at least", fix=f"--nproc {ranks * least}")
+        raise BadInput("--nproc", got=got, needed=f"{counted(ranks * least, 'process')} at least", fix=f"--nproc {ranks * least}")
     return world // ranks
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe.records.results import write_json
 from moe.verify.cases import Case
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 
 EVERY_S = 10.0  # between two writings of the whole table
 
@@ -57,7 +57,7 @@ class Table:
             return f"{self.file} is not there yet: all {len(self.chosen)} rows are to be made"
         others = sorted(self.commits - {str(now)})
         made = f", made at {', '.join(others)}, which say nothing of what changed since" if others else ""
-        return f"{self.kept} rows kept from {self.file}{made}; {len(self.chosen) - self.kept} left"
+        return f"{counted(self.kept, 'row')} kept from {self.file}{made}; {len(self.chosen) - self.kept} left"
 
     def left(self, world: int) -> list[Case]:
         """The cases of so many processes that have no row yet."""

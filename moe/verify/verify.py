@@ -29,7 +29,7 @@ from moe.verify.recipe import recipe_cases
 from moe.verify.small import known
 from moe.verify.table import Table
 from moe.verify.where import Standard
-from parallel.errors import BadInput, cut
+from parallel.errors import BadInput, counted, cut
 
 Say = Callable[[str], None]
 _BY_DEFINITION = "router.group rank, which counts capacity over what a rank holds and so depends on the layout by definition"
@@ -147,7 +147,8 @@ def _say_sums(rows: list[dict[str, Any]], expected: dict[Case, Expected], nproc:
     passed = sum(row["passed"] for row in rows)
     for line in notes:
         say(line)
-    say(f"{passed} passed, {len(rows) - passed} failed: {len(rows)} layouts of up to {nproc} processes in {seconds:.0f} s")
+    chosen = f"{counted(len(rows), 'layout')} of up to {counted(nproc, 'process')}"
+    say(f"{passed} passed, {len(rows) - passed} failed: {chosen} in {seconds:.0f} s")
     say("tolerances: fp32 1e-5 for every number; in lower precision twice the spread of rounding, measured just now:")
     for twin, e in expected.items():
         if twin.precision != "fp32":

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from parallel.errors import counted
 from parallel.grids import GRIDS, LINES
 from parallel.pipeline.schedules.catalog import SCHEDULES
 from parallel.plan.cut import empty_rank
@@ -68,7 +69,7 @@ def _advice(plan: Plan, devices_per_node: int | None) -> Iterator[str]:
     if plan.pp > 1 and kind is not None and kind.continuous:
         yield f"{plan.schedule} computes gradients with older weights: not the same training as one process"
     if plan.pp > 1 and plan.microbatches < plan.pp:
-        few = "1 micro-batch" if plan.microbatches == 1 else f"{plan.microbatches} micro-batches"
+        few = counted(plan.microbatches, "micro-batch")
         yield f"{few} on {plan.pp} stages: most ranks wait most of the time"
 
 
@@ -171,7 +172,7 @@ def _experts(network: Network, plan: Plan) -> Iterator[str]:
         yield f"degrees.etp={etp} does not divide the experts' hidden units, {of.hidden}"
     stage = plan.dp * plan.sp * plan.tp
     if stage % (ep * etp):
-        yield f"degrees.ep * degrees.etp={ep * etp} does not divide the {stage} ranks of a stage"
+        yield f"degrees.ep * degrees.etp={ep * etp} does not divide the {counted(stage, 'rank')} of a stage"
 
 
 def _batch(network: Network, plan: Plan) -> Iterator[str]:
@@ -182,7 +183,7 @@ def _batch(network: Network, plan: Plan) -> Iterator[str]:
     if network.experts is not None and plan.tp > 1:
         unit, words = plan.tp, f"degrees.tp={plan.tp}, whose ranks each route whole sequences"
     if plan.microbatch % unit:
-        yield f"a micro-batch of {plan.microbatch} sequences is not a multiple of {words}"
+        yield f"a micro-batch of {counted(plan.microbatch, 'sequence')} is not a multiple of {words}"
 
 
 def _stages(network: Network, plan: Plan) -> Iterator[str]:

@@ -253,7 +253,7 @@ CASES: list[tuple[str, str, str]] = [
     (T + "--nproc 2 --degrees.ep 4", "degrees.ep: got 4, needed a divisor of dp * sp * tp = 2", "set degrees.ep to one of [1, 2]"),
     (T + "--nproc 2 --degrees.ep 0", "degrees.ep: got 0", "set degrees.ep to 1"),
     (T + "--nproc 2 --degrees.dp 4", "dp 4 * pp 1 * tp 1 * sp 1 = 4 ranks on 2 processes", "--nproc 4"),
-    (T + "--degrees.dp 2", "= 2 ranks on 1 processes", "--nproc 2"),
+    (T + "--degrees.dp 2", "= 2 ranks on 1 process,", "--nproc 2"),
     (T + "--degrees.dp 0", "degrees.dp: got 0", "degrees.dp"),
     (T + "--nproc 4 --degrees.tp 4", "degrees.tp: got 4, needed a divisor of model.num_heads=2", "set degrees.tp to one of [1, 2]"),
     (

@@ -284,7 +284,7 @@ def test_a_finished_run_started_again_keeps_its_summary(
     assert summary == metrics.read_summary(whole)
     assert before == trained.files(out / "checkpoints") | {"summary": (out / "summary.json").read_text()}
     assert trained.losses(out) == trained.losses(whole)
-    assert f"all {STEPS} steps were done before" in capsys.readouterr().out
+    assert f"train.steps {STEPS} was reached before" in capsys.readouterr().out
     (summary,) = go(recipe(home, changed={"train": {"steps": STEPS + 2}}), out)  # asked for more steps, it goes on
     assert summary["steps"] == STEPS + 2 and [s for s, _ in trained.losses(out)] == list(range(1, STEPS + 3))
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.errors import BadInput
+from parallel.errors import BadInput, counted
 from parallel.fork import run_on_ranks
 from parallel.mesh import AXES, DENSE, EXPERT, GRID, NODES, VIEWS, Degrees, Mesh, check_world, divisors, view_of
 
@@ -188,7 +188,7 @@ def test_degrees_must_multiply_to_the_processes_and_the_fix_helps(d: Degrees, pr
     rest = d.pp * d.tp * d.sp
     if processes % rest == 0:
         assert f"set degrees.dp to {processes // rest}," in refused.value.fix
-    assert refused.value.fix.endswith(f"--nproc {d.world}") and f"on {processes} processes" in str(refused.value)
+    assert refused.value.fix.endswith(f"--nproc {d.world}") and f"on {counted(processes, 'process')}," in str(refused.value)
 
 
 def asked(d: Degrees, rank: int) -> tuple[Mesh, list[tuple[tuple[int, ...], int]]]:

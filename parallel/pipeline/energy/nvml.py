@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from parallel.errors import counted
 from parallel.pipeline.energy.energy import EnergyPlan
 from parallel.pipeline.schedule import Action, Op
 
@@ -97,7 +98,7 @@ def _open(nvml: Any, which: int | Sequence[str]) -> Gpus:
         if isinstance(which, int):
             count = nvml.nvmlDeviceGetCount()
             if count < which:
-                raise NoControl(f"{count} GPUs here, {which} needed: one a rank")
+                raise NoControl(f"{counted(count, 'GPU')} here, {which} needed: one a rank")
             handles = [nvml.nvmlDeviceGetHandleByIndex(rank) for rank in range(which)]
         else:
             handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in which]

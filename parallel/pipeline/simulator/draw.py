@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parallel.errors import counted
 from parallel.files import writing
 from parallel.pipeline.schedule import Op
 from parallel.pipeline.simulator.simulate import Span, Timeline
@@ -68,7 +69,8 @@ def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend:
             if span.end > span.start:
                 dark = stages.index(span.action.stage) / max(1, len(stages) - 1) > 0.5
                 _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark])
-    said = f"{schedule.name}, {schedule.microbatches} micro-batches: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
+    size = f"{schedule.name}, {counted(schedule.microbatches, 'micro-batch')}"
+    said = f"{size}: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
     _frame(axes, timeline, title or said, unit)
     if legend:
         _legend(axes, timeline)

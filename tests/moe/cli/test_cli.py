@@ -70,6 +70,14 @@ def test_help_of_a_verb_lists_its_flags(verb: str, capsys: pytest.CaptureFixture
     assert ("--section.key VALUE" in said) == (verb in verbs.RECIPE_VERBS)
 
 
+def test_help_has_no_gap_where_a_docstring_begins_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all verbs, and in the list of them: no two spaces within a sentence."""
+    assert cli.main(["--help"]) == 0
+    assert "of Hugging Face's transformers" in " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
+    for kind in verbs.VERBS.values():
+        assert "  " not in verbs._about(kind, []).strip(), kind
+
+
 def test_no_word_is_a_question_for_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     assert "usage: moe" in capsys.readouterr().out

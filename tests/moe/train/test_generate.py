@@ -134,7 +134,7 @@ def test_the_command_prints_one_text_as_it_comes_and_says_how_fast(
     printed = capsys.readouterr()
     (want,) = generate.generate(*model, ["abc"], num_tokens=9, sampling=Sampling(0.7), seed=4)
     assert printed.out == f"abc{want.text}\n"
-    assert "tokens of 1 texts in" in printed.err and "a second" in printed.err
+    assert "tokens of 1 text in" in printed.err and "a second" in printed.err
 
 
 def test_a_text_is_the_same_whatever_is_asked_for_beside_it(model: tuple[Transformer, Tokenizer]) -> None:

@@ -258,7 +258,7 @@ class Broken(list[list[int]]):
         ([{"input_ids": [1, 2, 3], "attention_mask": [0, 1, 1]}] * 8, "got a zero before a one, needed ones, then zeros"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 2, 1]}] * 8, "got the number 2"),
         ([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0], "labels": [1, 2, 0]}] * 8, "fix: write -100 there"),
-        ([{"input_ids": [1, 0, 0], "attention_mask": [1, 0, 0]}] * 8, "got 1 ids"),
+        ([{"input_ids": [1, 0, 0], "attention_mask": [1, 0, 0]}] * 8, "got 1 id,"),
     ],
 )
 def test_samples_that_are_none_are_refused_on_every_rank_in_one_line(data: Any, said: str, home: Path, tmp_path: Path) -> None:
