@@ -304,7 +304,8 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     loc = tuple(p for p in error["loc"])
     place = _place(loc)
     if (each := _of_each(_field(place))) is not None:
-        keys, inside = ", ".join(each.model_fields), "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[len(place) :])
+        keys = ", ".join(name for name, field in each.model_fields.items() if field.is_required())
+        inside = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc[len(place) :])
         example = ", ".join(f"{{path: {name}, weight: {weight}}}" for name, weight in (("a.txt", 2), ("b.txt", 1)))
         dotted, needed = ".".join(map(str, place)), f"a list of {{{keys}}}, each with a weight above 0"
         return BadInput(f"{dotted}{inside}", got=_shown(error["input"]), needed=needed, fix=f"write {dotted}: [{example}]")

@@ -207,7 +207,7 @@ def test_one_that_cannot_be_given_back_does_not_keep_the_others() -> None:
     ("nvml", "said"),
     [
         (FakeNvml(starts=False), "NVML does not start: Driver Not Loaded"),
-        (FakeNvml(gpus=1), "1 GPUs here, 2 needed: one a rank"),
+        (FakeNvml(gpus=1), "1 GPU here, 2 needed: one a rank"),
         (FakeNvml(allowed=False), "the clocks of these GPUs may not be set: Insufficient Permissions (it needs root)"),
     ],
 )
