@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe.data.corpus import SIDES, Corpus, Side, Survey, content_hash, split_documents, stamp, survey
+from moe.data.formats import TextKey
 from moe.data.tokenizer import Bytes, Tokenizer, load, pieces, train_bpe
 from moe.recipe.sections import Data
 from parallel.errors import BadInput, counted
@@ -207,7 +208,7 @@ def _check_contents(folder: Path, index: dict[str, Any], *, always: bool) -> Non
                     raise Damaged(f"{name} has another SHA-256 than the index")
         return whole
 
-    files = Corpus("text", folder, tuple(recorded), "", str(folder))
+    files = Corpus("text", folder, tuple(recorded), TextKey(""), str(folder))
     if always or _by_stamp(files, folder.parent, hashed) != whole:
         hashed()
 
