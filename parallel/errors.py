@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable
 
 _LONGEST = 800  # characters of what is shown of an input
+_SOME = 5  # names in a line
 
 
 class BadInput(ValueError):
@@ -50,9 +51,18 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The known word most similar to `word`, or None if none is similar."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return near[0] if near else None
+    """The known word most similar to `word`, or None if none is similar. Dashes before words do not count: all flags have them."""
+    bare = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.7)
+    return bare[near[0]] if near else None
+
+
+def some(names: Iterable[str], *, rest: str = "") -> str:
+    """Names for a line of text: all up to five, of more the first five and their number. `rest`: the command that prints all."""
+    held = list(names)
+    if len(held) <= _SOME:
+        return ", ".join(held)
+    return f"{', '.join(held[:_SOME])} or {len(held) - _SOME} more{f' ({rest})' if rest else ''}"
 
 
 class Ended(RuntimeError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from moe.launch import exit_codes
 from moe.records.results import write_json
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, did_you_mean, some
 
 KINDS = {
     "hangs": "moe.bench.hangs",
@@ -87,7 +87,12 @@ def _asked(only: str | None) -> list[tuple[str, str]]:
         kind, _, text = word.partition(":")
         if kind not in KINDS:
             near = did_you_mean(kind, KINDS)
-            raise BadInput("--only", got=kind, needed=f"kinds of faults: {', '.join(KINDS)}", fix=f"--only {near or 'hangs'}")
+            raise BadInput(
+                "--only",
+                got=kind,
+                needed=f"kinds of faults: {some(KINDS, rest='moe bench faults --help')}",
+                fix=f"--only {near or 'hangs'}",
+            )
         asked.append((kind, text))
     return asked
 

@@ -29,6 +29,7 @@ from parallel.errors import BadInput
 _KEY = r"[a-z_]+(?:\.[a-z_0-9]+)+"
 _SET = re.compile(rf"^(?:set |use )?(?:({_KEY}|it|stage) )?(?:to )?(.*)$")
 _EITHER = re.compile(rf"^set ({_KEY}) or ({_KEY}) to (\S+)$")
+_TOLD = re.compile(rf"(?:--({_KEY}) |({_KEY}): )([^\s?]+)")  # did you mean --a.b 1 --c.d x? did you mean a.b: 1 and c.d: x?
 _PLAIN = re.compile(r"^(null|true|false|-?[\d.][\w.+-]*|[a-z0-9_]+|\[[\d, ]*\])$")
 _MORE = re.compile(r" \(\d+ more wrong values? after this one\)$")
 _NO_ADVICE = "no change of one key alone was found that works: see docs/use/recipes.md"
@@ -215,6 +216,8 @@ def _read(said: str, bad: BadInput) -> Iterator[Proposal]:
         each = [proposals_of(part, bad) for part in text.split(", and ")]
         if all(each):
             yield _together(said, [found[0] for found in each])
+    elif text.startswith("did you mean ") and (told := _TOLD.findall(text)):
+        yield Proposal(said, {typed or written: _value(value) for typed, written, value in told}, removed=(bad.what,))
     elif meant := re.match(rf"^did you mean ({_KEY}|[\w./-]+)\?$", text):
         wrong_key = "does not exist" in str(bad.got)
         yield Proposal(said, renamed=(bad.what, meant[1])) if wrong_key else Proposal(said, {bad.what: meant[1]})

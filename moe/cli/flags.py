@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.cli.verbs import RECIPE_VERBS, is_word
-from parallel.errors import BadInput, did_you_mean
+from moe.recipe.overrides import whole
+from parallel.errors import BadInput, did_you_mean, some
 
 _NEEDED = {int: "a whole number", float: "a number", Path: "a path", str: "text"}
+_GRAVE = ("--fresh", "--force")  # never proposed
 _EXAMPLE = {int: "2", float: "0.8", Path: "PATH", str: "TEXT"}
 
 
@@ -45,7 +48,8 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         name = "--" + name[2:].replace("-", "_") if "--" + name[2:].replace("-", "_") in flags else name
         if name not in flags:
-            _refuse_flag(verb, name, list(flags))
+            following = words[at + 1] if at + 1 < len(words) else "--"
+            _refuse_flag(verb, name, value if equals else None if following.startswith("--") else following, flags)
         if name in checked:
             raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
         if flags[name] is bool:
@@ -58,7 +62,7 @@ def check_words(verb: str, kind: type, words: Sequence[str]) -> list[str]:
             if following.startswith("-") and not _is_number(following):
                 raise BadInput(name, got="no value", needed=_needed(flags[name]), fix=f"{name}={_example(flags[name])}")
             value = next(rest)[1]
-        _check_value(name, flags[name], value)
+        value = _checked(name, flags[name], value)
         if name in repeatable:
             several.append(f"{name}={value}")
         else:
@@ -90,33 +94,46 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-def _refuse_flag(verb: str, name: str, flags: list[str]) -> None:
-    recipe = verb in RECIPE_VERBS
-    near = did_you_mean(name, flags)
+def _refuse_flag(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> None:
+    """Raise BadInput for an unknown flag that was given with this value. No fix proposes a flag that sets something aside or overrules."""
     if "." in name:
         fix = f"recipe values go with {', '.join(f'moe {v}' for v in RECIPE_VERBS)}"
-    elif recipe and (owner := _recipe_key(name)):  # the very word, before one that is spelled alike
-        fix = f"did you mean --{owner}?"
-    elif near:
+    elif (named := _by_name(verb, name, value, flags)) is not None:
+        fix = named
+    elif near := did_you_mean(name, [flag for flag in flags if flag not in _GRAVE]):
         fix = f"did you mean {near}?"
     else:
         fix = f"remove it, or see: moe {verb} --help"
-    needed = f"one of {', '.join(flags) or 'none: it has no flags'}{', or any --section.key of a recipe' if recipe else ''}"
+    rest = ", or any --section.key of a recipe" if verb in RECIPE_VERBS else ""
+    needed = f"one of {some(flags, rest=f'moe {verb} --help') or 'none: it has no flags'}{rest}"
     raise BadInput(name, got=f"a flag that moe {verb} does not have", needed=needed, fix=fix)
 
 
-def _recipe_key(name: str) -> str | None:
-    """The dotted key if only its section was left out (`--lr`); the form of a key if only a section was given (`--optimizer`)."""
+def _by_name(verb: str, name: str, value: str | None, flags: dict[str, Any]) -> str | None:
+    """The fix for a name that another tool has, or that is a recipe's key without its section (`--lr`); None for any other name."""
+    from moe.recipe.described import choices
     from moe.recipe.load import known_keys
+    from moe.recipe.other_tools import Meant, in_our_words, meant_by
     from moe.recipe.sections import Run
 
     word = name.lstrip("-").replace("-", "_")
+    meant = meant_by(word, value, flags=list(flags))
+    if meant is not None and meant.flag in flags:
+        given = "" if value is None or flags[meant.flag] is bool else f" {shlex.quote(value)}"
+        return f"did you mean {meant.flag}{given}?"
+    if meant is not None and meant.flag is None and (verb in RECIPE_VERBS or meant.needless):
+        return meant.fix(value, typed=True)
+    if verb not in RECIPE_VERBS:
+        return None
     if word in Run.model_fields:
-        return f"{word}.KEY VALUE"
-    return next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
+        of_kind = value is not None and in_our_words(f"{word}.kind", value) in choices(f"{word}.kind")
+        return Meant({f"{word}.kind": in_our_words(f"{word}.kind", value)} if of_kind else {f"{word}.KEY": None}).fix(value, typed=True)
+    key = next((k for k in known_keys() if k.rpartition(".")[2] == word), None)
+    return None if key is None else Meant({key: value}).fix(value, typed=True)
 
 
-def _check_value(name: str, kind: Any, value: str) -> None:
+def _checked(name: str, kind: Any, value: str) -> str:
+    """The value, of a whole number its digits. Raises BadInput for one of another type."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             near = did_you_mean(value, get_args(kind))
@@ -124,6 +141,7 @@ def _check_value(name: str, kind: Any, value: str) -> None:
                 name, got=value, needed=_needed(kind), fix=f"did you mean {name} {near}?" if near else f"{name} {_example(kind)}"
             )
     elif kind in (int, float):
+        value = str(whole(value)) if kind is int else value
         try:
             right = math.isfinite(kind(value))
         except (ValueError, OverflowError):
@@ -132,6 +150,7 @@ def _check_value(name: str, kind: Any, value: str) -> None:
             raise BadInput(name, got=value, needed=_needed(kind), fix=f"{name} {_example(kind)}")
     elif kind is Path and not value:
         raise BadInput(name, got="nothing", needed=_needed(kind), fix=f"{name} {_example(kind)}")
+    return value
 
 
 def _is_number(word: str) -> bool:

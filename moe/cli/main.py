@@ -40,7 +40,7 @@ from moe.cli.verbs import (
 from moe.launch import exit_codes
 from moe.launch.environment import set_before_torch
 from moe.recipe.overrides import take_overrides
-from parallel.errors import BadInput, did_you_mean, harmless
+from parallel.errors import BadInput, did_you_mean, harmless, some
 from parallel.files import check_writable, user_path
 
 if TYPE_CHECKING:
@@ -122,11 +122,14 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
-    from moe.recipe.load import of_transformers, run_name
+    from moe.recipe.load import ON_HUB, download_of, of_transformers, run_name
 
     if flags.init_from is None:
         return None
     said = str(flags.init_from)
+    if (hub := download_of(said)) is not None:
+        fix = f"{hub[0]}, then --init_from {hub[1]}"
+        raise BadInput("--init_from", got=f"{said}{ON_HUB}", needed="a folder of this machine", fix=fix)
     if not said.startswith("hf:"):
         source = user_path(flags.init_from, what="--init_from")
         if not source.is_dir():
@@ -253,7 +256,7 @@ def _bench(flags: Bench, _: dict[str, str]) -> int:
     module = _bench_file(flags.name)
     if flags.name not in bench_names():
         near = did_you_mean(flags.name, bench_names())
-        names = ", ".join(bench_names()) or "none in this version"
+        names = some(bench_names(), rest="moe bench --help") or "none in this version"
         raise BadInput("NAME", got=flags.name, needed=f"a measurement: {names}", fix=f"did you mean {near}?" if near else "moe bench NAME")
     said = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name != "name"}
     given = {name: value for name, value in said.items() if value is not None and value is not False}  # 0 was given
@@ -296,9 +299,14 @@ def _plan(flags: Plan, overrides: dict[str, str]) -> int:
     if flags.recipe is None:
         raise BadInput("moe plan", got="no RECIPE", needed="moe plan RECIPE", fix="name one: moe plan dense_8b --cluster h100-8x4")
     if flags.cluster is None:
-        from parallel.plan.cluster import cluster_names
+        from parallel.plan.cluster import some_clusters
 
-        raise BadInput("--cluster", got="nothing", needed=f"one of {', '.join(cluster_names())}, or a file", fix="--cluster a100-80-8x4")
+        raise BadInput(
+            "--cluster",
+            got="nothing",
+            needed=f"one of {some_clusters()}, or a file",
+            fix="--cluster a100-80-8x4",
+        )
     given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags) if f.name not in ("recipe", "calibrate", "nproc")}
     return _call("moe.cli.plan", flags.recipe, overrides=overrides, **given)
 
@@ -330,8 +338,11 @@ def _energy(flags: Energy, overrides: dict[str, str]) -> int:
 
 def _convert(flags: Convert, overrides: dict[str, str]) -> int:
     from moe.convert.checks import settings_of
-    from moe.recipe.load import of_transformers, recipe_names, recipe_path
+    from moe.recipe.load import ON_HUB, download_of, of_transformers, recipe_names, recipe_path
 
+    if (hub := download_of(flags.from_run)) is not None:
+        fix = f"{hub[0]}, then moe convert {hub[1]} {flags.to_run}"
+        raise BadInput("FROM_RUN", got=f"{flags.from_run}{ON_HUB}", needed="a folder of this machine", fix=fix)
     if any(word.startswith("hf:") for word in (flags.from_run, flags.to_run)):
         return _convert_huggingface(flags, overrides)
     if of_transformers(Path(flags.from_run)):
@@ -385,9 +396,18 @@ def _hash_table(flags: HashTable, overrides: dict[str, str]) -> int:
 
 def _show(flags: Show, overrides: dict[str, str]) -> int:
     from moe.plan.flops import size
+    from moe.recipe.described import keys_of_section
     from moe.recipe.load import load, resolved_yaml
     from moe.records.summary import count
 
+    if flags.keys is not None:
+        for flag, value in (("--plan", flags.plan), ("--nproc", flags.nproc), ("--rank", flags.rank), ("--json", flags.json)):
+            if value not in (None, False):
+                raise BadInput(flag, got="it with --keys", needed="--keys alone, or with RECIPE", fix=f"remove {flag}")
+        print("\n".join(keys_of_section(flags.keys, load(flags.recipe, overrides)[0] if flags.recipe is not None else None)))
+        return exit_codes.DONE
+    if flags.recipe is None:
+        raise BadInput("moe show", got="no RECIPE", needed="moe show RECIPE", fix="moe show switch_tiny; the names are in: moe recipes")
     run, origins = load(flags.recipe, overrides)
     if flags.plan:
         return _show_plan(flags, run, origins)
@@ -476,9 +496,12 @@ def _text(path: Path | None) -> str | None:
 
 
 def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN_DIR") -> str:
-    from moe.recipe.load import of_transformers
+    from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     user_path(Path(name) / holds, what=what)
+    if (hub := download_of(name)) is not None:
+        fix = f"{hub[0]}, then moe convert {hub[1]} runs/NAME, then runs/NAME"
+        raise BadInput(what, got=f"{name}{ON_HUB}", needed=f"a run's folder, with {holds} in it", fix=fix)
     if name.startswith("hf:") or of_transformers(Path(name)):
         fix = f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then runs/NAME"
         raise BadInput(what, got=f"{name}, a model of transformers", needed=f"a run's folder, with {holds} in it", fix=fix)
@@ -486,7 +509,7 @@ def _run_dir(name: str, holds: str, *, also: str | None = None, what: str = "RUN
         return name
     runs = sorted(str(p) for p in Path("runs").glob("*") if (p / holds).exists()) if Path("runs").is_dir() else []
     near = did_you_mean(name, runs) or did_you_mean(f"runs/{name}", runs)
-    fix = f"did you mean {near}?" if near else f"one of {', '.join(runs)}" if runs else "train first: moe train switch_tiny"
+    fix = f"did you mean {near}?" if near else f"one of {some(runs, rest='ls runs')}" if runs else "train first: moe train switch_tiny"
     raise BadInput(what, got=name, needed=f"a run's folder, with {holds} in it", fix=fix)
 
 
@@ -601,7 +624,7 @@ def _refuse_verb(verb: str) -> None:
 
         recipe = did_you_mean(verb, recipe_names())
         fix = f"did you mean moe train {recipe}?" if recipe else fix
-    raise BadInput("verb", got=verb, needed=f"one of {', '.join(FUNCTIONS)}", fix=fix)
+    raise BadInput("verb", got=verb, needed=f"one of {some(FUNCTIONS, rest='moe --help')}", fix=fix)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,8 @@ class HashTable:
 class Show:
     """Print a recipe merged with its parents, each value with its origin; or its plan, which part of each parameter a rank holds."""
 
-    recipe: str = _word("a name (see: moe recipes) or a YAML file")
+    recipe: str | None = _word_or_none("a name (see: moe recipes) or a YAML file; needed but with --keys")
+    keys: str | None = _flag(None, "instead: the keys of a section, as model or model.rope, or of all, each with its choices and meaning")
     plan: bool = _flag(False, "instead: parameters by path, their style, whole shape and the part held here, and its bytes")
     nproc: int | None = _flag(None, "with --plan: of so many processes, 1 by default")
     rank: int | None = _flag(None, "with --plan: as this rank holds it, 0 by default")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, reduce
@@ -20,15 +21,20 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from moe.recipe.idle import COMMAND_LINE, check_read
+from moe.recipe.other_tools import first_leaf, in_our_words, meant_by
 from moe.recipe.plugin import WORDS, Plugin, registered
 from moe.recipe.router_spec import RouterSpec
 from moe.recipe.sections import Run, Section, choices_of, takes_number
 from parallel import yaml_text
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, did_you_mean, some
 from parallel.files import read_text, user_path
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PUBLISHED = "published"
+ALL = "all"  # the word for every section
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+ON_HUB = ", which is not here, and may be a model of the Hugging Face hub"
+_OWN_FOLDERS = ("runs", "recipes", PUBLISHED, "docs", "checkpoints")
 
 
 def recipe_names() -> list[str]:
@@ -52,12 +58,27 @@ def of_transformers(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
+def download_of(name: str) -> tuple[str, str] | None:
+    """Of a name on the Hugging Face hub (Qwen/Qwen3-30B-A3B), the command that downloads it and the folder that it makes, as hf:FOLDER;
+    None for a folder of this machine, and for a name that is none of the hub."""
+    hub = name.removeprefix("hf:")
+    if _HUB.fullmatch(hub) is None or Path(hub).exists() or ("/" not in hub and hub == name):
+        return None
+    if hub.endswith((".yaml", ".yml", ".csv", ".json")) or Path(hub).parts[0] in _OWN_FOLDERS or ("/" in hub and Path(hub).parent.is_dir()):
+        return None
+    folder = hub.rpartition("/")[2]
+    return f"hf download {hub} --local-dir {folder}", f"hf:{folder}"
+
+
 def recipe_path(name: str) -> Path:
     """The path of a recipe, given the name of a shipped one or a path. Raises BadInput, which lists the names."""
     given = user_path(name, what="recipe")
     for path in (RECIPES / f"{name}.yaml", given):
         if path.is_file():
             return path
+    if (hub := download_of(name)) is not None:
+        fix = f"{hub[0]}, then moe convert {hub[1]} runs/NAME"
+        raise BadInput("recipe", got=f"{name}{ON_HUB}", needed="a YAML file", fix=fix)
     if name.startswith("hf:") or of_transformers(given):
         fix = f"moe convert hf:{name.removeprefix('hf:')} runs/NAME, then moe train runs/NAME/recipe.yaml"
         raise BadInput("recipe", got=f"{name}, a model of transformers", needed="a YAML file", fix=fix)
@@ -70,7 +91,7 @@ def recipe_path(name: str) -> Path:
     raise BadInput(
         "recipe",
         got=name,
-        needed=f"a YAML file, or one of {', '.join(recipe_names())}",
+        needed=f"a YAML file, or one of {some(recipe_names(), rest='moe recipes')}",
         fix=f"did you mean {near}?" if near else "list them with: moe recipes",
     )
 
@@ -97,7 +118,7 @@ def read_recipe(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     for source, values in reversed(chain):
         for section, fields in values.items():
             if not isinstance(fields, dict):
-                _refuse_key((section,)) if section not in Run.model_fields else None
+                _refuse_key((section,), fields) if section not in Run.model_fields else None
                 raise BadInput(
                     f"{section} in {source.name}", got=fields, needed="a section: key: value pairs", fix=f"write {section}: {{key: value}}"
                 )
@@ -163,7 +184,7 @@ def load(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> tupl
     given = sorted((overrides or {}).items(), key=lambda item: item[0] != _PRESET)  # a preset before what replaces its values
     for dotted, text in given:
         if dotted not in known_keys():
-            _refuse_key(tuple(dotted.split(".")))
+            _refuse_key(tuple(dotted.split(".")), text, typed=True)
         *sections, key = dotted.split(".")
         held = values
         for section in sections:
@@ -216,6 +237,11 @@ def known_keys() -> list[str]:
     return list(_keys())
 
 
+def field_of(key: str) -> Any:
+    """pydantic's description of a dotted key's field; None if there is no such key."""
+    return _field(key.split("."))
+
+
 def names_beside_plugins(key: str) -> list[str]:
     """The names of a key that a user's own part may stand in for, built-in and registered ones; none for any other key."""
     field = _field(key.split("."))
@@ -262,14 +288,11 @@ def _place(loc: Sequence[Any]) -> list[Any]:
     return [name for at, name in enumerate(loc) if _field(loc[: at + 1]) is not None]
 
 
-def _refuse_key(path: tuple[Any, ...]) -> None:
+def _refuse_key(path: tuple[Any, ...], value: Any = None, *, typed: bool = False) -> None:
+    """Raise BadInput for a key that no recipe has. `typed`: on a command line, so that the fix is one for it."""
     dotted, last = ".".join(map(str, path)), str(path[-1])
     elsewhere = [k for k in known_keys() if k.rpartition(".")[2] == last]
     outer = next(path[:n] for n in range(len(path) - 1, -1, -1) if n == 0 or _field(path[:n]) is not None)
-    if not outer:
-        near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
-        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else "see: moe show switch_tiny"
-        raise BadInput(dotted, got="a section that does not exist", needed=f"one of {', '.join(Run.model_fields)}", fix=fix)
     field = _field(path)
     if field is not None:
         raise BadInput(
@@ -278,13 +301,24 @@ def _refuse_key(path: tuple[Any, ...]) -> None:
             needed=f"{dotted}.KEY",
             fix=f"for example --{next(k for k in known_keys() if k.startswith(dotted + '.'))} VALUE",
         )
-    where, section = ".".join(map(str, outer)), _section(_field(outer))
+    where, section = ".".join(map(str, outer)), _section(_field(outer)) if outer else Run
     if section is None:
         raise BadInput(dotted, got=f"a key inside a value: {where} is no section", needed=f"{where}: VALUE", fix=f"set {where} alone")
-    near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
-    meant = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
-    fix = f"did you mean {meant}?" if meant else "remove it, or see: moe show switch_tiny"
-    raise BadInput(dotted, got="a key that does not exist", needed=f"one of {', '.join(section.model_fields)}", fix=fix)
+    inner, given = first_leaf(value)
+    named = dotted + inner
+    meant = meant_by(named, given) or (None if elsewhere else meant_by(named.rpartition(".")[2], given))
+    if meant is not None:
+        dotted, fix = named, meant.fix(given, typed=typed)
+    elif outer:
+        near = did_you_mean(str(path[len(outer)]), list(section.model_fields))
+        key = elsewhere[0] if len(elsewhere) == 1 or (elsewhere and not near) else f"{where}.{near}" if near else None
+        fix = f"did you mean {key}?" if key else f"remove it, or see: moe show --keys {outer[0]}"
+    else:
+        near = did_you_mean(dotted, known_keys() if len(path) > 1 else list(Run.model_fields))
+        fix = f"did you mean {near}?" if near else f"did you mean {elsewhere[0]}?" if elsewhere else f"see: moe show --keys {ALL}"
+    kind = "key" if outer else "section"
+    needed = f"one of {some(section.model_fields, rest=f'moe show --keys {where or ALL}')}"
+    raise BadInput(dotted, got=f"a {kind} that does not exist", needed=needed, fix=fix)
 
 
 def _of_each(field: Any) -> type[Section] | None:
@@ -311,12 +345,12 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
         return BadInput(f"{dotted}{inside}", got=_shown(error["input"]), needed=needed, fix=f"write {dotted}: [{example}]")
     if error["type"] == "extra_forbidden":
         try:
-            _refuse_key(loc)
+            _refuse_key(loc, error["input"])
         except BadInput as refused:
             return refused
     dotted, field = ".".join(map(str, place or loc)), _field(place) if len(place) > 1 else None
     if field is not None and _section(field) is not None:
-        inner = ", ".join(_section(field).model_fields)  # type: ignore[union-attr]
+        inner = some(_section(field).model_fields, rest=f"moe show --keys {dotted}")  # type: ignore[union-attr]
         return BadInput(dotted, got=_shown(error["input"]), needed=f"a section with keys of {inner}", fix=f"write {dotted}: {{key: value}}")
     if error["type"] == "tuple_type":
         return BadInput(dotted, got=_shown(error["input"]), needed="a list", fix=f"write {dotted}: [1, 2] in a file, --{dotted} [1,2] here")
@@ -324,10 +358,12 @@ def _explain(error: dict[str, Any], more: int) -> BadInput:
     needed = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     fix = f"set {dotted} to a value like {_shown(field.default)}" if field is not None else f"write {dotted}: {{key: value}}"
     if choices and error["type"] not in _RANGES:
-        near = did_you_mean(str(error["input"]), choices)
+        ours = in_our_words(dotted, error["input"])
+        near = ours if ours in choices else did_you_mean(str(error["input"]), choices)
         numbers = " or a number" if field is not None and takes_number(field.annotation) else ""
         numbers += f" or {WORDS}" if field is not None and Plugin in get_args(field.annotation) else ""
-        needed = f"{', '.join(choices)}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
+        listed = some(sorted(choices, key=lambda name: name not in registered(dotted)), rest=f"moe show --keys {dotted.rpartition('.')[0]}")
+        needed = f"{listed}{numbers}" if len(choices) > 1 or numbers else f"{choices[0]} (the only choice this version has)"
         fix = f"did you mean {near}?" if near and near != str(error["input"]) else f"set {dotted} to {choices[0]}"
     if more > 0:
         fix += f" ({more} more wrong {'value' if more == 1 else 'values'} after this one)"

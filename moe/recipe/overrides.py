@@ -1,10 +1,14 @@
-"""Recipe values on a command line: `--section.key value` and `--section.key=value`, in any position."""
+"""Recipe values as users type them: `--section.key value` and `--section.key=value`, in any position; whole numbers as 1e3."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from parallel.errors import BadInput
+
+_POWER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE]\+?[0-9]{1,2}")
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -30,3 +34,10 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise BadInput(name, got="it twice", needed="it once", fix="remove one of the two")
         overrides[key] = value
     return rest, overrides
+
+
+def whole(value: Any) -> Any:
+    """The number of a text that is a whole number with an exponent, 1e3 or 2.5e4; any other value as it is."""
+    if not isinstance(value, str) or _POWER.fullmatch(value) is None or not float(value).is_integer():
+        return value
+    return int(float(value))

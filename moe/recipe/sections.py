@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
+from moe.recipe.overrides import whole
 from moe.recipe.plugin import GROUPS, Plugin, by_name, is_plugin
 from moe.recipe.presets import PRESETS
 from moe.recipe.router_spec import RouterSpec
@@ -42,6 +43,11 @@ def takes_number(annotation: Any) -> bool:
     return annotation in (int, float) or any(takes_number(a) for a in get_args(annotation))
 
 
+def takes_whole(annotation: Any) -> bool:
+    """Whether a number of this type has to be whole."""
+    return takes_number(annotation) and annotation is not float and float not in get_args(annotation)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
@@ -50,6 +56,8 @@ class Section(BaseModel):
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what pydantic accepts: true for a number (`steps: yes` would be 1), and numbers so large that checks would not end."""
         kind = cls.model_fields[str(info.field_name)].annotation
+        if takes_whole(kind):
+            value = [whole(each) for each in value] if isinstance(value, list) else whole(value)
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, bool) and kind is not bool:
                 raise ValueError("a number or a name, not true or false")

@@ -35,12 +35,14 @@ def base_of(found: Reader, moved: Path | None = None) -> Reader:
     said = found.state.get(WHERE)
     said = said if isinstance(said, dict) and isinstance(said.get("path"), str) else {}
     path = moved or Path(said.get("path", ""))
-    fix = "--init_from, with the folder of that checkpoint"
+    there, trains = Path(said.get("path", "BASE")), "moe train also takes --init_from WHERE_IT_IS"
     if not said or not (path / "manifest.json").is_file():
         needed = f"the checkpoint that {found.path.name} has adapters of"
+        fix = f"link it (mkdir -p {there.parent} && ln -s WHERE_IT_IS {there}), or move it back; {trains}"
         raise BadInput("the base of a run of adapters", got=f"no checkpoint in {path}", needed=needed, fix=fix)
     if _hash(path) != said.get("manifest"):
-        needed = f"the checkpoint that {found.path.name} has adapters of, which was at {said['path']}"
+        needed = f"the checkpoint that {found.path.name} has adapters of, which was at {there}"
+        fix = f"move it back to {there}; {trains}"
         raise BadInput("the base of a run of adapters", got=f"another checkpoint in {path}", needed=needed, fix=fix)
     checkpoint.verify(path)
     return whole(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import yaml_text
-from parallel.errors import BadInput, did_you_mean, harmless
+from parallel.errors import BadInput, did_you_mean, harmless, some
 from parallel.files import read_text, user_path
 from parallel.plan.device import RATED, Device
 from parallel.plan.hashed import hashed_once
@@ -128,12 +128,22 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def some_clusters() -> str:
+    """The first names of clusters, for a line of text."""
+    return some(cluster_names(), rest="docs/parallel/planner_time.md")
+
+
 def load_cluster(name: str) -> Cluster:
     """A shipped cluster by name, with `xN` after it for N nodes, or a file. Raises BadInput for an unknown one, with the list."""
     path = user_path(name, what="cluster")
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
-            raise BadInput("cluster", got=name, needed="a file that exists", fix=f"give its path, or one of {', '.join(cluster_names())}")
+            raise BadInput(
+                "cluster",
+                got=name,
+                needed="a file that exists",
+                fix=f"give its path, or one of {some_clusters()}",
+            )
         return _read(path)
     known = cluster_names()
     if name in known:
@@ -141,9 +151,23 @@ def load_cluster(name: str) -> Cluster:
     found = re.fullmatch(r"(.+)x([1-9]\d{0,5})", name)
     if found and found[1] in known:
         return _read(FOLDER / f"{found[1]}.yaml").of(int(found[2]))
-    raise BadInput(
-        "cluster", got=name, needed=f"one of {', '.join(known)}", fix=f"take one of them, as {known[0]}x4 for 4 nodes, or a .yaml file"
-    )
+    raise BadInput("cluster", got=name, needed=f"one of {some_clusters()}", fix=_nearest(name, known))
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """The fix for an unknown cluster: of h100x8 and 8xh100, of which no node is shipped, the node with 8 devices of that name."""
+    counted = re.fullmatch(r"(?:(?P<before>\d+)[x*-])?(?P<device>.+?)(?:[x*:_-](?P<after>\d+))?", name.lower())
+    assert counted is not None
+    device, count = counted["device"], int(counted["after"] or counted["before"] or 8)
+    of_device = {
+        each: int(each.rpartition("-")[2]) for each in known if each.startswith(f"{device}-") and each.rpartition("-")[2].isdigit()
+    }
+    if of_device:
+        node = min(of_device, key=lambda each: (count % of_device[each] != 0, len(each), each))
+        nodes = max(1, -(-count // of_device[node]))
+        return f"did you mean {node}{f'x{nodes}' if nodes > 1 else ''}?"
+    near = did_you_mean(name.lower(), known)
+    return f"did you mean {near}?" if near else f"take one of them, as {known[0]}x4 for 4 nodes, or a .yaml file"
 
 
 def _read(path: Path) -> Cluster:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,8 +73,8 @@ CASES: list[tuple[str, str, str]] = [
     ("generate", "moe generate: got no RUN_DIR", "runs/switch_tiny"),
     (T + "glam_tiny", "'glam_tiny' as one word too many", "remove it"),
     (T + "--nprocs 2", "--nprocs: got a flag", "did you mean --nproc?"),
-    (T + "--lr 0.1", "--lr: got a flag", "did you mean --optimizer.lr?"),
-    (T + "--num-experts 4", "--num-experts: got a flag", "did you mean --experts.num_experts?"),
+    (T + "--lr 0.1", "--lr: got a flag", "did you mean --optimizer.lr 0.1?"),
+    (T + "--num-experts 4", "--num-experts: got a flag", "did you mean --experts.num_experts 4?"),
     (T + "-n 2", "-n: got a flag that moe train does not have, needed one of --nproc", "moe train --help"),
     (T + "model.d_ff=512", "'model.d_ff=512' as one word too many", "did you mean --model.d_ff=512?"),
     ("verify --model.d_ff 512", "--model.d_ff: got a flag", "moe train, moe show, moe plan, moe convert"),
@@ -164,6 +165,28 @@ CASES: list[tuple[str, str, str]] = [
     ("eval hf:model", "RUN_DIR: got hf:model, a model of transformers", "moe convert hf:model runs/NAME"),
     ("convert model runs/new", "FROM_RUN: got model, a model of transformers, needed hf:model", "moe convert hf:model runs/new"),
     (T + "--init_from model", "--init_from: got model, a model of transformers, needed hf:model", "--init_from hf:model"),
+    (
+        "convert Qwen/Qwen3-30B-A3B runs/q",
+        "FROM_RUN: got Qwen/Qwen3-30B-A3B, which is not here",
+        "hf download Qwen/Qwen3-30B-A3B --local-dir",
+    ),
+    ("convert hf:Qwen/Qwen3 runs/q", "FROM_RUN: got hf:Qwen/Qwen3, which is not here", "then moe convert hf:Qwen3 runs/q"),
+    (
+        "train Qwen/Qwen3",
+        "recipe: got Qwen/Qwen3, which is not here",
+        "hf download Qwen/Qwen3 --local-dir Qwen3, then moe convert hf:Qwen3",
+    ),
+    ("eval Qwen/Qwen3", "RUN_DIR: got Qwen/Qwen3, which is not here", "hf download Qwen/Qwen3"),
+    (
+        T + "--init_from hf:gpt2",
+        "--init_from: got hf:gpt2, which is not here",
+        "hf download gpt2 --local-dir gpt2, then --init_from hf:gpt2",
+    ),
+    ("plan switch_tiny --cluster h100x8", "cluster: got h100x8", "did you mean h100-8?"),
+    ("plan switch_tiny --cluster h100-16", "cluster: got h100-16", "did you mean h100-8x2?"),
+    ("plan switch_tiny --cluster 8xA100", "cluster: got 8xA100", "did you mean a100-"),
+    ("show --keys optimiser", "--keys: got optimiser, needed a section of a recipe: model,", "did you mean optimizer?"),
+    ("show --keys model --plan", "--plan: got it with --keys", "remove --plan"),
     # the recipe's file
     ("train switch_tinny", "recipe: got switch_tinny", "did you mean switch_tiny?"),
     ("train no/such.yaml", "recipe: got no/such.yaml, needed a YAML file, or one of dense_", "moe recipes"),
@@ -624,6 +647,12 @@ def test_bad_input_is_one_line_that_names_the_fault_and_the_fix(results, words: 
     assert what in head, err
     assert fix in advice, err
     assert seconds < 1.0
+
+
+def test_no_line_lists_more_than_five_names(results) -> None:
+    """Numbers may be more: each of them is a fix."""
+    long = re.compile(r"(?:[a-z][\w./*+-]*, ){5,}[a-z]")
+    assert [err for _, _, err, _ in results.values() if long.search(err)] == []
 
 
 def processor_seconds(command: list[str], folder: Path) -> tuple[float, subprocess.CompletedProcess[str]]:

@@ -91,6 +91,7 @@ CACHED = {
     "moe/kernels/triton/device.py: _shared_bytes": "of the device",
     "moe/kernels/triton/device.py: hopper": "of the device",
     "moe/recipe/load.py: _keys": "of the classes of a recipe",
+    "moe/recipe/other_tools.py: _table": "of the tables in that file",
     "parallel/tensor/style.py: _regex": "of a pattern alone",
 }
 SETTINGS = {

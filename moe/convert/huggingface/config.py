@@ -15,7 +15,7 @@ from moe.convert.huggingface.families import FAMILIES, HARMLESS, REQUIRED, Famil
 from moe.recipe.load import flat
 from moe.recipe.sections import Model, Rope, Run
 from moe.recipe.shapes import NORM_EPS
-from parallel.errors import BadInput
+from parallel.errors import BadInput, some
 
 LONGEST = 4096  # tokens of a sequence in the recipe, where config.json allows more: a cache of keys is made for so many
 _LOWS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
@@ -31,9 +31,8 @@ def family_of(config: dict[str, Any]) -> Family:
     kind = config.get("model_type")
     if kind not in FAMILIES:
         named = ", ".join(config.get("architectures") or ()) or "no architecture"
-        raise BadInput(
-            "config.json: model_type", got=f"{kind} ({named})", needed=f"one of {', '.join(FAMILIES)}", fix="see: docs/use/huggingface.md"
-        )
+        needed = f"one of {some(FAMILIES, rest='docs/use/huggingface.md')}"
+        raise BadInput("config.json: model_type", got=f"{kind} ({named})", needed=needed, fix="see: docs/use/huggingface.md")
     family = FAMILIES[kind]
     return encoder_decoder.for_layers(family, config) if family.halves else family
 

@@ -45,7 +45,7 @@ from moe.train.kept import KEPT, kept
 from moe.train.state import EXTRA, Counters
 from parallel import checkpoint
 from parallel.checkpoint import Piece
-from parallel.errors import BadInput
+from parallel.errors import BadInput, some
 from parallel.files import read_text, user_path
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES, LossScale
@@ -261,7 +261,7 @@ def _same_config(run: Run, shapes: Shapes, kept: dict[str, Any], *, ends: int | 
     first = (nearest or ["a model that none has"])[0]
     got = f"{first.key} {first.before}" if isinstance(first, Change) else first
     needed = f"{first.key} {first.after}, or what another family says" if isinstance(first, Change) else "one that a family has"
-    raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {', '.join(FAMILIES)}; see docs/use/huggingface.md")
+    raise BadInput("FROM_RUN", got=got, needed=needed, fix=f"families: {some(FAMILIES, rest='docs/use/huggingface.md')}")
 
 
 def _as_long(run: Run, shapes: Shapes, config: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:

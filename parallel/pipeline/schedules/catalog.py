@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel.errors import BadInput, did_you_mean
+from parallel.errors import BadInput, did_you_mean, some
 from parallel.pipeline.schedule import Schedule, at_least
 from parallel.pipeline.schedules.chimera import chimera
 from parallel.pipeline.schedules.dualpipe import dualpipe
@@ -157,5 +157,5 @@ def kind_of(name: str) -> ScheduleKind:
     if name not in SCHEDULES:
         near = did_you_mean(name, SCHEDULES)
         fix = f"did you mean {near}?" if near else "choose one of them"
-        raise BadInput("schedule", got=name, needed=f"one of {', '.join(SCHEDULES)}", fix=fix)
+        raise BadInput("schedule", got=name, needed=f"one of {some(SCHEDULES, rest='moe simulate')}", fix=fix)
     return SCHEDULES[name]

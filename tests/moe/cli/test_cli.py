@@ -25,8 +25,9 @@ from moe.cli import main as cli
 from moe.cli.flags import check_words
 from moe.launch import launch, start
 from moe.launch.arguments import Arguments, parse
-from moe.recipe.load import RECIPES, known_keys, load, published_names, recipe_names
+from moe.recipe.load import RECIPES, flat, known_keys, load, published_names, recipe_names
 from moe.recipe.overrides import take_overrides
+from moe.recipe.sections import Run
 from parallel.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -477,3 +478,15 @@ def test_bad_input_is_a_value_error_for_library_callers() -> None:
     with pytest.raises(ValueError, match="recipe: got nope"):
         load("nope")
     assert issubclass(BadInput, ValueError)
+
+
+def test_show_prints_the_keys_of_a_section_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key of a recipe, with its default; of a recipe that is named, with its values."""
+    assert cli.main(["show", "--keys", "all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = dict(line.split(": ", 1) for line in lines if not line.startswith(" "))
+    assert {key: json.loads(value) for key, value in told.items()} == flat(Run())
+    assert cli.main(["show", "--keys", "model.rope", "switch_tiny", "--model.rope.base", "7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model.rope.base: 7.0" and "    one of none, linear, ntk, dynamic, llama3, yarn" in lines
+    assert all(line.startswith(("model.rope.", "    ")) for line in lines)

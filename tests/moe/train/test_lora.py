@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,13 @@ def test_a_base_that_is_not_there_or_another_is_refused(home: Path, base: Path, 
     shutil.rmtree(moved)
     longer = adapted(home, train={"steps": 2, "save_every": 1})
     (said,) = trained.train(longer, tmp_path / "b")
-    assert "got no checkpoint in" in said and "fix: --init_from, with the folder of that checkpoint" in said
+    assert "got no checkpoint in" in said and "moe train also takes --init_from WHERE_IT_IS" in said
+    with pytest.raises(BadInput, match="got no checkpoint in") as refused:  # as of texts, evaluation and export
+        restore(tmp_path / "b/checkpoints/step-1")
+    link = refused.value.fix.partition("(")[2].partition(")")[0].replace("WHERE_IT_IS", str(base / "checkpoints/step-6"))
+    subprocess.run(link, shell=True, check=True)
+    restore(tmp_path / "b/checkpoints/step-1")
+    shutil.rmtree(moved)
     (said,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-3")
     assert "got another checkpoint in" in said
     (summary,) = trained.train(longer, tmp_path / "b", init_from=base / "checkpoints/step-6")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ def test_a_number_after_the_name_is_the_number_of_nodes() -> None:
     assert load_cluster("h100-8").holding(17).nodes == 3
 
 
-def test_an_unknown_cluster_is_one_line_with_the_list() -> None:
-    for wrong in ("h1000-8", "h100-8x0", "xh100-8x2", "h100-8x2x3"):
-        with pytest.raises(BadInput) as refused:
-            load_cluster(wrong)
-        assert all(name in str(refused.value) for name in cluster_names()) and "\n" not in str(refused.value)
+@pytest.mark.parametrize("wrong", ["h1000-8", "h100-8x0", "xh100-8x2", "h100-8x2x3", "h100x8", "8xh100", "h100-16", "H100", "gb200x144"])
+def test_an_unknown_cluster_is_one_line_whose_fix_is_one(wrong: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load_cluster(wrong)
+    assert all(name in str(refused.value) for name in cluster_names()[:5]) and "\n" not in str(refused.value)
+    assert re.fullmatch(r"did you mean (\S+)\?", refused.value.fix)
+    meant = load_cluster(refused.value.fix.split()[-1].rstrip("?"))
+    if counted := {"h100x8": 8, "8xh100": 8, "h100-16": 16, "gb200x144": 144}.get(wrong):
+        assert meant.world == counted
+
+
+def test_an_unknown_cluster_that_is_like_none_gets_an_example() -> None:
+    with pytest.raises(BadInput, match="fix: take one of them, as a100-40-8x4"):
+        load_cluster("nothing")
 
 
 def test_a_malformed_file_is_one_line(tmp_path: Path) -> None:

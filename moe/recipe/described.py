@@ -1,0 +1,43 @@
+"""The keys of a recipe's sections in words, for `moe show --keys SECTION`: value, what it may be, meaning."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Any, get_args
+
+from moe.recipe.load import ALL, field_of, flat, known_keys, names_beside_plugins
+from moe.recipe.plugin import WORDS, Plugin
+from moe.recipe.sections import Run, choices_of, takes_number
+from parallel.errors import BadInput, did_you_mean, some
+
+_WIDTH = 110
+_INDENT: dict[str, Any] = {"initial_indent": "    ", "subsequent_indent": "      "}
+
+
+def keys_of_section(section: str, run: Run | None) -> list[str]:
+    """Lines on each key of a section such as model or model.rope, or of all: its value in `run`, else its default. Raises BadInput."""
+    name = section.replace("-", "_")
+    keys = [key for key in known_keys() if name == ALL or key.startswith(f"{name}.") or key == name]
+    if not keys:
+        near = did_you_mean(name, Run.model_fields)
+        fix = f"did you mean {near}?" if near else f"moe show --keys {ALL}"
+        needed = f"a section of a recipe: {some(Run.model_fields, rest=f'moe show --keys {ALL}')}"
+        raise BadInput("--keys", got=section, needed=needed, fix=fix)
+    values = flat(run or Run())
+    return [line for key in keys for line in _lines(key, values[key])]
+
+
+def choices(key: str) -> list[str]:
+    """The names that a key takes; none for a key that takes no names, and for one that does not exist."""
+    field = field_of(key)
+    return [] if field is None else choices_of(field.annotation)
+
+
+def _lines(key: str, value: Any) -> list[str]:
+    field, names = field_of(key), names_beside_plugins(key) or choices(key)
+    kinds = [*names, "a number"] if names and takes_number(field.annotation) else names
+    kinds = [*kinds, WORDS] if Plugin in get_args(field.annotation) else kinds
+    told = [f"one of {', '.join(kinds)}"] if kinds else []
+    told += [field.description] if field.description else []
+    return [f"{key}: {json.dumps(value)}", *(line for text in told for line in textwrap.wrap(text, _WIDTH, **_INDENT))]

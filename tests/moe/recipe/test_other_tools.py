@@ -1,0 +1,149 @@
+"""The fix for a name of another tool names the right key or flag, and a recipe or a command line takes it."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+
+from moe.checks.advice import apply, proposals
+from moe.cli.flags import check_words
+from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
+from moe.recipe import other_tools
+from moe.recipe.load import build_run, flat, known_keys, load, read_recipe, recipe_path
+from moe.recipe.other_tools import FLAGS, KEYS, NEEDLESS, OTHER_UNITS, SWITCHES, WITH_OTHERS, WORDS
+from moe.recipe.overrides import take_overrides
+from moe.recipe.sections import Run
+from parallel.errors import BadInput
+
+
+def rows(table: dict[str, str]) -> list[tuple[str, str, str]]:
+    """(name there, value there, name here); a switch is on."""
+    return [(name.partition("=")[0], name.partition("=")[2] or "true", here) for here, names in table.items() for name in names.split()]
+
+
+WITH_VALUES = [row for table in (KEYS, SWITCHES, WITH_OTHERS) for row in rows(table)]
+
+
+def keys_of(here: str) -> list[str]:
+    return [pair.partition("=")[0] for pair in here.split()]
+
+
+def refused(overrides: dict[str, Any]) -> str:
+    with pytest.raises(BadInput) as bad:
+        load("switch_tiny", overrides)
+    return bad.value.fix
+
+
+def accepted(fix: str) -> Run:
+    """The recipe with a typed fix."""
+    words, overrides = take_overrides(shlex.split(fix.removeprefix("did you mean ").removesuffix("?")))
+    assert words == [], fix
+    return load("switch_tiny", overrides)[0]
+
+
+@pytest.mark.parametrize(("name", "value", "here"), WITH_VALUES, ids=[row[0] for row in WITH_VALUES])
+def test_the_fix_for_a_name_with_its_value_is_a_recipe(name: str, value: str, here: str) -> None:
+    """Typed as a key, typed as a flag (where it has no dot), and written in a file: the same values of the same keys."""
+    fix = refused({name if "." in name else f"section.{name}": value})
+    run = accepted(fix)
+    assert all(f"--{key} " in fix for key in keys_of(here))
+    if "." not in name:
+        with pytest.raises(BadInput) as bad:
+            check_words("train", VERBS["train"], ["switch_tiny", f"--{name.replace('_', '-')}", value])
+        assert bad.value.fix == fix
+    values, _ = read_recipe(recipe_path("switch_tiny"))
+    outer, _, last = name.rpartition(".")
+    written: dict[str, Any] = {last: value}
+    for section in reversed(outer.split(".") if outer else ["train"]):
+        written = {section: written}
+    for section, fields in written.items():
+        values[section] = values.get(section, {}) | fields
+    with pytest.raises(BadInput) as bad:
+        build_run(values)
+    (proposed,) = proposals(bad.value)
+    mended = apply(proposed, values)
+    if outer and outer.partition(".")[0] not in Run.model_fields:
+        del mended[outer.partition(".")[0]]
+    assert flat(build_run(mended)) == flat(run)
+
+
+def test_most_names_lead_to_a_key() -> None:
+    names = {name for table in (KEYS, SWITCHES, WITH_OTHERS, OTHER_UNITS, FLAGS, NEEDLESS) for name, _, _ in rows(table)}
+    assert len(names) >= 120
+    assert len({name for name, _, _ in WITH_VALUES}) >= 110
+    assert not names & set(known_keys())
+    assert not {f"--{name}" for name in names} & {f"--{key.rpartition('.')[2]}" for key in known_keys()}
+
+
+def test_names_here_are_keys_and_flags_and_no_fix_sets_anything_aside() -> None:
+    keys = {key for table in (KEYS, SWITCHES, WITH_OTHERS) for here in table for key in keys_of(here)}
+    assert keys | {unit.partition(",")[0] for unit in OTHER_UNITS} | set(WORDS) <= set(known_keys())
+    assert not {"--fresh", "--force"} & set(FLAGS)
+    for flag, names in FLAGS.items():
+        verbs = [verb for verb, kind in VERBS.items() if flag[2:] in kind.__dataclass_fields__]
+        assert verbs
+        for name, value, _ in rows({flag: names}):
+            if "." in name:
+                assert refused({name: value}) == f"remove it, and give moe train {flag}"
+                continue
+            with pytest.raises(BadInput) as bad:
+                words = ["word"] * sum(is_word(field) for field in VERBS[verbs[0]].__dataclass_fields__.values())
+                check_words(verbs[0], VERBS[verbs[0]], [*words, f"--{name}", value])
+            fixed = shlex.split(bad.value.fix.removeprefix("did you mean ").removesuffix("?"))
+            assert fixed[0] == flag
+            check_words(verbs[0], VERBS[verbs[0]], [*words, *fixed])
+
+
+@pytest.mark.parametrize("verb", RECIPE_VERBS)
+def test_no_verb_proposes_a_flag_that_sets_aside_or_overrules(verb: str) -> None:
+    for name in ("resume", "nodes", "fres", "forse", "frsh", "reset", "force_train", "overwrite_output_dir"):
+        with pytest.raises(BadInput) as bad:
+            check_words(verb, VERBS[verb], [f"--{name}"])
+        assert "--fresh" not in bad.value.fix and "--force" not in bad.value.fix and "--order" not in bad.value.fix
+
+
+# what users of these tools tried: only edit distance was asked, which found 4 of them
+TRIED = {
+    "hidden_size": "model.d_model", "max_steps": "train.steps", "num_local_experts": "experts.num_experts", "learning_rate": "optimizer.lr",
+    "batch_size": "train.global_batch", "tp_size": "degrees.tp", "num_experts_per_tok": "router.num_choices",
+    "top_k": "router.num_choices", "gradient_accumulation_steps": "pipeline.microbatches", "seq_len": "model.max_length",
+    "zero_stage": "sharding.stage", "bf16": "precision.compute", "moe_intermediate_size": "experts.d_ff",
+}  # fmt: skip
+
+
+def test_names_that_users_tried() -> None:
+    values = {"bf16": "true"}
+    for name, key in TRIED.items():
+        assert f"--{key} " in refused({f"train.{name}": values.get(name, "2")})
+    for section in ("train", "optimizer", "model"):
+        assert refused({f"{section}.output_dir": "runs/a"}) == "remove it, and give moe train --out"
+    with pytest.raises(BadInput, match=r"remove it \(moe train continues from the newest checkpoint"):
+        check_words("train", VERBS["train"], ["switch_tiny", "--resume"])
+    with pytest.raises(BadInput, match="fix: did you mean --precision.compute bf16"):
+        check_words("train", VERBS["train"], ["--bf16", "switch_tiny"])
+    for name, value in (("--optimizer", "AdamW"), ("--optimizer", "muon"), ("--sharding", "fsdp2"), ("--dispatch", "padded")):
+        with pytest.raises(BadInput, match=f"fix: did you mean {name}.kind (adamw|muon|fsdp|padded)"):
+            check_words("train", VERBS["train"], ["switch_tiny", name, value])
+    with pytest.raises(BadInput, match="fix: remove it"):
+        check_words("train", VERBS["train"], ["switch_tiny", "--bf16", "false"])
+
+
+@pytest.mark.parametrize(("key", "words"), WORDS.items(), ids=list(WORDS))
+def test_words_of_other_tools_for_a_value(key: str, words: dict[str, str]) -> None:
+    for there, here in words.items():
+        assert other_tools.in_our_words(key, there.upper()) == here
+        load("switch_tiny", {key: here})
+    if key in ("precision.compute", "model.ffn", "optimizer.kind"):
+        there, here = next((there, here) for there, here in words.items() if there.isidentifier())
+        assert refused({key: there}) == f"did you mean {here}?"
+
+
+def test_a_whole_number_may_have_an_exponent() -> None:
+    run = load("switch_tiny", {"train.steps": "1e3", "experts.num_experts": "[4, 1e1]", "model.moe_layers": "[1, 3]"})[0]
+    assert (run.train.steps, run.experts.num_experts) == (1000, (4, 10))
+    assert check_words("train", VERBS["train"], ["switch_tiny", "--nproc", "1e1"]) == ["switch_tiny", "--nproc=10"]
+    for wrong in ("1e-3", "1.5e0", "1e"):
+        with pytest.raises(BadInput, match="train.steps"):
+            load("switch_tiny", {"train.steps": wrong})
