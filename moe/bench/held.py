@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.train.model_states import storages
 from parallel.data.engine import Engine
 from parallel.plan.states import States
 
@@ -35,18 +36,6 @@ def peak_resident_bytes(*, forget: bool = False) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the unique storages behind some tensors, by address. Of a distributed tensor, only this rank's part."""
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
-        if local.device.type != "meta" and not local.is_sparse:
-            storage = local.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return found
 
 
 def living() -> list[Tensor]:

@@ -7,8 +7,12 @@
     device         offload: what is left on the device, by purpose, and what was moved to the host or is in files on disk
 
 Two more kinds of rows: what tiling leaves whole at once (moe/bench/tiles.py), and what a resume takes (moe/bench/resume.py).
-Each case runs in processes of its own, which return freed memory to the system. The model has 100M parameters in two wide layers and gets
-few tokens, so that activations do not matter. `moe bench memory --kinds ddp,zero1 --nproc 4 --json FILE`.
+Each case runs in processes of its own, which return freed memory to the system. The model has two wide layers and gets few tokens, so that
+activations do not matter.
+
+moe bench memory            ddp and ZeRO's stages on two ranks, 25M parameters: about 20 s on two idle cores
+moe bench memory --full     all kinds on 1, 2 and 4 ranks, 100M parameters, a sparse model, tiling and resuming: many minutes
+moe bench memory --kinds ddp,fsdp --only dense          parts of that
 `--kinds sequence` measures what sequence-parallel attention keeps instead (moe/bench/attention.py).
 """
 
@@ -23,11 +27,12 @@ from typing import Any
 import torch
 
 from moe.bench import attention, resume, tensor_grids, tiles
-from moe.bench.held import Arriving, Held, held, living, resident_bytes, storages
+from moe.bench.held import Arriving, Held, held, living, resident_bytes
 from moe.bench.shapes import DENSE, LENGTH, SPARSE, Shape, warm_up
 from moe.bench.sharded import CPU, ShardedKind, Started, kind_of, kinds_of, load_engines, start, tokens_of
 from moe.launch import exit_codes
 from moe.records.results import write_json
+from moe.train.model_states import storages
 from moe.train.step import finish
 from parallel.extensions import missing_for_nvme
 from parallel.fork import run_on_ranks
@@ -41,6 +46,7 @@ KINDS = (
     *("ddp", "fsdp", "zero1", "zero2", "zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
     *("zero2+cpu", "zero3+cpu", "zero3+cpu-all", "zero3+nvme", "zero3+nvme-all"),
 )
+QUICK, QUICK_SHAPE = "ddp,zero1,zero2,zero3", Shape(width=1024, hidden=4096)
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------
@@ -144,25 +150,28 @@ def cases(names: str | None, nproc: int) -> list[tuple[Shape, ShardedKind, int]]
     ]
 
 
-def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, json: str | None = None) -> int:
+def main(*, kinds: str | None = None, nproc: int = 4, only: str | None = None, full: bool = False, json: str | None = None) -> int:
     """`moe bench memory`: returns 1 if a kind's bytes differ from the formula by more than 5 %; with offload, only those on the device.
 
-    Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume.
+    Also returns 1 if a kind takes over 10 % more memory to resume than to train. `only`: part of dense, sparse, tiling, resume. Without
+    `kinds`, `only` and `full`: the quick rows.
     """
     if kinds == "sequence":
         return attention.run("memory", "kept", nproc=nproc, json=json)
     if kinds == "tensor":
         return tensor_grids.run("memory", nproc=nproc, json=json)
-    chosen = cases(kinds, nproc)
+    quick = kinds is None and only is None and not full
+    two = min(2, nproc)
+    chosen = [(QUICK_SHAPE, kind, two) for kind in kinds_of(QUICK)] if quick else cases(kinds, nproc)
     torch.set_num_threads(1)
     load_engines([kind for _, kind, _ in chosen])
     print_papers_table()
     print(f"\n{'model':<8}{'kind':<15}{'ranks':>6}{'ep':>4}{'torch holds':>15}{'formula':>15}{'error':>9}{'resident':>15}{'error':>9}")
     rows = [case(kind, shape, ranks) for shape, kind, ranks in chosen if only is None or only in shape.name]
-    if (only is None or only in "tiling") and nproc > 1:
+    if not quick and (only is None or only in "tiling") and nproc > 1:
         gathering = {kind.name: kind for _, kind, _ in chosen if kind.stage == 3 and not kind.is_peer and kind.place == "device"}
         rows += [row for kind in gathering.values() for row in tiling_cases(kind)]
-    if only is None or only in "resume":
+    if not quick and (only is None or only in "resume"):
         resume.print_head()
         rows += [resume.case(kind_of(name), DENSE, min(2, nproc)) for name in dict.fromkeys(k.name for _, k, _ in chosen if not k.is_peer)]
     if json:

@@ -23,6 +23,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens per second", _number(summary.get("tokens_per_second"), ",.0f")),
         (share[0], percent(summary.get(share[1]))),
         ("dropped tokens", _dropped(summary)),
+        ("model states, one process", _states(summary)),
         ("peak memory, one process", size(summary.get("peak_memory_bytes"))),
         ("memory against its prediction", _against(summary, "memory_bytes", size)),
         ("step against its prediction", _against(summary, "step_seconds", lambda value: f"{value:.3g} s")),
@@ -85,6 +86,13 @@ def _parameters(summary: Mapping[str, Any]) -> str:
     if not known(total):
         return MISSING
     return count(total) if not known(active) or active == total else f"{count(total)}, {count(active)} active for a token"
+
+
+def _states(summary: Mapping[str, Any]) -> str:
+    """Of the process with most of each: sharding lowers these, while the peak has libraries, activations and messages too."""
+    parts = summary.get("state_bytes") or {}
+    there = {name: bytes_ for name, bytes_ in parts.items() if known(bytes_) and bytes_}
+    return f"{size(sum(there.values()))}: {', '.join(f'{name} {size(of)}' for name, of in there.items())}" if there else MISSING
 
 
 def _against(summary: Mapping[str, Any], what: str, words: Callable[[Any], str]) -> str:

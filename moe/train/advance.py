@@ -56,6 +56,8 @@ def _step(job: Job, asked: Callable[[], bool]) -> Made:
             flag=_flag(job, asked),
         )
         numbers = passes() if auditor is None else auditor.passes(passes, step=counters.step + 1)
+    if job.measured is not None:
+        job.measured.gradients(job.engine)
     with during(STEP):
         norm = finish(
             job.engine,

@@ -59,6 +59,7 @@ def finish(job: Job) -> dict[str, Any]:
         "dropped_share": dropped,
         "dropped_share_last": dropped_last,
         "peak_memory_bytes": peak_memory_bytes(job.mesh),
+        "state_bytes": None if job.measured is None else job.measured.states.largest(job.mesh),
         "predicted": None if job.measured is None else job.measured.against(job.predicted, job.mesh),
         "parameters_total": costs.total,
         "parameters_active": costs.active,

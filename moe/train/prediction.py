@@ -1,7 +1,7 @@
 """Before a run starts: what it will need, said in a line, and refused where it cannot fit. At its end: what it took.
 
     foretell(run, ...)      on every rank, before anything is built     -> the same decision on all of them
-    Measured                peak and seconds of the steps, and what else was in memory when they began
+    Measured                peak, model states and seconds of the steps, and what else was in memory when they began
 
 On a GPU bytes are those that torch allocated. On a CPU nobody counts them: they are the process's peak, and what it held beside tensors
 when the model was built is added to the prediction. A prediction that cannot be made is a line, never an error.
@@ -23,9 +23,11 @@ from moe.plan.predicted import Place, Prediction, predict
 from moe.recipe.sections import Run
 from moe.records import prediction
 from moe.records.summary import size
+from moe.train.model_states import ModelStates
 from moe.train.place import own_peak_bytes
 from parallel import process
 from parallel.collectives import max_over
+from parallel.data.engine import Engine
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
 from parallel.plan.cluster import load_cluster
@@ -97,12 +99,24 @@ class Measured:
     def __init__(self, world: World) -> None:
         self.beside = 0.0 if world.device.type == "cuda" else resident_bytes() - _tensor_bytes()
         self.peak_bytes = 0.0
+        self.states = ModelStates()
         self.seconds: list[float] = []
 
-    def step(self, seconds: float) -> None:
-        """After a step. The first two alone decide the memory: what is saved and evaluated later is not theirs."""
-        if len(self.seconds) < STEPS_OF_MEMORY:
+    @property
+    def looks(self) -> bool:
+        """Whether a step's memory is looked at: the first two alone decide it, what is saved and evaluated later is not theirs."""
+        return len(self.seconds) < STEPS_OF_MEMORY
+
+    def gradients(self, engine: Engine) -> None:
+        """Before a step."""
+        if self.looks:
+            self.states.before_step(engine)
+
+    def step(self, seconds: float, engine: Engine) -> None:
+        """After a step."""
+        if self.looks:
             self.peak_bytes = own_peak_bytes()
+            self.states.after_step(engine)
         self.seconds.append(seconds)
 
     def against(self, found: Prediction | None, mesh: Mesh) -> dict[str, Any] | None:

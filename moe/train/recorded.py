@@ -34,7 +34,7 @@ def record(job: Job, made: Made, seconds: float) -> dict[str, Any]:
     tokens = run.train.global_batch * run.model.read_length
     job.seconds += seconds
     if job.measured is not None:
-        job.measured.step(seconds)
+        job.measured.step(seconds, job.engine)
     line = {
         "kind": "train",
         "step": c.step,

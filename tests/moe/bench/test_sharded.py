@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from moe.bench import comm, kinds, memory, resume, tiles
-from moe.bench.held import storages
 from moe.bench.sent import NUMBERS, ROWS, STATES, Sent
 from moe.bench.shapes import Shape
 from moe.bench.sharded import ShardedKind, kind_of, kinds_of, load_engines
+from moe.train.model_states import storages
 from parallel.data import load
 from parallel.data.deepspeed import load_deepspeed
 from parallel.errors import BadInput
@@ -95,6 +95,20 @@ def test_the_memory_table_is_printed_and_written(
     assert "7.5B    64       120     31.41     16.64     1.875" in said
     (row,) = json.loads((tmp_path / "m.json").read_text())["rows"]
     assert {"kind", "ranks", "measured_bytes", "expected_bytes", "error", "resident_bytes", "resident_error", "passed"} <= row.keys()
+
+
+def test_the_memory_of_four_kinds_is_what_is_measured_unless_more_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model on two ranks; all kinds, sizes and parts with --full."""
+    ran: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(memory, "case", lambda kind, shape, ranks: ran.append((kind.name, shape.width, ranks)) or {})
+    monkeypatch.setattr(memory, "load_engines", lambda kinds: None)
+    monkeypatch.setattr(memory, "tiling_cases", lambda kind: [])
+    monkeypatch.setattr(memory.resume, "case", lambda *_: {})
+    memory.main()
+    assert ran == [(name, memory.QUICK_SHAPE.width, 2) for name in ("ddp", "zero1", "zero2", "zero3")]
+    quick, ran[:] = len(ran), []
+    memory.main(full=True)
+    assert len(ran) > 4 * quick and {width for _, width, _ in ran} == {memory.DENSE.width, memory.SPARSE.width}
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", "zero3+cpu-all"])  # each way to load a state
