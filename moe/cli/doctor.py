@@ -83,7 +83,11 @@ def _print(rows: list[Row]) -> None:
         table.add_row(Text(row.state, style=colours[row.state]), row.check, Text(row.value), Text(row.fix))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
     failed = sum(row.state == "FAIL" for row in rows)
-    print(f"{failed} of {len(rows)} checks failed" if failed else f"all {len(rows)} checks passed: moe train switch_tiny --nproc 2")
+    print(
+        f"{failed} of {len(rows)} checks failed"
+        if failed
+        else f"all {len(rows)} checks passed. A first run: moe train switch_tiny --nproc 2"
+    )
 
 
 def _python() -> list[Row]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe.records.panel import LABEL, State, title
-from moe.records.summary import printable, size, summary_rows
+from moe.records.summary import LOSS, printable, size, summary_rows
 
 FILES = {
     "recipe.yaml": "the whole recipe, each value with its origin",
@@ -34,8 +34,11 @@ def ending(state: State, summary: Mapping[str, Any], out: Path | None) -> Group:
     table.add_column(style=LABEL, no_wrap=True)
     table.add_column(style="bold", overflow="fold")
     for label, value in summary_rows(summary):
-        table.add_row(label, Text(value))
+        if label != LOSS:  # a sentence, which gets a line of its own
+            table.add_row(label, Text(value))
     parts: list[RenderableType] = [table]
+    if warning := summary.get("loss_warning"):
+        parts.append(Text(str(warning), style="bold yellow"))
     if summary.get("sample"):
         parts.append(
             Panel(

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe.records import heat
-from moe.records.summary import clock, fixed, known, percent, size
+from moe.records.summary import clock, fixed, known, percent, size, why_skipped
 
 LABEL = "dim"  # bright black would be invisible: some terminal themes use it as the background
 LABEL_WIDTH = 14
@@ -130,8 +130,8 @@ def _wide_rows(state: State, width: int) -> list[tuple[str, str, str]]:
     """(label, text, style) of the rows that need the whole width."""
     s = state.step
     rows = [("gradient", _norms(s), "bold")]
-    if scale := _scale(s):
-        rows.append(("loss scale", scale, "bold yellow" if s.get("skipped") else "bold"))
+    if label := _skips(s)[0]:
+        rows.append((label, _skips(s)[1], "bold yellow" if s.get("skipped") else "bold"))
     if state.evaluation:
         rows.append(("validation", _evaluation(state.evaluation), "bold green"))
     if len(state.losses) > 1:
@@ -149,13 +149,13 @@ def _evaluation(line: Mapping[str, Any]) -> str:
     return f"{fixed(line.get('validation_loss'), '.4f')}{bits} at step {line.get('step', 0):,}"
 
 
-def _scale(s: Mapping[str, Any]) -> str:
-    """Loss scale and skipped steps; empty if no loss scale is used and no step was skipped."""
+def _skips(s: Mapping[str, Any]) -> tuple[str, str]:
+    """Loss scale and skipped steps, as a label and a text; without a scale, skipped steps with their reason. Empty if there are neither."""
     scale, skips = s.get("loss_scale"), s.get("skipped_total") or 0
-    parts = [f"{scale:,.0f}" if scale >= 1 else f"{scale:.3g}"] if known(scale) and scale != 1 else []
-    if skips:
-        parts.append(f"{skips:,} step{'s' if skips > 1 else ''} skipped{', this one too' if s.get('skipped') else ''}")
-    return " · ".join(parts)
+    steps, too = f"{skips:,} step{'s' if skips > 1 else ''}", ", this one too" if s.get("skipped") else ""
+    if known(scale) and scale != 1:
+        return "loss scale", (f"{scale:,.0f}" if scale >= 1 else f"{scale:.3g}") + (f" · {steps} skipped{too}" if skips else "")
+    return ("skipped", f"{steps}{too}: {why_skipped(scale)}") if skips else ("", "")
 
 
 def sparkline(values: Sequence[float], *, cells: int, ramp: str = heat.BLOCKS) -> str:
@@ -240,8 +240,8 @@ def plain_step(state: State, *, max_layers: int = 4) -> str:
     if layers:
         parts.append(f"dropped {percent(s.get('dropped_share'))}")
     parts += [f"grad {_norms(s)}", f"lr {fixed(s.get('lr'), '.2e')}"]
-    if scale := _scale(s):
-        parts.append(f"loss scale {scale}")
+    if (skips := _skips(s))[0]:
+        parts.append(" ".join(skips))
     if known(s.get("memory_bytes")):
         parts.append(size(s["memory_bytes"]))
     if known(state.seconds_left) and s.get("step", 0) < state.steps:

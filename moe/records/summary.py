@@ -10,6 +10,7 @@ from moe.records.redone import NOTHING
 from parallel.errors import plain
 
 MISSING = "–"
+LOSS = "course of the loss"  # the row of a warning
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -36,6 +37,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("processes", _number(summary.get("world"), ".0f")),
         ("hardware", _text(summary.get("hardware"))),
         ("commit", _text(summary.get("commit"))),
+        (LOSS, _text(summary.get("loss_warning"))),
     ]
     return [(label, value) for label, value in rows if value != MISSING]
 
@@ -61,14 +63,20 @@ def _dropped(summary: Mapping[str, Any]) -> str:
     return whole if last == MISSING else f"{last}, in the last tenth of the steps ({whole} in all)"
 
 
+def why_skipped(loss_scale: Any) -> str:
+    """The reason for a skipped step. With a dynamic loss scale an overflow is expected, and the scale is halved."""
+    scaled = known(loss_scale) and loss_scale != 1
+    return "gradients overflowed at a higher loss scale" if scaled else "gradients that were not finite"
+
+
 def _skipped(summary: Mapping[str, Any]) -> str:
-    """Only of a run that skipped some."""
+    """Number of skipped steps with the reason, and how many of them were the last ones; MISSING if none was skipped."""
     skipped, last = summary.get("skipped") or 0, summary.get("skipped_last") or 0
     if not skipped:
         return MISSING
-    return f"{skipped:,}: their gradients were not finite" + (
-        f"; so were the last {last:,}, since which nothing is learned" if last else ""
-    )
+    scale = (summary.get("recipe_values") or {}).get("precision", {}).get("loss_scale", "none")
+    ended = f"; the last {last:,} of the run among them, which learned nothing" if last else ""
+    return f"{skipped:,}: {why_skipped(None if scale == 'none' else 2.0)}{ended}"
 
 
 def _redone(summary: Mapping[str, Any]) -> str:

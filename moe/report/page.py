@@ -17,7 +17,7 @@ from typing import Any
 
 from moe.recipe.load import load
 from moe.records.metrics import METRICS, SUMMARY, read, read_summary, replace_file
-from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows
+from moe.records.summary import MISSING, dropped_shares, duration, fixed, printable, summary_rows, why_skipped
 from parallel.errors import BadInput, counted
 from parallel.files import write_text
 
@@ -191,7 +191,7 @@ def _events(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             rest = {key: value for key, value in line.items() if key not in ("step", "kind", "event", "time")}
             found.append((step, str(line.get("event", MISSING)), ", ".join(f"{key} {_short(key, value)}" for key, value in rest.items())))
         elif line.get("skipped") and line["step"] not in explained:
-            found.append((step, "skipped", f"loss scale {fixed(line.get('loss_scale'), 'g')}"))
+            found.append((step, "skipped", why_skipped(line.get("loss_scale"))))
         if line.get("nonfinite"):
             found.append((step, "not finite", ", ".join(map(str, line["nonfinite"]))))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from moe.plan.flops import size
+from moe.records.course import loss_warning
 from moe.records.metrics import read, read_summary, write_summary
 from moe.records.redone import NOTHING, sums
 from moe.records.speed import hardware, matmul_flops, source_commit
@@ -67,6 +68,7 @@ def finish(job: Job) -> dict[str, Any]:
         "matmul_share": None if speed is None else costs.training * tokens_per_second / speed,
         "skipped": job.counters.skipped,
         "skipped_last": job.counters.in_a_row,
+        "loss_warning": loss_warning(read(job.out)) if job.world.rank == 0 else None,
         "redone": {name: type(none)(much) for (name, none), much in zip(NOTHING.items(), redone, strict=True)},
         "sample": text,
         "world": job.world.size,

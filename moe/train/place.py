@@ -19,7 +19,7 @@ from parallel.checkpoint import numbered
 from parallel.collectives import max_over
 from parallel.errors import BadInput
 from parallel.mesh import Mesh
-from parallel.precision import multiplies
+from parallel.precision import DTYPES, multiplies
 from parallel.process import World
 
 _PROBE_BYTES = 64 << 10  # the recipe and the first lines of the records
@@ -33,15 +33,22 @@ def settle_precision(run: Run, world: World) -> Run:
     return run.model_copy(update={"precision": run.precision.model_copy(update={"compute": compute})})
 
 
-def check_precision(run: Run, world: World) -> None:
-    """Refuse fp16 where a processor of any rank would emulate it. bf16, which `auto` is for, is left to the recipe. Raises BadInput."""
-    if run.precision.compute == "fp16" and not _everywhere(torch.float16, world):
+def check_precision(run: Run, world: World) -> str | None:
+    """Refuse fp16 where a processor of any rank would emulate it; of bf16, a line of warning. Raises BadInput."""
+    compute = run.precision.compute
+    if compute == "fp32" or _everywhere(DTYPES[compute], world):
+        return None
+    if compute == "fp16":
         raise BadInput(
             "precision.compute",
             got="fp16 on a processor that has no instructions for it",
             needed="bf16 or fp32: emulated, a product takes tens of times as long as in fp32",
             fix="set precision.compute to auto, and precision.loss_scale to none",
         )
+    return (
+        "precision.compute bf16 on a processor that has no instructions for it: products are emulated and take many times as long as in "
+        "fp32; --precision.compute auto takes fp32 here"
+    )
 
 
 def _everywhere(dtype: torch.dtype, world: World) -> bool:

@@ -90,9 +90,11 @@ def train(
         of_all(lambda: check_trackers(() if world.rank else run.train.trackers), process.everyone(world), what="train.trackers")
     code = of_all(lambda: Own.code(run), process.everyone(world), what="plug-ins") if run.plugins() else {}
     run = settle_precision(run, world)
-    check_precision(run, world)
+    slow = check_precision(run, world)
     out = out or Path("runs") / name
     told = Asked(name, out, world, origins or {}, fresh, from_step, allow_changes, display, init_from, restart, own, code)
+    if slow is not None:
+        told.say(slow)
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
     with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
         return _train(run, told, predicted, profile)

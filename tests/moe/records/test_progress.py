@@ -109,6 +109,25 @@ def test_the_panel_shows_every_number() -> None:
         assert f"{heat.imbalance(layer['load']):.2f}" in row and row.count("▁") + row.count("▄") + row.count("▅") > 7
 
 
+def test_skipped_steps_have_their_reason_and_no_loss_scale_where_there_is_none() -> None:
+    """In fp32 a gradient is not finite because the run diverges: nothing overflowed a scale."""
+    state = state_at(20)
+    state.add(state.step | {"skipped": True, "skipped_total": 20})
+    for text in ("\n".join(shown(state)), plain_step(state)):
+        assert "20 steps, this one too: gradients that were not finite" in text and "loss scale" not in text
+    rows = dict(summary_rows({"skipped": 20, "recipe_values": {"precision": {"loss_scale": "none"}}}))
+    assert rows["skipped steps"] == "20: gradients that were not finite"
+    scaled = dict(summary_rows({"skipped": 2, "recipe_values": {"precision": {"loss_scale": "dynamic"}}}))
+    assert scaled["skipped steps"].startswith("2: gradients overflowed") and "skipped steps" not in dict(summary_rows({"skipped": 0}))
+
+
+def test_the_end_says_a_rising_loss_in_a_line_of_its_own() -> None:
+    console = terminal(200)
+    console.print(ending(state_at(120), summary() | {"loss_warning": "the loss ended at 7"}, None))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("the loss ended at 7") == 1
+
+
 def test_64_experts_have_64_cells_on_80_columns() -> None:
     state = state_at(20, experts=64)
     rows = [row for row in shown(state) if "│ L" in row]

@@ -32,6 +32,7 @@ from parallel.layout import dense
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import DTYPES, LossScale
 from parallel.process import World
+from tests.support import trained
 from tests.support.tiny import same, start
 
 each_kind = pytest.mark.parametrize("kind", ["ddp", "fsdp", "zero1", "zero2", "zero3", "zero2+cpu", "zero3+cpu-all"])
@@ -320,3 +321,16 @@ def test_a_saved_scale_goes_on_as_if_nothing_had_been(before: list[bool], after:
 def test_dynamic_starts_at_two_to_the_sixteenth() -> None:
     scale = LossScale.of("dynamic")
     assert (scale.value, scale.growth_interval, scale.growth, scale.backoff, scale.floor) == (65536.0, 1000, 2.0, 0.5, 1.0)
+
+
+def test_bf16_that_is_emulated_is_said_before_the_first_step(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a processor without instructions for it; not in fp32, and not where it has them."""
+    monkeypatch.setattr(trainer, "check_precision", place.check_precision)
+    for has, compute, said in ((False, "bf16", 1), (False, "fp32", 0), (True, "bf16", 0)):
+        monkeypatch.setattr(place, "multiplies", lambda dtype, device, has=has: has)
+        run = trained.recipe(home, precision={"compute": compute}, train={"steps": 1, "save_every": 0})
+        trainer.train(run, out=tmp_path / f"{has}{compute}", world=World())
+        lines = capsys.readouterr().out.splitlines()
+        assert len([line for line in lines if "no instructions for it" in line and "--precision.compute auto" in line]) == said
