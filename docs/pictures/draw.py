@@ -28,6 +28,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 from over_ranks import SEQUENCE, TENSOR  # noqa: E402
 from shapes import EXPERTS, GREY, INK, LINE, SOFT, WHITE, arrow, box, canvas, cell, note  # noqa: E402
 
+from moe.cli.simulate import simulated  # noqa: E402
+from moe.cli.simulate_text import said  # noqa: E402
 from moe.kernels import reference  # noqa: E402
 from moe.recipe.sections import Optimizer  # noqa: E402
 from moe.router.capacity import kept_choices  # noqa: E402
@@ -37,7 +39,7 @@ from parallel.kfac.fisher import check_rules, works  # noqa: E402
 from parallel.mesh import Degrees  # noqa: E402
 from parallel.pipeline.schedules.catalog import make_schedule  # noqa: E402
 from parallel.pipeline.simulator.bubbles import Packing, pack  # noqa: E402
-from parallel.pipeline.simulator.draw import draw_on  # noqa: E402
+from parallel.pipeline.simulator.draw import add_legend, draw_on  # noqa: E402
 from parallel.pipeline.simulator.simulate import Span, costs, simulate  # noqa: E402
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -287,15 +289,16 @@ def schedules() -> Axes:
 
 
 def pipelines() -> Axes:
-    """Six schedules of the same work on one time axis: four ranks, eight micro-batches, backward twice as long as forward."""
+    """Six schedules of the same work on one time axis: four ranks, eight micro-batches, backward twice as long as forward. Times and
+    bubbles are those that `moe simulate` prints."""
     names = ("gpipe", "1f1b", "interleaved", "chimera", "zb_h1", "zb_v")
-    figure, rows = plt.subplots(len(names), 1, figsize=(12, 1.62 * len(names)), layout="constrained", sharex=True)
-    for axes, name in zip(rows, names, strict=True):
-        schedule = make_schedule(name, ranks=4, microbatches=8)
-        chunks = schedule.num_stages // schedule.num_ranks
-        timeline = simulate(schedule, costs(1 / chunks, 2 / chunks, summation=0.6))
-        draw_on(axes, timeline, legend=False)
-        axes.set_xlim(0, 34)
+    drawn = [simulated(name, stages=4, microbatches=8) for name in names]
+    figure, rows = plt.subplots(len(names), 1, figsize=(16, 1.62 * len(names)), layout="constrained", sharex=True)
+    until = max(timeline.makespan for _, timeline in drawn)
+    for axes, (row, timeline) in zip(rows, drawn, strict=True):
+        draw_on(axes, timeline, title=said(row), legend=False, until=until)
+    rows[-1].set_xlabel("time (1: a forward pass of one micro-batch through a rank's layers)", fontsize=9)
+    add_legend(figure, [timeline for _, timeline in drawn])
     return rows[0]
 
 

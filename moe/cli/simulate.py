@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.cli.simulate_search import NAME, SEARCHED, refuse_elsewhere, searched
-from moe.cli.simulate_text import print_all, print_one
+from moe.cli.simulate_text import print_all, print_one, said
 from moe.cli.simulate_times import MOST_ACTIONS, OfRecipe, Times, check_filled, check_size, of_recipe, times_of
 from moe.launch import exit_codes
 from parallel.errors import BadInput
@@ -83,9 +83,15 @@ def main(
         row, timeline = _row(_from_catalog(name, size), batches, costs, drains=not kind_of(name).continuous)
     print_one(row, timeline)
     if out is not None:
-        _write(timeline, out, seconds=recipe is not None)
+        _write(timeline, out, title=said(row), seconds=recipe is not None)
         print(f"{KINDS[out.suffix]}: {out}")
     return _finish([row], [], json)
+
+
+def simulated(name: str, *, stages: int, microbatches: int, **times: Any) -> tuple[dict[str, Any], Timeline]:
+    """The row of a schedule of the catalog as `moe simulate` prints it, and its timeline."""
+    size = {"stages": stages, "microbatches": microbatches, "chunks": None} | dict.fromkeys(OPTIONS)
+    return _row(_from_catalog(name, size), None, times_of(times), drains=not kind_of(name).continuous)
 
 
 def _at_least_1(size: dict[str, int | None]) -> None:
@@ -162,11 +168,11 @@ def _all(size: dict[str, Any], costs: Times | OfRecipe, json: Path | None) -> in
 UNIT = "1: a forward pass of one micro-batch through a rank's layers, unless times were given"
 
 
-def _write(timeline: Timeline, out: Path, *, seconds: bool) -> None:
+def _write(timeline: Timeline, out: Path, *, title: str, seconds: bool) -> None:
     if out.suffix == ".png":
         from parallel.pipeline.simulator.draw import draw
 
-        draw(timeline, out, unit="s" if seconds else UNIT)
+        draw(timeline, out, unit="s" if seconds else UNIT, title=title)
     elif out.suffix == ".csv":
         write_order(timeline.schedule, out)
     elif out.suffix == ".json":

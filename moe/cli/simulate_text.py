@@ -24,7 +24,7 @@ def duration(time: float, row: dict[str, Any]) -> str:
 
 def print_one(row: dict[str, Any], timeline: Timeline) -> None:
     print(text(timeline, width=shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160))
-    print(_said(row))
+    print(said(row))
     schedule, bubbles = timeline.schedule, timeline.bubbles()
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
@@ -55,7 +55,8 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def _said(row: dict[str, Any]) -> str:
+def said(row: dict[str, Any]) -> str:
+    """One schedule's sizes, time and bubble: the idle time of a batch more over its ideal time, and, if that differs, with the ramps."""
     size = f"{counted(row['stages'], 'rank')}, {counted(row['microbatches'], 'micro-batch')}"
     size += f", {row['batches']} batches" if row["batches"] > 1 else ""
     ramps = "" if abs(row["bubble"] - row["bubble_with_ramps"]) < 1e-9 else f" ({row['bubble_with_ramps']:.1%} with its ramps)"

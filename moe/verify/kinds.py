@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moe.verify.cases import Case, all_data_cases, all_expert_cases, pipeline_cases, sequence_cases, tensor_cases
 from moe.verify.hybrid import WORLD, hybrid_cases
-from parallel.errors import BadInput
+from parallel.errors import BadInput, did_you_mean, some
 
 KINDS: dict[str, Callable[[int], list[Case]]] = {
     "data": all_data_cases,
@@ -22,7 +22,9 @@ def cases(nproc: int, *, kinds: tuple[str, ...] = tuple(KINDS)) -> list[Case]:
     """Every layout of up to nproc processes, of the kinds asked for. Raises BadInput for a kind there is not, and one without layouts."""
     for kind in kinds:
         if kind not in KINDS:
-            raise BadInput("--kinds", got=kind, needed=f"of {', '.join(KINDS)}", fix=f"--kinds {','.join(KINDS)}")
+            near = did_you_mean(kind, KINDS) or next(iter(KINDS))
+            needed = f"of {some(KINDS, rest='moe verify --help')}, with commas between"
+            raise BadInput("--kinds", got=kind, needed=needed, fix=f"--kinds {near}, or leave --kinds out for all")
     if "hybrid" in kinds and kinds != tuple(KINDS) and nproc < WORLD:
         raise BadInput(
             "--nproc", got=f"{nproc} with --kinds hybrid", needed=f"{WORLD}: all its layouts have so many", fix=f"--nproc {WORLD}"

@@ -4,6 +4,7 @@ the code; the README's Python runs. Links are checked in test_architecture.py.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from moe.bench import faults
+from moe.cli import main as cli
 from moe.cli.main import BENCHES, _arguments_of_main, bench_names
 from moe.cli.verbs import RECIPE_VERBS, VERBS, is_word
 from moe.convert.huggingface.families import FAMILIES
@@ -166,6 +168,30 @@ def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -
     files = {path.stem for path in (ROOT / "docs/pictures").glob("*.png")}
     shown = {name for page in PAGES for name in re.findall(r"pictures/(\w+)\.png\)", page.read_text(encoding="utf-8"))}
     assert files == drawn == shown
+
+
+NUMBERS = {12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen"}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/index.md"], ids=lambda page: page.name)
+def test_pages_that_count_the_schedules_count_the_catalog(page: Path) -> None:
+    counted = re.findall(rf"\b({'|'.join(NUMBERS.values())}) (?:pipeline )?schedules\b", page.read_text(encoding="utf-8"), flags=re.I)
+    assert counted and {word.lower() for word in counted} == {NUMBERS[len(SCHEDULES)]}
+
+
+def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Title by title: sizes, time, bubble; and its legend covers no axes."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
+    figure = importlib.import_module("draw").pipelines().figure
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    for title in titles:
+        assert cli.main(["simulate", title.partition(":")[0]]) == 0
+        assert title in capsys.readouterr().out.splitlines()
+    assert len(titles) == 6 and len(figure.legends) == 1
+    figure.canvas.draw()
+    top = figure.legends[0].get_window_extent().y1
+    assert all(axes.get_tightbbox().y0 > top for axes in figure.axes)
+    importlib.import_module("matplotlib.pyplot").close(figure)
 
 
 def test_the_pages_are_a_site_in_which_no_link_leads_nowhere(tmp_path: Path) -> None:

@@ -54,31 +54,35 @@ def draw_clocks(timeline: Timeline, clocks_mhz: Sequence[Sequence[float]], path:
     for rank, spans in enumerate(timeline.spans):
         for span, mhz in zip(spans, clocks_mhz[rank], strict=True):
             if mhz and span.end > span.start:
-                _bar(axes, timeline, rank, span, color=colors((mhz - low) / (high - low)))
-    _frame(axes, timeline, title, unit)
+                _bar(axes, timeline, rank, span, color=colors((mhz - low) / (high - low)), until=timeline.makespan)
+    _frame(axes, timeline, title, unit, until=timeline.makespan)
     figure.colorbar(ScalarMappable(Normalize(low, high), colors), ax=axes, label="MHz", pad=0.01)
     _save(figure, path)
 
 
-def draw_on(axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None) -> None:
-    """Draw the rows of a timeline on given axes, with its bubble in the title; without a `unit` the axis of time has no words."""
+def draw_on(
+    axes: Axes, timeline: Timeline, *, title: str | None = None, legend: bool = True, unit: str | None = None, until: float | None = None
+) -> None:
+    """Draw the rows of a timeline on given axes. Without a `title` that says its time and how long ranks wait, ramps counted; without a
+    `unit` the axis of time has no words. `until`: where that axis ends, the end of the timeline by default."""
     schedule = timeline.schedule
+    until = until or timeline.makespan
     for rank, spans in enumerate(timeline.spans):
         stages = schedule.stages_of(rank)
         for span in spans:
             if span.end > span.start:
                 dark = stages.index(span.action.stage) / max(1, len(stages) - 1) > 0.5
-                _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark])
+                _bar(axes, timeline, rank, span, color=_COLORS[span.action.op][dark], until=until)
     size = f"{schedule.name}, {counted(schedule.microbatches, 'micro-batch')}"
     said = f"{size}: time {timeline.makespan:g}, idle {timeline.bubble():.1%} of ideal"
-    _frame(axes, timeline, title or said, unit)
+    _frame(axes, timeline, title or said, unit, until=until)
     if legend:
-        _legend(axes, timeline)
+        add_legend(axes.figure, [timeline])
 
 
-def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None) -> None:
+def _frame(axes: Axes, timeline: Timeline, title: str, unit: str | None, *, until: float) -> None:
     schedule = timeline.schedule
-    axes.set_xlim(0, timeline.makespan)
+    axes.set_xlim(0, until)
     axes.set_ylim(schedule.num_ranks - 0.45, -0.55)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)], fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -95,28 +99,25 @@ def _save(figure: Figure, path: str | Path) -> None:
         figure.savefig(path, format="png")
 
 
-def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any) -> None:
+def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, until: float) -> None:
     op, length = span.action.op, span.end - span.start
     if op is Op.S:
         axes.barh(rank + 0.44, length, left=span.start, height=0.07, color=color)
         return
     axes.barh(rank, length, left=span.start, height=0.78, color=color, edgecolor=_INK, linewidth=0.5)
     name = label(timeline.schedule, span.action)
-    size = min(8.5, 12 * 72 * 0.9 * length / timeline.makespan / (0.8 * len(name)))  # in points: fits the bar's width
+    inches = axes.figure.get_figwidth()
+    size = min(8.5, inches * 72 * 0.9 * length / until / (0.8 * len(name)))  # in points: fits the bar's width
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
 
 
-def _legend(axes: Axes, timeline: Timeline) -> None:
+def add_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
+    """Say which colour is which action, below all axes of a figure with a constrained layout, so that nothing is covered."""
     from matplotlib.patches import Patch
 
-    present = {span.action.op for spans in timeline.spans for span in spans if span.end > span.start}
+    present = {span.action.op for timeline in timelines for spans in timeline.spans for span in spans if span.end > span.start}
     handles = [Patch(facecolor=_COLORS[op][0], edgecolor=_INK, linewidth=0.5, label=_NAMES[op]) for op in _COLORS if op in present]
-    axes.legend(
-        handles=handles,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.12 if not axes.get_xlabel() else -0.24),
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-    )
+    if any(timeline.schedule.num_stages > timeline.schedule.num_ranks for timeline in timelines):
+        handles.append(Patch(facecolor=_COLORS[Op.F][1], edgecolor=_INK, linewidth=0.5, label="darker: a later stage of the rank"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)

@@ -79,6 +79,39 @@ def test_a_picture_has_a_bar_for_each_action(name: str, tmp_path: Path) -> None:
     assert any(span.action.op is Op.S for span in shown) == (name == "chimera")
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_legend_covers_neither_the_axis_of_time_nor_its_words(ranks: int) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from parallel.pipeline.simulator.draw import draw_on
+
+    figure = Figure(figsize=(12, 1.3 + 0.42 * ranks), layout="constrained")
+    FigureCanvasAgg(figure).draw()
+    axes = figure.add_subplot()
+    draw_on(axes, simulate(make_schedule("1f1b", ranks=ranks, microbatches=8), costs()), unit="s")
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 < axes.get_tightbbox().y0
+
+
+def test_labels_fit_their_bars_where_the_axis_goes_on_behind_the_timeline() -> None:
+    """Else those of short actions run into each other, in a row of pictures with one axis of time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from parallel.pipeline.simulator.draw import draw_on
+
+    figure = Figure(figsize=(12, 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    timeline = simulate(make_schedule("zb_v", ranks=4, microbatches=8), costs(0.5, 1))
+    draw_on(axes, timeline, until=1.3 * timeline.makespan)
+    figure.canvas.draw()
+    scale = axes.get_window_extent().width / (1.3 * timeline.makespan)
+    assert all(text.get_window_extent().width <= 0.5 * scale for text in axes.texts if text.get_text())
+
+
 def read_size(png: Path) -> tuple[int, int]:
     data = png.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
