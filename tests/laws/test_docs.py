@@ -170,15 +170,6 @@ def test_every_picture_has_a_function_that_draws_it_and_a_page_that_shows_it() -
     assert files == drawn == shown
 
 
-NUMBERS = {12: "twelve", 13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen"}
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/index.md"], ids=lambda page: page.name)
-def test_pages_that_count_the_schedules_count_the_catalog(page: Path) -> None:
-    counted = re.findall(rf"\b({'|'.join(NUMBERS.values())}) (?:pipeline )?schedules\b", page.read_text(encoding="utf-8"), flags=re.I)
-    assert counted and {word.lower() for word in counted} == {NUMBERS[len(SCHEDULES)]}
-
-
 def test_the_picture_of_schedules_says_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Title by title: sizes, time, bubble; and its legend covers no axes."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))

@@ -106,7 +106,9 @@ def _bar(axes: Axes, timeline: Timeline, rank: int, span: Span, *, color: Any, u
         return
     axes.barh(rank, length, left=span.start, height=0.78, color=color, edgecolor=_INK, linewidth=0.5)
     name = label(timeline.schedule, span.action)
-    inches = axes.figure.get_figwidth()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    inches = figure.get_figwidth()
     size = min(8.5, inches * 72 * 0.9 * length / until / (0.8 * len(name)))  # in points: fits the bar's width
     if size >= 5:
         axes.text(span.start + length / 2, rank, name, ha="center", va="center", fontsize=size, color=_INK)
