@@ -122,7 +122,7 @@ def _raised(problem: BadInput | None) -> None:
 
 
 def _make(folder: Path, temporary: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # a run's folder that was renamed is not made again
     for left in folder.glob("step-*.tmp"):
         _discard(left)
     temporary.mkdir()

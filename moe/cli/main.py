@@ -51,10 +51,12 @@ BENCHES = Path(__file__).resolve().parents[1] / "bench"
 
 def _train(flags: Train, overrides: dict[str, str]) -> int:
     from moe.checks.advice import check_for_user
+    from moe.checks.begins import check_begins
     from moe.checks.sharding import check_installed
     from moe.launch import start
     from moe.recipe.changes import check_allowed
     from moe.recipe.load import load
+    from moe.records.tracker import check_trackers
 
     launcher: start.Launcher = flags.launcher or "deepspeed"
     world = start.world_size(flags.nproc, launcher=launcher, hostfile=flags.hostfile)
@@ -79,6 +81,9 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
     if not (alone and _is_rank(os.environ)):  # a rank under another launcher checks against that launcher's world
         check_for_user(run, world, origins)
         check_installed(run)
+        check_begins(run, _out(flags), fresh=flags.fresh, source=source)
+        if flags.hostfile is None:
+            check_trackers(run.train.trackers)
     if not alone:
         return start.start(
             flags.recipe,
@@ -122,6 +127,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
+    from moe.checks.begins import has_checkpoint
     from moe.recipe.load import ON_HUB, download_of, of_transformers, run_name
 
     if flags.init_from is None:
@@ -138,17 +144,26 @@ def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
         if of_transformers(source):
             raise BadInput("--init_from", got=f"{said}, a model of transformers", needed=f"hf:{said}", fix=f"--init_from hf:{said}")
         return source
-    out = flags.out or Path("runs") / run_name(flags.recipe)
+    out = _out(flags)
     base = out / "base"
-    if not flags.fresh and any((out / "checkpoints").glob("step-*/manifest.json")):
+    if not flags.fresh and has_checkpoint(out):
         return base
     if _is_rank(os.environ):
         needed = "a run, which all ranks of a launcher read"
         raise BadInput("--init_from", got=said, needed=needed, fix=f"moe convert {said} runs/BASE, then --init_from runs/BASE")
     from moe.convert.huggingface.convert import begin_from
+    from parallel.lock import alone_in
 
-    print("\n".join(begin_from(user_path(said.removeprefix("hf:"), what="--init_from"), base, recipe=flags.recipe, overrides=overrides)))
+    source = user_path(said.removeprefix("hf:"), what="--init_from")
+    with alone_in(out):
+        print("\n".join(begin_from(source, base, recipe=flags.recipe, overrides=overrides)))
     return base
+
+
+def _out(flags: Train) -> Path:
+    from moe.recipe.load import run_name
+
+    return Path("runs") / run_name(flags.recipe) if flags.out is None else user_path(flags.out, what="--out")
 
 
 def _check_restarts(flags: Train) -> None:

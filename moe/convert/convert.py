@@ -40,6 +40,7 @@ from parallel.data.engine import MOMENTS, Engine
 from parallel.data.load import given
 from parallel.errors import BadInput, counted
 from parallel.layout import Layout
+from parallel.lock import alone_in
 from parallel.mesh import Degrees, Mesh
 from parallel.precision import LossScale
 from parallel.process import World
@@ -150,26 +151,27 @@ def main(
     from moe.convert.report import became, compared, promise, told
 
     out, path = Path(to), find(Path(source))
-    if checkpoint.numbered(out / "checkpoints"):
-        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix="choose another, or remove it")
+    _check_new(out)
     run, origins = load_recipe(recipe, overrides)
     engine, conversion, counters = convert(run, path, settings, load_from=None if load is None else Path(load))
-    make_writable(out, World())
-    (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
     reader = conversion.reader
-    state.save(
-        out / "checkpoints",
-        engine,
-        Mesh.of(Degrees()),
-        counters=counters,
-        scale=LossScale.of(run.precision.loss_scale),
-        recipe=run.resolve(1).model_dump(mode="json"),
-        tokenizer=reader.state["tokenizer"],
-        data=reader.state["data"],
-        table=conversion.table,
-        keep=1,
-    )
-    pass_on(path, out)
+    with alone_in(out, what="TO_RUN"):
+        _check_new(out)  # a run may have begun in it meanwhile
+        make_writable(out, World())
+        (out / "recipe.yaml").write_text(resolved_yaml(run, origins))
+        state.save(
+            out / "checkpoints",
+            engine,
+            Mesh.of(Degrees()),
+            counters=counters,
+            scale=LossScale.of(run.precision.loss_scale),
+            recipe=run.resolve(1).model_dump(mode="json"),
+            tokenizer=reader.state["tokenizer"],
+            data=reader.state["data"],
+            table=conversion.table,
+            keep=1,
+        )
+        pass_on(path, out)
     for line in told(conversion, path, out):
         print(line)
     difference = compared(path, engine.module) if check else None
@@ -180,6 +182,11 @@ def main(
         about = {"method": conversion.settings.method, "source": str(path), "to": str(out), "output": promise(conversion)}
         write_json(json, verb="convert", rows=rows, **about, check=None if difference is None else vars(difference))
     return exit_codes.DONE
+
+
+def _check_new(out: Path) -> None:
+    if checkpoint.numbered(out / "checkpoints"):
+        raise BadInput("TO_RUN", got=f"{out}, which has checkpoints", needed="a new folder", fix="choose another, or remove it")
 
 
 def load_recipe(recipe: str, overrides: dict[str, str]) -> tuple[Run, dict[str, str]]:

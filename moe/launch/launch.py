@@ -30,7 +30,7 @@ from moe.launch import elastic, status
 from moe.launch.arguments import Arguments, parse
 from moe.launch.environment import set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
-from moe.launch.processes import PARENT, TOKEN, die_with_parent
+from moe.launch.processes import TOKEN, die_with_parent
 from moe.launch.streams import outlive_readers
 from moe.recipe.load import load, run_name
 from moe.recipe.sections import Run
@@ -38,6 +38,7 @@ from moe.records.redone import Restart
 from parallel.debug_collectives import DEBUG, TIMEOUT_S
 from parallel.errors import BadInput, Ended
 from parallel.extensions import use_extensions_dir
+from parallel.lock import is_held
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK")  # set by torchrun, DeepSpeed's launcher and Open MPI's
 _SAID = ".moe-said-"  # begins the names of files in the system's temporary folder: a line that a rank of one launch has printed
@@ -46,10 +47,9 @@ _KEPT_S = 600.0
 
 @dataclass
 class Life:
-    """What is known of a rank's run: its folder (nothing before that is known), the folders that were made for it, its recipe."""
+    """The facts known so far about a rank's run: its folder, if a parent holds it and reads there how the rank ended, and its recipe."""
 
     place: list[Path] = field(default_factory=list)
-    made: list[Path] = field(default_factory=list)
     run: Run | None = None
 
 
@@ -90,13 +90,13 @@ def _from_words(argv: Sequence[str] | None, life: Life) -> int:
         run, origins = _for_those_left(run, origins, given.elastic)
     name = run_name(given.recipe)
     out = given.out or Path("runs") / name
-    life.run, life.made = run, status.missing(out)
-    life.place.append(out)
-    return _train(run, origins, name, out, given)
+    life.run = run
+    life.place += [out] if is_held(out) else []
+    return _train(run, origins, name, out, given, life.place)
 
 
 def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
-    """How `work` ended: said, left in the run's folder, and as an exit code."""
+    """Exit code of `work`. Prints how it ended, and notes it for the parent that reads it in the run's folder."""
     error: str | None = None
     code, of_all, repeats = FAILED, False, False
     try:
@@ -121,8 +121,6 @@ def _ended(work: Callable[[Life], int], life: Life, rank: int) -> int:
             print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
     for out in life.place:
         status.leave(out, rank, code, error, of_all=of_all, repeats=repeats)
-        if code not in (DONE, STOPPED) and not any(name in os.environ for name in (PARENT, "RANK", "SLURM_PROCID")):
-            status.tidy(out, life.made)  # nobody started this process, so nobody waits to read it
     return code
 
 
@@ -260,7 +258,7 @@ def _for_those_left(run: Run, origins: dict[str, str], least: int) -> tuple[Run,
     return left, origins | dict.fromkeys(("degrees.dp", "degrees.ep", "pipeline.microbatches"), elastic.ORIGIN)
 
 
-def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments) -> int:
+def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Arguments, place: list[Path]) -> int:
     from parallel import process  # it imports torch, so only after the recipe has been read
 
     world = process.read_environment()
@@ -271,7 +269,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
         from moe.train.trainer import train
 
         process.share_cores(world)
-        process.start(world, timeout_s=run.train.timeout_s, end=_last_word(out, world.rank))
+        process.start(world, timeout_s=run.train.timeout_s, end=_last_word(place, world.rank))
         train(
             run,
             name=name,
@@ -320,11 +318,12 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _last_word(out: Path, rank: int) -> Callable[[str, bool], None]:
+def _last_word(place: list[Path], rank: int) -> Callable[[str, bool], None]:
     """What the watchdog does before it ends this process, whose main thread is stuck."""
 
     def end(line: str, speaker: bool) -> None:
-        status.leave(out, rank, FAILED, line, of_all=True)
+        for out in place:
+            status.leave(out, rank, FAILED, line, of_all=True)
         if speaker and TOKEN not in os.environ:
             os.write(2, f"error on rank {rank}: {line}\n".encode())
         if sys.stdout.isatty():

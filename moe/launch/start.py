@@ -101,6 +101,7 @@ def start(
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
     out = out or Path("runs") / run_name(recipe)
+    outlive_readers()
     given = Arguments(
         recipe,
         overrides,
@@ -115,13 +116,9 @@ def start(
         debug_collectives=debug_collectives,
         elastic=elastic,
     )
-    outlive_readers()
-    made = status.missing(out)
-    with contextlib.suppress(OSError):
-        out.mkdir(parents=True, exist_ok=True)
     again, environment = Restarts(out, limit=restarts, fresh=fresh, from_step=from_step, smaller=smaller), dict(os.environ)
     may_be_forked = restarts and hostfile is None and module == "moe.launch.launch" and sys.platform.startswith("linux")
-    with alone_in(out), _tidied(out, made), _caught_signals() as caught, contextlib.ExitStack() as left:
+    with alone_in(out), _caught_signals() as caught, contextlib.ExitStack() as left:
         ready = left.enter_context(closing(Ready(given.words(), environment, world, wanted=again.saved))) if may_be_forked else None
         while True:
             words, told = replace(given, fresh=again.fresh(), from_step=again.from_step()).words(), environment | again.variables()
@@ -137,16 +134,22 @@ def start(
             if not again.wait(caught):
                 code = INTERRUPTED if caught[0][0] == signal.SIGINT else STOPPED
                 break
-    if code not in (DONE, STOPPED):
-        status.tidy(out, made)
     return code
 
 
 def _run(launch: Launch) -> End:
+    """One life, and the folder in which its ranks note how they ended. Raises BadInput."""
+    token, folder = secrets.token_hex(8), launch.out / status.NAME
+    try:
+        status.empty(launch.out, token)
+        return _lived(launch, token, folder)
+    finally:
+        status.clear(folder, token)
+
+
+def _lived(launch: Launch, token: str, folder: Path) -> End:
     """Start the launcher, wait, end what is left, and say how it went."""
-    world, nproc, caught = launch.world, launch.nproc, launch.caught
-    token, here = secrets.token_hex(8), launch.hostfile is None
-    folder = status.empty(launch.out, token)
+    world, nproc, caught, here = launch.world, launch.nproc, launch.caught, launch.hostfile is None
     env = child_environment(launch.environment, (nproc or 1) if here else None) | {TOKEN: token, HELD: str(launch.out.resolve())}
     hosts = None
     if launch.hostfile is not None:
@@ -377,16 +380,6 @@ def _pass_on(launch: Launch, ranks: list[Rank], folder: Path, hosts: Hosts | Non
         flush=True,
     )
     return True
-
-
-@contextlib.contextmanager
-def _tidied(out: Path, made: list[Path]) -> Iterator[None]:
-    """A start that is refused leaves no trace."""
-    try:
-        yield
-    except BadInput:
-        status.tidy(out, made)
-        raise
 
 
 _SLOTS = re.compile(r"[1-9][0-9]{0,4}")

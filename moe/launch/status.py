@@ -1,10 +1,10 @@
-"""The folder in which ranks leave word of how they ended, for the parent that started them: launchers lose exit codes.
+"""The folder in which ranks note how they ended, for the parent that started them: launchers lose exit codes.
 
     <run folder>/.status/<rank>.json                {"exit", "pid", "error", "of_all", "repeats"}
     <run folder>/.status/started                    the token of the launch: machines of a hostfile that see it see this folder
     <run folder>/.status/machine-<token>-<n>.json   the exit code of the launcher on the n-th of these machines, where it is not 0
 
-A start that came to nothing leaves no trace: neither this folder, nor a run's folder that was made for it.
+The parent makes it when it holds the run's folder, and removes it at the end of each launch. Ranks of other launchers leave nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel import lock
+from moe.launch.processes import TOKEN
 from parallel.errors import BadInput
 
 NAME, STARTED = ".status", "started"
@@ -29,12 +29,12 @@ _POLL_S = 0.1
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
     """Called in a rank, last of all. `of_all`: the error is what ended all ranks, and the same line on each of them; `repeats`: another
-    start would end so too."""
+    start would end so too. Nothing is left in a folder that the parent has not made: the run's may have been renamed or removed."""
+    folder = out / NAME
+    word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
-        folder = out / NAME
-        folder.mkdir(parents=True, exist_ok=True)
-        word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
-        (folder / f"{rank}.json").write_text(json.dumps(word))
+        if _is_of(folder, os.environ.get(TOKEN, "")):
+            (folder / f"{rank}.json").write_text(json.dumps(word))
 
 
 def empty(out: Path, token: str = "") -> Path:
@@ -50,6 +50,20 @@ def empty(out: Path, token: str = "") -> Path:
             "--out", got=f"{out}: {error.strerror}", needed="a folder that can be written", fix="choose another --out, or free disk space"
         ) from None
     return folder
+
+
+def clear(folder: Path, token: str) -> None:
+    """Remove the ranks' files of a launch that is over: not those of another one, for which this run's folder was renamed."""
+    if _is_of(folder, token):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_of(folder: Path, token: str) -> bool:
+    """Whether the files in it are those of this launch, as far as it says."""
+    try:
+        return (folder / STARTED).read_text().strip() in ("", token)
+    except (OSError, ValueError):
+        return True
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
@@ -83,19 +97,3 @@ def wait_for(folder: Path, world: int, wait_s: float, *, no_more: Callable[[], b
     until = time.monotonic() + wait_s
     while time.monotonic() < until and not no_more() and sum(path.stem.isdecimal() for path in folder.glob("*.json")) < world:
         time.sleep(_POLL_S)
-
-
-def missing(out: Path) -> list[Path]:
-    """The folders that have to be made for a run, the deepest first."""
-    return [folder for folder in (out, *out.parents) if not folder.exists()]
-
-
-def tidy(out: Path, made: list[Path]) -> None:
-    """After a start that failed: if the run's folder holds nothing else, remove the status, and the folders that were `made` for it."""
-    with contextlib.suppress(OSError):
-        if any(path.name not in (NAME, lock.NAME) for path in out.iterdir()):
-            return
-        shutil.rmtree(out / NAME, ignore_errors=True)
-        (out / lock.NAME).unlink(missing_ok=True)
-        for folder in made:
-            folder.rmdir()

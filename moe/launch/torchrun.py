@@ -1,30 +1,42 @@
 """torchrun, but with each failed rank's exit code written to a file instead of the launcher's own traceback.
 
 python -m moe.launch.torchrun CODES.json [torchrun's arguments]
+
+What torchrun keeps of a launch is in a folder next to that file, and goes with it: its own would stay in the system's temporary folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
 from pathlib import Path
 
 from moe.launch import exit_codes
+from parallel.errors import BadInput
 
 
 def main() -> int:
-    """Exit code 0; or 1, with {"rank": exit code} in CODES.json (negative: a signal)."""
+    """Exit code 0; that of bad input if a rank ended with it; else 1. {"rank": exit code} is in CODES.json (negative: a signal), unless the
+    disk is full."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     codes = Path(sys.argv[1])
     logging.disable(logging.CRITICAL)  # in this process only: the ranks are separate processes
     try:
-        torchrun(sys.argv[2:])
+        torchrun(["--log_dir", str(codes.with_suffix("")), *sys.argv[2:]])
     except ChildFailedError as failed:
-        codes.write_text(json.dumps({rank: failure.exitcode for rank, failure in failed.failures.items()}))
-        return exit_codes.FAILED
+        ended = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        with contextlib.suppress(OSError):
+            codes.write_text(json.dumps(ended))
+        return exit_codes.BAD_INPUT if exit_codes.BAD_INPUT in ended.values() else exit_codes.FAILED
+    except OSError as error:
+        folder = codes.parent.parent
+        bad = BadInput("--out", got=f"{folder}: {error.strerror or error}", needed="a folder that can be written", fix="choose another")
+        print(f"error: {bad}", file=sys.stderr, flush=True)
+        return exit_codes.BAD_INPUT
     return exit_codes.DONE
 
 

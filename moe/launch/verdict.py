@@ -57,10 +57,12 @@ def verdict(
             else f"no rank started: the launcher ended with {in_words(launcher_code)}; its own message is above"
         ]
     failed = [rank for rank in range(world) if exits[rank] not in (DONE, STOPPED)]
-    bad = [rank for rank in failed if exits[rank] == BAD_INPUT]
-    if bad:  # rank 0 prints its own
-        return BAD_INPUT, [] if exits[0] == BAD_INPUT else [f"error: {left[bad[0]].get('error')}"]
     seen = {rank.rank: rank for rank in ranks}
+    bad = [rank for rank in failed if _was_bad_input(left.get(rank), seen.get(rank), launcher_code)]
+    if bad:  # rank 0 prints its own
+        silent = f"rank {bad[0]} ended with {in_words(BAD_INPUT)}, and could not note why: is the disk full?"
+        error = left.get(bad[0], {}).get("error") or silent
+        return BAD_INPUT, [] if bad[0] == 0 else [f"error: {error}"]
     late = {rank: float("inf" if rank in ended_here else 0) for rank in failed}  # never seen: it died too fast
     ended_at = {rank: seen[rank].ended_at or float("inf") if rank in seen else late[rank] for rank in failed}
     groups: list[tuple[str, list[int]]] = []
@@ -84,6 +86,14 @@ def verdict(
             same.append(rank)
     lines = [f"rank{'s' if len(who) > 1 else ''} {' '.join(map(str, sorted(who)))} {text}" for text, who in groups]
     return FAILED, lines
+
+
+def _was_bad_input(left: Mapping[str, Any] | None, seen: Rank | None, launcher_code: int) -> bool:
+    """Whether a rank ended with one line about its input. If it could not note it, its exit code tells, or that of the launcher, which has
+    it from the first rank that failed."""
+    if left is not None:
+        return left.get("exit") == BAD_INPUT
+    return seen is not None and (launcher_code if seen.code is None else seen.code) == BAD_INPUT
 
 
 def first_to_fail(left: Mapping[int, Mapping[str, Any]], ranks: list[Rank], *, ended_here: Collection[int]) -> int | None:

@@ -88,8 +88,8 @@ class Records:
             line_bytes = json.dumps(clean, allow_nan=False).encode() + b"\n"
             if self._file.write(line_bytes) != len(line_bytes):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not os.fstat(self._file.fileno()).st_nlink:  # somebody has removed the folder: what is written goes nowhere
-                raise OSError(errno.ENOENT, f"{METRICS} was removed while the run went on")
+            if not self._is_there():  # what is written would go nowhere, and checkpoints to another place than these lines
+                raise FileNotFoundError(errno.ENOENT, f"{METRICS} was removed or renamed, or its folder was, while the run went on")
         except OSError as error:
             raise _unwritable(self._path, error) from None
         self._track(clean)
@@ -100,6 +100,14 @@ class Records:
         except Exception as error:
             self._board = None
             self._say(f"TensorBoard stops here ({type(error).__name__}: {_first_line(error)}); {METRICS} goes on")
+
+    def _is_there(self) -> bool:
+        """Whether the file still has its name."""
+        assert self._file is not None
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def _track(self, line: Mapping[str, Any]) -> None:
         values = dict(scalars(line)) if self._trackers else {}
@@ -371,7 +379,8 @@ def _regular(path: Path) -> Path:
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
     if isinstance(error, FileNotFoundError):
-        needed, fix = "it to stay while the run writes there", "start the run again: it goes on from what is left of it"
+        needed = "it to stay while the run writes there"
+        fix = "start the run again, with --out if its folder has another name now: it goes on from what is left of it"
     else:
         needed, fix = "a folder with room to write", "free space, or --out DIR"
     return BadInput(f"run folder {path.parent}", got=error.strerror or error, needed=needed, fix=fix)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moe.checks.begins import no_base
 from moe.nn.lora import merged, pair_of
 from moe.recipe.load import build_run
 from moe.recipe.sections import Lora
@@ -86,8 +87,7 @@ class Merged(Reader):
 def check_base(rank: int, *, source: Reader | None, found: Reader | None) -> None:
     """Refuse adapters beside nothing, and to go on with adapters from whole weights or the other way round. Raises BadInput."""
     if rank and source is None and found is None:
-        needed = "--init_from, the run or checkpoint whose weights are frozen"
-        raise BadInput("lora.rank", got=f"{rank} without weights to begin with", needed=needed, fix="--init_from runs/NAME")
+        raise no_base(rank)
     if found is not None and bool(rank) != (WHERE in found.state):
         before = found.state["recipe"].get("lora", {}).get("rank", 0)
         what = "adapters" if before else "all weights"

@@ -23,7 +23,7 @@ from moe.recipe import hash_table
 from moe.recipe.hash_table import Table
 from moe.recipe.load import flat, resolved_yaml
 from moe.recipe.sections import Run
-from moe.records.metrics import Records
+from moe.records.metrics import SUMMARY, Records, read_summary
 from moe.records.progress import open_progress
 from moe.records.redone import Restart, going_on
 from moe.records.title import title
@@ -44,12 +44,14 @@ from moe.train.resume import Resumed
 from moe.train.state import Counters
 from parallel import process
 from parallel.checkpoint import keep_newest
+from parallel.collectives import largest
 from parallel.data.engine import Rule
 from parallel.mesh import Mesh
 from parallel.outcome import of_all
 from parallel.precision import LossScale
 from parallel.process import World
 from parallel.saver import Saver
+from parallel.stored import Reader
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,13 @@ class Asked:
 def open_job(run: Run, asked: Asked) -> Job:
     """This rank's part of the run, as far as its newest checkpoint has come. Collective. Raises BadInput."""
     world, out, first = asked.world, asked.out, asked.world.rank == 0
-    make_writable(out, world)
     mesh = process.connect(run.mesh_degrees(), world)
     callbacks = Callbacks(asked.own.callbacks, mesh.axis("world"))
     found = None if asked.fresh else state.find(out / "checkpoints", mesh, log=asked.say, step=asked.from_step)
+    done = _is_done(run, found, out, mesh)
+    if not done:
+        make_writable(out, world)
+    writes = first and not done
     source = None
     if asked.init_from is not None and found is None:
         begins = state.source(asked.init_from, mesh, log=asked.say)
@@ -129,7 +134,7 @@ def open_job(run: Run, asked: Asked) -> Job:
             whole=whole,
         )
     aside = None if asked.from_step is None else set_aside(out / "checkpoints", world, after=asked.from_step)
-    if first:
+    if writes:
         (out / "recipe.yaml").write_text(resolved_yaml(run, asked.origins))
         list_in(out, data.index)
         if source is not None:
@@ -142,7 +147,7 @@ def open_job(run: Run, asked: Asked) -> Job:
     trackers = {
         str(name): partial(open_tracker, name, out, recipe=asked.name, config=config, goes_on=goes_on) for name in run.train.trackers
     }
-    records = Records(out if first else None, resume_step=counters.step if goes_on else None, say=asked.say, trackers=trackers)
+    records = Records(out if writes else None, resume_step=counters.step if goes_on else None, say=asked.say, trackers=trackers)
     progress = open_progress(
         run.train.steps,
         recipe=asked.name,
@@ -177,7 +182,7 @@ def open_job(run: Run, asked: Asked) -> Job:
         progress.note(f"--init_from {asked.init_from} has no effect: the run goes on from its own checkpoint (--fresh starts over)")
     shard = shard_of(run, mesh, run.train.global_batch)
     saver = Saver(out / "checkpoints", mesh.axis("world"), keep=run.train.keep)
-    if found is not None and first and not counters.in_a_row:  # else the run may have to go back further
+    if found is not None and writes and not counters.in_a_row:  # else the run may have to resume from an older one
         keep_newest(saver.folder, counters.step, run.train.keep)
     auditor = Auditor(
         executor.engine, mesh, every=run.train.audit_every, record=records.write, note=progress.note, checkpoints=saver.folder
@@ -205,6 +210,19 @@ def open_job(run: Run, asked: Asked) -> Job:
         base=described(base) if base is not None and run.lora.rank else None,
         table=resumed.table,
     )
+
+
+def _is_done(run: Run, found: Reader | None, out: Path, mesh: Mesh) -> bool:
+    """Whether all steps were made before, and summed up: then nothing is trained, and nothing written. Rank 0 looks. Collective."""
+    world = mesh.axis("world")
+
+    def look() -> bool:
+        if found is None or world.index:
+            return False
+        step = found.state["counters"]["step"]
+        return bool(step >= run.train.steps and (read_summary(out) or {}).get("steps") == step)
+
+    return bool(largest(float(of_all(look, world, what=SUMMARY)), world))
 
 
 def _moved(asked: Asked) -> Path | None:

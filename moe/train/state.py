@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe.checks.begins import no_checkpoint
 from moe.model.names import global_name
 from moe.model.transformer import extra_state, moe_layers
 from moe.nn.lora import parts as adapters_of
@@ -189,10 +190,7 @@ def source(path: Path, mesh: Mesh, *, log: Callable[[str], None]) -> Path:
     named = largest(float(world.index == 0 and (path / "manifest.json").is_file()), world)  # on one rank the folder may be another
     given = path if named else checkpoint.newest(path / "checkpoints", world=world, log=log)
     if given is None:
-        fix = "--init_from runs/NAME, or runs/NAME/checkpoints/step-N"
-        raise BadInput(
-            "--init_from", got=f"{path}, which has no checkpoint", needed="a run that saved one, or a checkpoint's folder", fix=fix
-        )
+        raise no_checkpoint(path)
     if given == path:
         of_all(lambda: _verify(given, log) if world.index == 0 else None, world, what="--init_from")  # the others only read
     return given

@@ -96,7 +96,8 @@ def train(
     if slow is not None:
         told.say(slow)
     predicted = foretell(run, asked, world, cluster=cluster, force=force, say=told.say)
-    with deterministic(run.train.deterministic), contextlib.nullcontext() if world.rank else alone_in(out):
+    with deterministic(run.train.deterministic), contextlib.ExitStack() as held:
+        of_all(lambda: None if world.rank else held.enter_context(alone_in(out)), process.everyone(world), what="--out")
         return _train(run, told, predicted, profile)
 
 

@@ -509,22 +509,22 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
 def test_a_start_that_came_to_nothing_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither status files nor the folders that were made for the run; an earlier run's folder stays as it is."""
+    """Neither status files nor the folders that were made for the run; an earlier run's folder stays as it is, and so does a user's."""
     rank = "import json, sys; open(sys.argv[1] + '/0.json', 'w').write(json.dumps({'exit': int(sys.argv[2]), 'error': 'said'}))"
     earlier = tmp_path / "earlier"
     earlier.mkdir()
     (earlier / "metrics.jsonl").touch()
-    for out, code, left in ((tmp_path / "runs" / "new", 2, False), (tmp_path / "done", 0, True), (earlier, 2, True)):
+    (users := tmp_path / "users").mkdir()
+    for out, code in ((tmp_path / "runs" / "new", 2), (users, 2), (earlier, 0)):
 
         def command(*_: object, words_of_ranks: Path, code: int = code, **__: object) -> list[str]:
             return [sys.executable, "-S", "-c", rank, str(words_of_ranks), str(code)]
 
         monkeypatch.setattr(start, "_command", command)
         assert start.start("recipe", {}, nproc=1, out=out) == code
-        assert (out / ".status").exists() == left
     said = "waiting for deepspeed to start 1 process: it loads torch first, and so does each of them"
     assert capsys.readouterr().out.splitlines() == [said] * 3
-    assert not (tmp_path / "runs").exists() and (earlier / "metrics.jsonl").exists()
+    assert sorted(tmp_path.rglob("*")) == [earlier, earlier / "metrics.jsonl", users]
 
 
 def test_children_do_not_look_for_modules_where_the_user_works() -> None:

@@ -1,4 +1,4 @@
-"""Output that outlives its reader, and the lock of a run's folder."""
+"""Output that outlives its reader, and files that a user names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from parallel.errors import BadInput
 from parallel.files import read_text, user_path
-from parallel.lock import HELD, alone_in
 
 
 def test_a_process_outlives_the_reader_of_both_its_streams(tmp_path: Path) -> None:
@@ -40,25 +39,6 @@ def test_a_process_outlives_the_reader_of_both_its_streams(tmp_path: Path) -> No
     process.stdin.write(b"go\n")
     process.stdin.close()
     assert process.wait(timeout=30) == 0 and (tmp_path / "end").read_text() == "went on"
-
-
-def test_a_folder_is_held_by_one_run_until_that_ends_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(HELD, raising=False)
-    out = tmp_path / "run"
-    hold = "import sys; from pathlib import Path; from parallel.lock import alone_in\n"
-    hold += "with alone_in(Path(sys.argv[1])): print(1, flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", hold, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout and other.stdin and other.stdout.readline()
-    with pytest.raises(BadInput, match=f"process {other.pid}"), alone_in(out):
-        pass
-    monkeypatch.setenv(HELD, str(out.resolve()))  # the rank of a parent that holds it
-    with alone_in(out):
-        pass
-    monkeypatch.delenv(HELD)
-    other.kill()
-    other.wait()
-    with alone_in(out), pytest.raises(BadInput, match=f"process {os.getpid()}"), alone_in(out):
-        pass
 
 
 def test_paths_and_files_that_cannot_be_used_are_said(tmp_path: Path) -> None:
