@@ -27,7 +27,7 @@ from moe.checks.sequence import without_effect
 from moe.checks.together import check_run
 from moe.data import open_data
 from moe.data.token_shard import TokenShard
-from moe.launch import launch
+from moe.launch import launch, status
 from moe.nn.context import Context
 from moe.parallelize.build import build
 from moe.parallelize.engines import optimizer_of, start_engine
@@ -40,6 +40,7 @@ from moe.train import advance, ending, generate, opening, trainer, validation
 from moe.train.learning_rate import learning_rate
 from moe.train.step import validation_loss
 from parallel.errors import BadInput
+from parallel.lock import HELD
 from parallel.mesh import Degrees, Mesh
 from parallel.process import World
 from tests.support import trained
@@ -408,7 +409,7 @@ def test_a_full_disk_is_found_before_the_first_step_by_every_rank(home: Path, tm
     first, second = trained.train(trained.recipe(home), tmp_path / "run", ranks=2, before=fill)
     assert first.startswith("--out: got") and "File too large" in first and "free disk space" in first
     assert second.startswith("--out: got") and "on another rank" in second
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -499,12 +500,17 @@ def in_a_fork(work: Callable[[], int]) -> int:
     ],
 )
 def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str | None, home: Path, tmp_path: Path) -> None:
-    """What `python -m moe.launch.launch RECIPE` runs; the file it leaves is read by the process that started the ranks."""
+    """What `python -m moe.launch.launch RECIPE` runs; the file it leaves is read by the process that started the ranks, and holds the
+    run's folder for them."""
     run = trained.recipe(home, train={"on_nan": "stop"}, degrees={"dp": 1, "ep": 1})
     (tmp_path / "tiny.yaml").write_text(resolved_yaml(run, {}))
-    words = [str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "run")]
+    out = tmp_path / "run"
+    words = [str(tmp_path / "tiny.yaml"), "--out", str(out)]
 
     def work() -> int:
+        if happens != "bad input":
+            status.empty(out)
+            os.environ[HELD] = str(out.resolve())
         if happens == "a signal":
             trained.stop_at(3)(0)
         if happens == "bad gradients":
@@ -515,11 +521,11 @@ def test_a_ranks_exit_code_tells_how_it_ended(happens: str, code: int, said: str
 
     assert in_a_fork(work) == code
     if happens == "bad input":  # before there was a run
-        assert not (tmp_path / "run").exists()
+        assert not out.exists()
         return
-    status = json.loads((tmp_path / "run/.status/0.json").read_text())
-    assert status["exit"] == code and (status["error"] or "").startswith(said or "") and bool(status["error"]) == bool(said)
-    assert (tmp_path / "run/summary.json").exists() == (code == 0)
+    left = status.read(out / status.NAME)[0]
+    assert left["exit"] == code and (left["error"] or "").startswith(said or "") and bool(left["error"]) == bool(said)
+    assert (out / "summary.json").exists() == (code == 0)
 
 
 @pytest.mark.parametrize(
