@@ -28,7 +28,7 @@ from moe.checks.advice import check_for_user
 from moe.checks.sharding import check_installed
 from moe.launch import elastic, status
 from moe.launch.arguments import Arguments, parse
-from moe.launch.environment import set_before_torch
+from moe.launch.environment import allow_open_files, set_before_torch
 from moe.launch.exit_codes import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.processes import TOKEN, die_with_parent
 from moe.launch.streams import outlive_readers
@@ -264,6 +264,7 @@ def _train(run: Run, origins: dict[str, str], name: str, out: Path, given: Argum
     world = process.read_environment()
     check_for_user(run, world.size, origins)
     check_installed(run)
+    allow_open_files(world.size)
 
     def work() -> None:
         from moe.train.trainer import train

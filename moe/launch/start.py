@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from moe.launch import status
 from moe.launch.arguments import Arguments
-from moe.launch.environment import child_environment, devices, devices_without, port_from
+from moe.launch.environment import allow_open_files, child_environment, devices, devices_without, port_from
 from moe.launch.exit_codes import DONE, FAILED, INTERRUPTED, STOPPED
 from moe.launch.hosts import Hosts
 from moe.launch.processes import STDIN, TOKEN, Rank, find_ranks, kill_all, send, wait
@@ -100,6 +100,7 @@ def start(
     which receives the signals.
     """
     world = world_size(nproc, launcher=launcher, hostfile=hostfile)
+    allow_open_files(world)
     out = out or Path("runs") / run_name(recipe)
     outlive_readers()
     given = Arguments(

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -568,6 +569,23 @@ def test_what_torchs_libraries_read_is_set_in_every_process_unless_the_user_has(
         assert (ours | users).items() <= made(users).items()
         env = made(policy)
         assert policy.items() <= env.items() and "GOMP_SPINCOUNT" not in env
+
+
+@pytest.mark.parametrize("hard", [20, 500])
+def test_too_few_open_files_are_raised_or_refused_before_ranks_wait_for_each_other(hard: int, tmp_path: Path) -> None:
+    def begins() -> int:
+        os.dup2(os.open(tmp_path / "said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 (until it ends)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, hard))
+        environment.allow_open_files(1)
+        start._lived = lambda *_: start.End(0, [], {})  # type: ignore[assignment]
+        code = cli.main(["train", "switch_tiny", "--nproc=2", f"--out={tmp_path / 'run'}"])
+        return code or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    assert exit_code(forked(begins)) == (2 if hard == 20 else 134) and not (tmp_path / "run").exists()
+    said = "error: ulimit -n: got 20, needed at least 134 open files a process for 2 ranks; fix: raise nofile"
+    assert (tmp_path / "said").read_text().startswith(said if hard == 20 else "")
+    assert len((tmp_path / "said").read_text().splitlines()) == (hard == 20)
 
 
 def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
