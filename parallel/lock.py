@@ -76,7 +76,8 @@ class _Held:
             os.close(self.file)  # before its folder goes: NFS keeps a removed file in the folder until it is closed
             self.file = None
         with contextlib.suppress(OSError):
-            for folder in self.made if self.is_there() else ():
+            # a folder that was renamed may have been made again, for ranks to note how they ended
+            for folder in self.made if self.is_there() else [self.folder]:
                 folder.rmdir()
         with contextlib.suppress(OSError):
             fcntl.flock(self.place, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the descriptor still

@@ -117,12 +117,13 @@ class _Writer(threading.Thread):
             self.wrote.set()
 
     def _all_wrote(self) -> bool:
-        """Look for the records of all parts; False if they will not come."""
-        missing = list(range(self.world.size))
+        """Look for the records of all parts; False if they will not come. Raises OSError if their folder is gone."""
+        missing, folder = list(range(self.world.size)), checkpoint.temporary(self.folder, self.step)
         while not self.given_up.is_set():
-            missing = [rank for rank in missing if not checkpoint.record_of(checkpoint.temporary(self.folder, self.step), rank).exists()]
+            missing = [rank for rank in missing if not checkpoint.record_of(folder, rank).exists()]
             if not missing:
                 return True
+            folder.stat()
             time.sleep(_LOOK_S)
         return False
 

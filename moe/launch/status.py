@@ -29,11 +29,12 @@ _POLL_S = 0.1
 
 def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = False, repeats: bool = False) -> None:
     """Called in a rank, last of all. `of_all`: the error is what ended all ranks, and the same line on each of them; `repeats`: another
-    start would end so too. Nothing is left in a folder that the parent has not made: the run's may have been renamed or removed."""
+    start would end so too. If the run's folder was renamed or removed, one of its name is made, which goes when the parent has read it."""
     folder = out / NAME
     word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
         if _is_of(folder, os.environ.get(TOKEN, "")):
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{rank}.json").write_text(json.dumps(word))
 
 

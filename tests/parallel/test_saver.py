@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from parallel.checkpoint import Piece, numbered
 from parallel.errors import BadInput
 from parallel.mesh import Axis, Degrees
 from parallel.process import World
-from parallel.saver import Saver
+from parallel.saver import Saver, _Writer
 from tests.support.ranks import run_on_ranks
 
 ROWS, WIDTH = 5, 300  # of each rank's part
@@ -115,3 +116,14 @@ def test_a_run_that_fails_gives_the_last_save_time_to_be_written(tmp_path: Path,
     threading.Timer(0.2, go_on.set).start()
     saver.leave()
     assert saver.news() == 5 and [step for step, _ in numbered(tmp_path)] == [5]
+
+
+def test_no_rank_waits_for_parts_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """The run's folder was renamed or removed: the other rank's part cannot come."""
+    folder = checkpoint.temporary(tmp_path, 3)
+    folder.mkdir()
+    writer = _Writer(tmp_path, 3, list(held(0, 2)), {}, Axis("world", (0, 1), 0), 1)
+    writer.written()
+    shutil.rmtree(folder)
+    writer.join(20)
+    assert not writer.is_alive() and isinstance(writer.problem, FileNotFoundError)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import re
 import resource
@@ -25,7 +26,7 @@ import psutil
 import pytest
 
 from moe.cli import main as cli
-from moe.launch import environment, start, status
+from moe.launch import environment, start, status, torchrun
 from moe.launch.launch import _early_signals
 from moe.launch.launch import main as rank_main
 from moe.launch.processes import STDIN, TOKEN, Rank
@@ -268,8 +269,10 @@ def test_ranks_die_with_the_parent_that_was_killed(launch) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str, tmp_path: Path) -> None:
-    """In a folder whose files have the names of this project's packages, and of the launcher's own."""
+def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder whose files have the names of this project's packages, and of the launcher's own. No launcher leaves one of its own."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     users = tmp_path / "mine"
     users.mkdir()
     for name in ("moe", "parallel", "recipes", "deepspeed", "torch"):
@@ -282,6 +285,7 @@ def test_real_launchers_pass_arguments_and_stop_on_sigterm(launch, launcher: str
     lines = error.splitlines()
     assert re.search(r"^2 processes started after \d+ s: waiting for the first to speak$", run.said, flags=re.M), run.said
     assert len(lines) == 2 and lines[0].startswith("stopping: SIGTERM passed to 2 ranks"), error
+    assert not [path.name for path in (tmp_path / "tmp").iterdir() if "elastic" in path.name]
     for rank in range(2):
         words, env = json.loads((run.out / f"args-{rank}.json").read_text())
         assert words == ["waits", "--train.seed=-1", "--out", str(run.out)]
@@ -526,6 +530,59 @@ def test_a_start_that_came_to_nothing_leaves_no_trace(
     said = "waiting for deepspeed to start 1 process: it loads torch first, and so does each of them"
     assert capsys.readouterr().out.splitlines() == [said] * 3
     assert sorted(tmp_path.rglob("*")) == [earlier, earlier / "metrics.jsonl", users]
+
+
+def test_a_run_whose_folder_is_renamed_ends_in_its_words_and_leaves_nothing_at_the_old_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, moved = tmp_path / "run", tmp_path / "moved"
+    out.mkdir()
+    rank = "import os, sys; from pathlib import Path; from moe.launch import status; os.rename(*sys.argv[1:3]); "
+    rank += "status.leave(Path(sys.argv[1]), 0, 2, 'said')"
+    monkeypatch.setattr(start, "_command", lambda *_, **__: [sys.executable, "-c", rank, str(out), str(moved)])
+    assert start.start("recipe", {}, nproc=1, out=out) == 2
+    assert not out.exists() and moved.is_dir()
+
+
+def test_the_words_of_another_launch_are_neither_written_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank, or a parent, whose run's folder was renamed, and in whose name another run has begun."""
+    folder = status.empty(tmp_path, "the other")
+    monkeypatch.setenv(TOKEN, "this")
+    status.leave(tmp_path, 0, 1, "an error")
+    status.clear(folder, "this")
+    assert [path.name for path in folder.iterdir()] == [status.STARTED]
+    status.clear(folder, "the other")
+    assert not folder.exists()
+
+
+def test_bad_input_on_a_full_disk_is_told_by_exit_codes() -> None:
+    """No rank could note how it ended: rank 0 has printed its line, of another rank there is one that says so much."""
+    ended = [Rank(0, 4, ended_at=1.0, code=2), Rank(1, 5, ended_at=1.1, code=1)]
+    assert verdict({}, ended, 2, 1) == (2, [])
+    assert verdict({}, [Rank(0, 4, ended_at=1.0), Rank(1, 5, ended_at=1.1)], 2, 2) == (2, [])
+    code, (line,) = verdict({}, [Rank(0, 4, ended_at=1.1, code=1), Rank(1, 5, ended_at=1.0, code=2)], 2, 2)
+    assert code == 2 and re.match(r"error: rank 1 ended with exit code 2, and could not note why", line)
+    assert verdict({}, [Rank(0, 4, ended_at=1.0, code=-9), Rank(1, 5, ended_at=1.1, code=1)], 2, 1)[0] == 1
+
+
+@pytest.mark.parametrize("code", [2, 1])
+def test_torchrun_ends_as_its_ranks_also_where_it_can_write_nothing(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    given: list[str] = []
+
+    def run(words: list[str]) -> None:
+        given.extend(words)
+        raise ChildFailedError("module", {0: ProcessFailure(local_rank=0, pid=5, exitcode=code, error_file="none")})
+
+    monkeypatch.setattr(torch.distributed.run, "main", run)
+    for folder, written in ((tmp_path, True), (tmp_path / "gone", False)):
+        monkeypatch.setattr(sys, "argv", ["torchrun", str(folder / "launcher.json"), "-m", "module"])
+        assert torchrun.main() == code
+        assert (folder / "launcher.json").exists() == written
+        assert given[-4:] == ["--log_dir", str(folder / "launcher"), "-m", "module"]
+    logging.disable(logging.NOTSET)
 
 
 def test_children_do_not_look_for_modules_where_the_user_works() -> None:
