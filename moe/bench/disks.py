@@ -17,14 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from moe.bench.faults import Row
 from moe.bench.hostile import TINY, carry_out
 from moe.launch import exit_codes
-from parallel import checkpoint
+from parallel import checkpoint, lock
 from parallel.errors import BadInput
 
 LONGEST_S = 60.0
@@ -44,7 +44,9 @@ def rows(*, full: bool = False, rounds: int | None = None, only: str = "") -> It
         "a run's disk that fills, by size": (_fills, sizes, True),
         "a disk of the cache that fills, by size": (_cache_fills, max(4, sizes // 4), True),
         "a cache that cannot be written": (_cache_unwritable, 3, True),
-        "a run's folder that vanishes while it trains": (_vanishes, 8 if full else 3, False),
+        "a run's folder that vanishes while it trains": (partial(_goes, how=shutil.rmtree), 8 if full else 3, False),
+        "a run's folder that is renamed while it trains": (partial(_goes, how=_rename), 8 if full else 3, False),
+        "a second start in the folder of a run": (_second, 16 if full else 4, False),
         "two runs that tokenise the same text at once": (_together, 8 if full else 2, False),
     }
     why = why_not()
@@ -158,8 +160,38 @@ def _cache_unwritable(place: Path, share: float) -> tuple[str, float]:
     return _one_line(code, said, "token cache"), seconds
 
 
-def _vanishes(place: Path, share: float) -> tuple[str, float]:
-    """The folder goes once the run has begun, a little later each time."""
+def _rename(run: Path, **_: bool) -> None:
+    run.rename(run.with_name("renamed"))
+
+
+def _second(place: Path, share: float) -> tuple[str, float]:
+    """At any moment from the first's lock on: it is refused, also a third time, and the first is whole at its end."""
+    ends: list[tuple[int | None, str, float]] = []
+    first = threading.Thread(target=lambda: ends.append(_train(place, "--out", "run", "--train.steps", "40")))
+    first.start()
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until and not (place / "run" / lock.NAME).exists():
+        time.sleep(0.002)
+    time.sleep(share / 4)
+    words = ("train", str(place / "tiny.yaml"), "--out", str(place / "run"))
+    others = [carry_out(words, _beside(place, name), limit_s=LONGEST_S) for name in "bc"]
+    first.join()
+    refused = [problem for code, said, *_ in others if code != exit_codes.DONE and (problem := _one_line(code, said, "trains"))]
+    if refused or ends[0][0] != exit_codes.DONE:
+        return (refused or [f"the first: exit code {ends[0][0]}: {ends[0][1][-200:]}"])[0], ends[0][2]
+    return "" if _saved(place / "run") == 40 else f"saved up to step {_saved(place / 'run')}", ends[0][2]
+
+
+def _beside(place: Path, name: str) -> Path:
+    """A folder for what another start prints."""
+    folder = place / name
+    folder.mkdir()
+    (folder / "text.txt").symlink_to(place / "text.txt")
+    return folder
+
+
+def _goes(place: Path, share: float, *, how: Callable[..., None]) -> tuple[str, float]:
+    """The folder goes once the run has begun, a little later each time, and nothing of its name is left."""
     run = place / "run"
     gone: list[float] = []
 
@@ -169,14 +201,15 @@ def _vanishes(place: Path, share: float) -> tuple[str, float]:
             time.sleep(0.01)
         time.sleep(share)
         gone.append(time.perf_counter())
-        shutil.rmtree(run, ignore_errors=True)
+        how(run, ignore_errors=True)
 
     thread = threading.Thread(target=remove)
     thread.start()
     code, said, _ = _train(place, "--out", "run", "--train.steps", "100000", "--train.save_every", "20")
     ended = time.perf_counter()
     thread.join()
-    return _one_line(code, said, str(run), "run"), ended - gone[0]
+    left = f"{run.name} was made again" if how is _rename and run.exists() else ""
+    return _one_line(code, said, str(run), "run") or left, ended - gone[0]
 
 
 def _together(place: Path, _: float) -> tuple[str, float]:

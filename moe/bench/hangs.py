@@ -38,6 +38,7 @@ from moe.bench.hang_faults import (
     stopped,
 )
 from moe.bench.two_machines import Machines, two_machines, why_not
+from parallel.lock import HELD
 from parallel.parent import die_with
 from parallel.record import Record
 
@@ -281,6 +282,7 @@ def _fork(case: Case, rank: int, number: int, port: int, home: Path, folder: Pat
             machines.enter(rank)
             places["MASTER_ADDR"] = machines.addresses[0]
         os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu"})
+        os.environ[HELD] = str((folder / "run").resolve())  # as a parent that reads how ranks end
         if rank == case.culprit:
             case.install(number, folder / "fault")
         from moe.launch import launch

@@ -25,6 +25,7 @@ import torch
 from moe.launch import status
 from moe.launch.processes import TOKEN, Rank
 from moe.records.metrics import METRICS, read, whole_lines
+from parallel.lock import HELD
 from parallel.parent import die_with
 from parallel.stored import Reader
 
@@ -93,6 +94,7 @@ class Life:
             places: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": self.world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.world}
             places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "XDG_CACHE_HOME": home / "cache", "CUDA_VISIBLE_DEVICES": ""}
             os.environ.update({key: str(value) for key, value in places.items()} | {"DS_ACCELERATOR": "cpu", TOKEN: str(launcher)})
+            os.environ[HELD] = str(self.out.resolve())  # as if the launcher were a parent that reads how ranks end
             if before is not None:
                 before(rank)
             from moe.launch import launch

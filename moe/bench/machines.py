@@ -31,6 +31,7 @@ from moe.bench.two_machines import why_not
 from moe.launch import status
 from moe.launch.exit_codes import STOPPED
 from moe.records.metrics import METRICS, whole_lines
+from parallel.lock import HELD
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "use" / "launching.md"
@@ -111,7 +112,8 @@ def torchrun(home: Path, hosts: Hosts) -> str:
         where = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", NAMES[0], "--master_port", "29500"]
         words = ["-m", "moe.launch.launch", "switch_tiny", "--out", "run", *_words(home, saved)]
         command = [sys.executable, "-m", "torch.distributed.run", *where]
-        return [hosts.start(host, [*command, "--node_rank", f"{host}", *words], env=environment(home), cwd=home) for host in range(2)]
+        env = environment(home) | held(out)
+        return [hosts.start(host, [*command, "--node_rank", f"{host}", *words], env=env, cwd=home) for host in range(2)]
 
     def trains_beyond(step: int, both: list[subprocess.Popen[str]]) -> bool:
         _until(lambda: _steps(out) > step or any(process.poll() is not None for process in both))
@@ -152,7 +154,7 @@ def slurm(home: Path, hosts: Hosts, *, of_slurm: bool = False) -> str:
         raise OSError(0, "it needs a checkout, with docs/use/launching.md")
     (home / "job.sh").write_text(script(PAGE.read_text()))
     out = home / "run"
-    with cluster(hosts, home, home, environment(home)) as found:
+    with cluster(hosts, home, home, environment(home) | held(out)) as found:
         asked = ["--parsable", "--ntasks-per-node=1", "--gpus-per-node=0"] + (["--time=1", "--signal=TERM@30"] if of_slurm else [])
         number = found.do("sbatch", *asked, "job.sh", "--out", "run", *_words(home)).strip()
         log = home / f"slurm-{number}.out"
@@ -220,6 +222,11 @@ def _unsaved(out: Path) -> str:
 
 def _words(home: Path, more: dict[str, str] | None = None) -> list[str]:
     return [f"--{key}={value}" for key, value in (TINY | LONG | {"data.path": str(home / "text.txt")} | (more or {})).items()]
+
+
+def held(out: Path) -> dict[str, str]:
+    """What has ranks note how they end: that a parent, which is this bench, holds their run's folder."""
+    return {HELD: str(out.resolve())}
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -151,7 +151,8 @@ class TensorBoard:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # late, since it is optional and takes half a second
 
-        older = folder.is_dir() and any(folder.glob("events.*"))
+        folder.mkdir(exist_ok=True)  # the writer would make the run's folder again, were that renamed meanwhile
+        older = any(folder.glob("events.*"))
         _silence_writers()
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step if older else None, flush_secs=10)
 

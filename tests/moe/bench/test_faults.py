@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +73,11 @@ def test_a_disk_that_fills_a_cache_that_cannot_be_written_and_a_folder_that_goes
     faults: list[tuple[Callable[[Path, float], tuple[str, float]], float, bool]] = [
         (disks._fills, 0.35, True),
         (disks._cache_unwritable, 0.5, False),
-        (disks._vanishes, 0.1, False),
+        (partial(disks._goes, how=shutil.rmtree), 0.1, False),
+        (partial(disks._goes, how=disks._rename), 0.1, False),
+        (disks._second, 0.1, False),
     ]
     why = disks.why_not()
     for number, (once, share, mounts) in enumerate(faults):
         if not (mounts and why):
-            (tmp_path / once.__name__).mkdir()
-            assert (
-                disks._in_folder(lambda place, _, once=once, share=share: once(place, share), tmp_path / once.__name__, 1, number)[0] == ""
-            )
+            assert disks._in_folder(lambda place, _, once=once, share=share: once(place, share), tmp_path, 1, number)[0] == ""
