@@ -30,6 +30,11 @@ _NAMED = "moe rank "
 _LAUNCHERS = (TOKEN, "TORCHELASTIC_RUN_ID", "CROSS_RANK")  # only our parent, torchrun or DeepSpeed's launcher set these
 
 
+def own_launch() -> str:
+    """Token of the launch that this process belongs to; empty if there is none."""
+    return os.environ.get(TOKEN, "")
+
+
 def die_with_parent() -> None:
     """Called in a rank: have it killed when the launcher that started it dies, or `moe train` above that (Linux).
 

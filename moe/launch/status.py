@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe.launch.processes import TOKEN
+from moe.launch.processes import own_launch
 from parallel.errors import BadInput
 
 NAME, STARTED = ".status", "started"
@@ -33,7 +33,7 @@ def leave(out: Path, rank: int, code: int, error: str | None, *, of_all: bool = 
     folder = out / NAME
     word = {"exit": code, "pid": os.getpid(), "error": error, "of_all": of_all, "repeats": repeats}
     with contextlib.suppress(OSError):
-        if _is_of(folder, os.environ.get(TOKEN, "")):
+        if _is_of(folder, own_launch()):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{rank}.json").write_text(json.dumps(word))
 
