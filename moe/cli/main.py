@@ -128,7 +128,7 @@ def _train(flags: Train, overrides: dict[str, str]) -> int:
 def _begins_with(flags: Train, overrides: dict[str, str]) -> Path | None:
     """The folder that --init_from names; of hf:PATH a run in the run's own folder, made of it here unless the run has a checkpoint."""
     from moe.checks.begins import has_checkpoint
-    from moe.recipe.load import ON_HUB, download_of, of_transformers, run_name
+    from moe.recipe.load import ON_HUB, download_of, of_transformers
 
     if flags.init_from is None:
         return None
