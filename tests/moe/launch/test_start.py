@@ -649,7 +649,7 @@ def test_deepspeed_gets_the_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(environment, "has_gpu", lambda _: True)
     assert environment.devices({"CUDA_VISIBLE_DEVICES": "2,3,5"}, 2) == "2,3"
     assert environment.devices({}, 2) is None
-    with pytest.raises(BadInput, match="at most the 1 GPUs"):
+    with pytest.raises(BadInput, match="at most the 1 GPU of"):
         environment.devices({"CUDA_VISIBLE_DEVICES": "2"}, 2)
     with pytest.raises(BadInput, match="--launcher torchrun"):
         environment.devices({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, 2)
