@@ -4,14 +4,14 @@
     slots         position of every choice in its expert's queue      (decides which choices are dropped)
     plan          the row of every kept choice                        (rows are sorted by expert)
     permute       tokens -> rows                                      backward: rows -> tokens
-    reorder       rows -> rows, a bijection                           backward: its inverse
+    reorder       rows -> rows, a permutation                         backward: its inverse
     grouped_ffn   each expert's rows through its own network
     combine       rows -> tokens, weighted by the gates
-    routed_ffn    permute, grouped_ffn and combine fused           (where this rank holds all experts)
+    routed_ffn    permute, grouped_ffn and combine fused           (if this rank holds all experts)
 
-`reference` defines the right result: plain loops, slow, exact. `cpu` is fast and uses torch operations only. `triton` is for GPUs.
-In both fast ones, memory and time grow with the number of routed rows. `auto` takes `triton` for tensors on a GPU and `cpu` for
-all others. Backward passes add in a fixed order: the result does not depend on the order in which threads run.
+A choice is a pair of a token and one of its K experts. `reference` defines the right result in plain, slow loops. `cpu` uses torch
+operations only, and `triton` is for GPUs; their memory and time grow with the number of routed rows. `auto` takes `triton` for
+tensors on a GPU, else `cpu`. All sums have a fixed order, so results do not depend on how threads are scheduled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _KERNELS: dict[str, ModuleType] = {"auto": auto, "reference": reference, "cpu": 
 
 
 def choose(name: str = "auto") -> ModuleType:
-    """The module of kernels called `name`. Raises BadInput for `triton` where it cannot run; triton is imported only when asked for."""
+    """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
+
+    The package triton is imported only for `triton`.
+    """
     if name == "triton":
         return _triton()
     if name not in _KERNELS:
@@ -52,7 +55,7 @@ def _triton() -> ModuleType:
     if not torch.cuda.is_available() and not package.knobs.runtime.interpret:
         raise BadInput(
             "experts.kernels",
-            got="triton where torch sees no GPU",
+            got="triton, but torch sees no GPU",
             needed="a GPU",
             fix="set it to auto (to try the kernels, slowly: TRITON_INTERPRET=1)",
         )

@@ -1,8 +1,8 @@
 """The activations a feed-forward network may have: relu, gelu, or gated (GLU variants, arXiv 2002.05202).
 
-swiglu is silu(h) * g; a recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
+swiglu is silu(h) * g. A recipe may bound h and g and change the slope (model.swiglu), as GPT-OSS does:
 
-    h' = min(h, limit)    g' = g within +-limit    h' sigmoid(alpha h') * (g' + offset)
+    h' = min(h, limit)    g' = clamp(g, -limit, limit)    h' sigmoid(alpha h') * (g' + offset)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # kernels run without the packages that read recipes
 
 
 def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None) -> Tensor:
-    """The activation `ffn`: relu(h), gelu(h), gelu(h) * g or silu(h) * g. gelu is the tanh form, as in T5 and GLaM.
+    """Return relu(h), gelu(h), gelu(h) * g or silu(h) * g, as `ffn` says, in h's dtype. gelu is the tanh form, as in T5 and GLaM.
 
-    `swiglu`: bounds and slope of the last; then it is computed in fp32 or wider, and the inputs' dtype comes back.
+    `swiglu`: bounds and slope of silu(h) * g, which is then computed in fp32 or wider.
     """
     if ffn == "relu":
         return F.relu(hidden)
@@ -36,7 +36,7 @@ def activate(hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | Non
 def activate_backward(
     grad: Tensor, hidden: Tensor, gate: Tensor | None, ffn: str, swiglu: Swiglu | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `hidden` and `gate` from `grad`, the gradient of activate's result. Overwrites `grad` with the first of them."""
+    """Return the gradients of `hidden` and `gate`, given `grad`, the gradient of activate's result. Overwrite `grad` with the first."""
     aten = torch.ops.aten
     if ffn == "relu":
         return aten.threshold_backward.grad_input(grad, hidden, 0, grad_input=grad), None
@@ -53,23 +53,23 @@ def activate_backward(
 
 
 def _bounded(hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """alpha h' and g', in fp32 or wider: 16 bits of alpha h' would be too few for its sigmoid."""
+    """Return alpha h' and g', in fp32 or wider: 16 bits of alpha h' would be too few for its sigmoid."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide).clamp(max=s.bound) * s.alpha, gate.to(wide).clamp(-s.bound, s.bound)
 
 
 def _bounded_backward(grad: Tensor, hidden: Tensor, gate: Tensor, s: Swiglu) -> tuple[Tensor, Tensor]:
-    """What is beyond a bound gets no gradient."""
+    """Return the gradients of h and g: zero for elements beyond a bound."""
     scaled, bounded = _bounded(hidden, gate, s)
     wide = grad.to(scaled.dtype)
     grad_gate = (wide * F.silu(scaled) / s.alpha).masked_fill_(gate.abs() > s.bound, 0)
-    # of silu(alpha h) / alpha by h: the slope of silu at alpha h
+    # the derivative of silu(alpha h) / alpha by h is silu' at alpha h
     grad_hidden = torch.ops.aten.silu_backward(wide * (bounded + s.offset), scaled).masked_fill_(hidden > s.bound, 0)
     return grad_hidden.to(hidden.dtype), grad_gate.to(gate.dtype)
 
 
 class _Bounded(torch.autograd.Function):
-    """Keeps its two inputs alone: autograd would keep six tensors, four of them fp32."""
+    """Bounded swiglu. Saves only its two inputs: autograd would save six tensors, four of them fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, gate: Tensor, s: Swiglu) -> Tensor:

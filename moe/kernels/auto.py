@@ -1,6 +1,6 @@
-"""Kernels chosen by the tensors' device: `triton` on a GPU that it supports, else `cpu`, whose torch operations run everywhere.
+"""Kernels chosen by the tensors' device: `triton` on a GPU that it supports, else `cpu`, which runs on every device.
 
-A model is built before it is moved to its device, and may move again. So every call chooses anew, by its first tensor.
+A model is built before it is moved to its device, and may move again. So each call chooses by the device of its first tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn",
 
 @cache
 def _for_gpu(device: torch.device) -> ModuleType:
-    """The kernels for this GPU: triton, imported here, if it has the tensor cores (compute capability 7.0 or later) that products need."""
+    """Return `triton` if it is installed and the GPU has tensor cores (compute capability 7.0 or later), else `cpu`."""
     if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (7, 0):
         return cpu
     from moe.kernels import triton
@@ -31,7 +31,7 @@ def _for_gpu(device: torch.device) -> ModuleType:
 
 
 def kernels_of(tensor: Tensor) -> ModuleType:
-    """The kernels for this tensor. float64, which only checks use, stays with torch operations, and so does what has no values."""
+    """Return the kernels for this tensor. float64, which only checks use, and tensors without values always get `cpu`."""
     return _for_gpu(tensor.device) if tensor.is_cuda and tensor.dtype != torch.float64 and not pretended(tensor) else cpu
 
 

@@ -1,7 +1,7 @@
-"""Dispatch in torch operations only, so it runs on any device; time and memory are proportional to the routed rows.
+"""Kernels in torch operations only, which run on any device. Time and memory are proportional to the number of routed rows.
 
-Positions come from one stable sort (a cumulative position, never top-k over ties). Rows are moved by gathering, forward and
-backward (rows.py). The experts' networks are in grouped.py.
+One stable sort gives the positions in the experts' queues. rows.py moves rows by gathers, forward and backward. grouped.py
+computes the experts' networks.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["combine", "grouped_ffn", "permute", "plan", "reorder", "routed_ffn",
 
 # T tokens, K choices, R rows, E experts, D model
 
-_FEW = 32  # choices
+_FEW_CHOICES = 32
 
 
-def _rank_in_run(key_N: Tensor, num_keys: int) -> Tensor:
-    """Number of equal keys before each element. int64 [N]."""
+def _earlier_equal(key_N: Tensor, num_keys: int) -> Tensor:
+    """Number of equal keys before each element, int64 [N]."""
     order_N = torch.argsort(key_N, stable=True)
     counts = torch.bincount(key_N, minlength=num_keys)
     start = counts.cumsum(0) - counts
     sorted_N = key_N[order_N]
-    rank_N = torch.empty_like(key_N)
-    rank_N[order_N] = torch.arange(len(key_N), device=key_N.device) - start[sorted_N]
-    return rank_N
+    earlier_N = torch.empty_like(key_N)
+    earlier_N[order_N] = torch.arange(len(key_N), device=key_N.device) - start[sorted_N]
+    return earlier_N
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
+    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
     if k > 2:
-        return _many(scores_TE, k)
+        return _top_k_above_2(scores_TE, k)
     rest_TE, found = scores_TE, []
     for choice in range(k):
         expert_T1 = rest_TE.argmax(-1, keepdim=True)
@@ -46,9 +46,11 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-def _many(scores_TE: Tensor, k: int) -> Tensor:
-    """torch.topk of k + 1 scores, which shows ties among the chosen and at their edge. Only rows with ties are sorted stably, since a
-    stable sort costs ten times as much."""
+def _top_k_above_2(scores_TE: Tensor, k: int) -> Tensor:
+    """Call torch.topk for k + 1 scores, which shows every tie that matters, and sort only rows with ties.
+
+    A stable sort of all rows would take ten times as long.
+    """
     best, expert = scores_TE.topk(min(k + 1, scores_TE.shape[1]))
     expert_TK = expert[:, :k].contiguous()
     rows = (best[:, 1:] == best[:, :-1]).any(1).nonzero()[:, 0]
@@ -58,18 +60,18 @@ def _many(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group; -1 for inactive choices."""
+    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices."""
     tokens, choices = expert_TK.shape
     group_T = torch.arange(tokens, device=expert_TK.device) // (tokens // num_groups)
     key_TK = torch.where(active_TK, group_T.unsqueeze(1) * num_experts + expert_TK, num_groups * num_experts)
-    rank_KT = _rank_in_run(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # choice-major: first choices queue first
-    return torch.where(active_TK, rank_KT.view(choices, tokens).t(), -1)
+    slot_KT = _earlier_equal(key_TK.t().reshape(-1), num_groups * num_experts + 1)  # choice-major: first choices queue first
+    return torch.where(active_TK, slot_KT.view(choices, tokens).t(), -1)
 
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Rows sorted by expert, then by token."""
-    if expert_TK.numel() <= _FEW and expert_TK.device.type == "cpu" and not pretended(expert_TK):
+    """Return the plan of the kept choices: rows sorted by expert, then by token."""
+    if expert_TK.numel() <= _FEW_CHOICES and expert_TK.device.type == "cpu" and not pretended(expert_TK):
         return _plan_of_few(expert_TK, kept_TK, num_experts=num_experts)
     key_N = torch.where(kept_TK, expert_TK, num_experts).reshape(-1)
     counts_E = torch.bincount(key_N, minlength=num_experts + 1)[:num_experts]
@@ -80,7 +82,7 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def _plan_of_few(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """The same without torch's operations, each of which takes longer than all of this: a text that is continued has few choices."""
+    """Make the plan in Python, for the few choices of a generated token. A single torch operation would take longer than all of it."""
     expert_N, counts = expert_TK.flatten().tolist(), [0] * num_experts
     choices = sorted((n for n, kept in enumerate(kept_TK.flatten().tolist()) if kept), key=expert_N.__getitem__)
     rows = [-1] * len(expert_N)

@@ -1,16 +1,17 @@
-"""The experts' feed-forward networks in torch operations: a few batched products instead of one product per row or per expert.
+"""The experts' feed-forward networks in torch operations: a few batched products instead of one product per expert.
 
     rows sorted by expert      | 0 0 0 | 1 1 | 2 2 2 2 2 2 2 | 3 3 |
     blocks of neighbours       [ 0 0 0 ; 1 1 . ] [ 2 2 2 2 2 2 2 ] [ 3 3 ]        . is a padding row
 
-Neighbouring experts with similar numbers of rows form a block. A block is padded to its largest expert and goes through one batched
-product; an expert with many more rows than its neighbours is a block of its own. Padding is at most a quarter of the rows (in 16 bits
-half of them, or 64 rows per expert), so time and memory grow with routed rows. A block's hidden rows stay in the cache throughout.
+Neighbouring experts with similar numbers of rows form a block. Each expert of a block is padded to the rows of the largest, and one
+batched product computes the block. An expert with many more rows than its neighbours is a block of its own. Padding is at most a
+quarter of the rows (in 16 bits half of them, or 64 rows per expert), so time and memory grow with routed rows. A block is small
+enough for its hidden rows to stay in the CPU's cache.
 
-Only the input and the pre-activation are saved for the backward pass (SonicMoE, arXiv 2512.14080). There the permuted copies are
-gathered again and the activation is computed again. The gate's gradient is <dA, A>, where dA is the gradient of the activation A
-without the gate: this needs no copy of the experts' outputs. Weight gradients are written once, in place, in the weights' dtype.
-Biases are added to the pre-activations of a block; in padding rows they leave what no gradient and no result ever reads.
+Only the input and the pre-activation are saved for the backward pass (SonicMoE, arXiv 2512.14080), which gathers the rows and
+computes the activation A again. The gate's gradient is <dA, A>, where dA is A's gradient before the gate: this needs no copy of the
+experts' outputs. Weight gradients are written once, in place, in the gradient dtype. Biases also change padding rows, which no
+gradient and no result reads.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
 _Matrices = tuple[Tensor, Tensor, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
-_FEW = 32  # rows
-_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small beside the gradients
+_FEW_ROWS = 32
+_BLOCK_BYTES = 3 * 2**20  # fp32 scratch per thread: fits into a core's cache, and is small compared with the gradients
 
 
 @dataclass(frozen=True)
 class Block:
-    """Experts [first, last), each padded to `each` rows, from padded row `start`; without padding, their rows are [begin, end) of R."""
+    """Experts [first, last), each padded to `each` rows. The padded rows begin at `start`; the real rows are [begin, end) of R."""
 
     first: int
     last: int
@@ -66,13 +67,13 @@ class Block:
 def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: torch.device) -> list[Block]:
     """Cut the experts into blocks. Experts without rows at the edge of a block belong to no block.
 
-    In 16 bits, more padding and larger blocks pay than in fp32. The CPU generates its 16-bit products anew for every new shape (which
-    takes 15 times as long as the product, moe bench small-costs). They are fastest on multiples of 32 rows, and a batched product
-    is up to four times as fast as one product per expert (4 experts of 1,024 rows at once: 0.83 of the time of 3, docs/inside/log.md).
+    16-bit products on the CPU get more padding and larger blocks than fp32. Each new shape costs 15 times the product, because the
+    CPU generates code for it (moe bench small-costs). Multiples of 32 rows are fastest. A batched product is up to four times as
+    fast as one product per expert (4 experts of 1,024 rows in one product: 0.83 of the time of 3, docs/inside/log.md).
     """
     half = dtype in _HALF and device.type == "cpu"
     share, unit, scale = (1.5, 32, 6) if half else (1.25, 1, 1)
-    most = max(1, scale * _BLOCK_BYTES * torch.get_num_threads() // row_bytes)
+    max_rows = max(1, scale * _BLOCK_BYTES * torch.get_num_threads() // row_bytes)
     found: list[Block] = []
     first = rows = largest = begin = start = 0
 
@@ -86,8 +87,8 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
         first, begin, rows, largest = last, begin + rows, 0, 0
 
     for expert, count in enumerate(counts):
-        grown = (expert + 1 - first) * max(largest, count)
-        if rows and (grown > most or grown > max(share * (rows + count), 32 * (expert + 1 - first) if half else 0)):
+        padded = (expert + 1 - first) * max(largest, count)
+        if rows and (padded > max_rows or padded > max(share * (rows + count), 32 * (expert + 1 - first) if half else 0)):
             close(expert)
         if not rows and not count:
             first = expert + 1
@@ -99,9 +100,12 @@ def blocks(counts: list[int], *, row_bytes: int, dtype: torch.dtype, device: tor
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of all blocks. `source_Q`: source row of each padded row (any row, for padding). `place_R`: padded position of each row.
-    `real_Q`: fp32, 1 for rows and 0 for padding. The last two are None where nothing is padded. `sums`: results are added to their
-    source rows; otherwise each row has its own result."""
+    """The rows of all blocks.
+
+    `source_Q`: source row of each padded row (any row, for padding). `place_R`: padded position of each row. `real_Q`: fp32, 1 for
+    rows and 0 for padding. Both are None without padding. `sums`: whether results are added to their source rows; otherwise each
+    row has its own result.
+    """
 
     blocks: list[Block]
     source_Q: Tensor
@@ -111,33 +115,33 @@ class Rows:
 
 
 def one_block(counts: list[int]) -> list[Block]:
-    """All experts with rows as one block, where they are few rows of most experts in between, and padding little more than these.
+    """Return one block with all experts that have rows, or [] if there are too many rows, too much padding or too many idle experts.
 
-    For a text that is continued: there each operation takes longer than what it computes.
+    For text generation, where starting an operation takes longer than its arithmetic.
     """
     hit = [expert for expert, count in enumerate(counts) if count]
-    if not hit or sum(counts) > _FEW:
+    if not hit or sum(counts) > _FEW_ROWS:
         return []
     first, last, each = hit[0], hit[-1] + 1, max(counts)
     if 4 * len(hit) < 3 * (last - first) or (last - first) * each > 3 * sum(counts):
-        return []  # weights of experts without rows would be read, too
+        return []  # the weights of experts without rows would be read, too
     return [Block(first, last, each, 0, 0, sum(counts))]
 
 
 def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch.dtype, sums: bool, keep: bool = True) -> Rows:
-    """Blocks for rows sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass may follow."""
+    """Arrange rows in blocks. They are sorted by expert; row r is a copy of source row source_R[r]. `keep`: a backward pass may follow."""
     cut = [] if keep or dtype in _HALF else one_block(counts)
     cut = cut or blocks(counts, row_bytes=row_bytes, dtype=dtype, device=source_R.device)
     if not any(b.padding for b in cut):
         return Rows(cut, source_R, None, None, sums)
     shifts = [0] * len(counts)
     begin = 0
-    block = iter(cut)
-    now = next(block)
+    later = iter(cut)
+    block = next(later)
     for expert, count in enumerate(counts):
-        if expert >= now.last:
-            now = next(block, now)
-        shifts[expert] = now.start + (expert - now.first) * now.each - begin
+        if expert >= block.last:
+            block = next(later, block)
+        shifts[expert] = block.start + (expert - block.first) * block.each - begin
         begin += count
     device = source_R.device
     place_R = torch.arange(begin, device=device) + torch.repeat_interleave(
@@ -150,7 +154,7 @@ def arrange(source_R: Tensor, counts: list[int], *, row_bytes: int, dtype: torch
 
 
 class _Kept(NamedTuple):
-    """What the backward pass needs beside the inputs, at padded rows."""
+    """Tensors that the backward pass needs in addition to the inputs, for padded rows."""
 
     gate_Q: Tensor | None
     mask_QF: Tensor | None
@@ -173,9 +177,9 @@ def _network(
     *,
     keep: bool,
 ) -> tuple[Tensor, _Kept]:
-    """Rows through their experts. Results are added to their source rows, weighted by `gate_R`; without gates, each row has its own."""
+    """Compute each row's expert. With `gate_R`, results times gates are added to their source rows; else each row has its own result."""
     size, hidden = len(rows.source_Q), w1.shape[2]
-    gate_Q, mask_QF = _spread(gate_R, rows), _spread(mask_RF, rows)
+    gate_Q, mask_QF = _pad(gate_R, rows), _pad(mask_RF, rows)
     h_QF = x_ND.new_empty(size if keep else 0, hidden)
     g_QF = None if w3 is None else torch.empty_like(h_QF)
     out = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
@@ -201,7 +205,7 @@ def _network(
 class _Network(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """`given`: as _network takes it."""
+        """Take the positional arguments of _network."""
         x_ND, _, w1, w2, w3, b1, b3, _, rows, ffn, swiglu = given
         out, kept = _network(*given, keep=True)
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
@@ -215,9 +219,9 @@ class _Network(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         grad_x = x_ND.new_zeros(x_ND.shape, dtype=_wide(x_ND)) if gate_Q is not None else torch.empty_like(x_ND)
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
-        grad_b1, grad_b3 = (None if bias is None else _bias_gradient_of(bias) for bias in ctx.biases)
+        grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
         euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
-        owed, parts = owed_for(*(w for w in ctx.weights if w is not None)), list[_Part]()
+        owed, deferred = owed_for(*(w for w in ctx.weights if w is not None)), list[_Deferred]()
         trained = [w if needed else None for w, needed in zip(ctx.weights, ctx.needs_input_grad[2:5], strict=True)]
         grads = [None] * 3 if owed is not None else _gradients(trained, rows)
         for b in rows.blocks:
@@ -232,8 +236,8 @@ class _Network(torch.autograd.Function):
             if not euler and grad_gate_Q is not None:
                 grad_gate_Q[b.padded] = _dot(grad_a, a)
             if owed is None:
-                # multiplied by the gate: rows of width D (x and the output's gradient) rather than the wider hidden rows
-                _weight_gradient(a, _times(grad_y, gate), grads[1], b)
+                # the gate multiplies rows of width D (x and the output's gradient), which are narrower than the hidden rows
+                _weight_gradient(a, _times_gate(grad_y, gate), grads[1], b)
             if mask is not None:
                 grad_a.mul_(mask)
             grad_h, grad_g = activate_backward(grad_a, h, g, ctx.ffn, ctx.swiglu)
@@ -245,22 +249,22 @@ class _Network(torch.autograd.Function):
                 _multiply(grad_g, _weights(w3, b, x).mT, other := torch.empty_like(x))
                 back += other
             if euler and grad_gate_Q is not None:
-                grad_gate_Q[b.padded] = _dot(back, x)  # Euler: y is homogeneous in x for relu, so J x = y and <dX, X> = <dY, Y>
+                grad_gate_Q[b.padded] = _dot(back, x)  # Euler's theorem: relu networks are homogeneous, so J x = y and <dX, X> = <dY, Y>
             if owed is None:
-                x = _times(x, gate)
+                x = _times_gate(x, gate)
                 _weight_gradient(x, grad_h, grads[0], b)
                 _weight_gradient(x, grad_g, grads[2], b)
             else:
-                parts.append(_Part(b, a, grad_h, grad_g))
+                deferred.append(_Deferred(b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
         if owed is not None:
-            _put_off(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, parts)
+            _defer(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, deferred)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
         return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None
 
 
-class _Part(NamedTuple):
-    """The tensors that one block's weight gradients need, besides rows that can be gathered again."""
+class _Deferred(NamedTuple):
+    """Tensors from which one block's weight gradients are computed later, in addition to rows that can be gathered again."""
 
     block: Block
     a: Tensor
@@ -268,12 +272,16 @@ class _Part(NamedTuple):
     grad_g: Tensor | None
 
 
-def _put_off(owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, parts: list[_Part]) -> None:
+def _defer(
+    owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gate_Q: Tensor | None, rows: Rows, deferred: list[_Deferred]
+) -> None:
+    """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
+
     def compute() -> list[Tensor | None]:
         grads = _gradients(weights, rows)
-        for b, a, grad_h, grad_g in parts:
+        for b, a, grad_h, grad_g in deferred:
             gate = None if gate_Q is None else gate_Q[b.padded]
-            grad_y, x = (_times(_gather(source, rows, b), gate) for source in (grad_out, x_ND))
+            grad_y, x = (_times_gate(_gather(source, rows, b), gate) for source in (grad_out, x_ND))
             _weight_gradient(a, grad_y, grads[1], b)
             _weight_gradient(x, grad_h, grads[0], b)
             _weight_gradient(x, grad_g, grads[2], b)
@@ -283,7 +291,7 @@ def _put_off(owed: Owed, weights: _Matrices, x_ND: Tensor, grad_out: Tensor, gat
 
 
 def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | None]:
-    """Memory for these weights' gradients, in gradient dtypes. Experts without rows get zeros, not None, so that nothing waits for them."""
+    """Allocate weights' gradients, in their gradient dtypes. Experts without rows get zeros; with None, gradient hooks would not run."""
     grads = [None if w is None else torch.empty_like(w, dtype=gradient_dtype(w), requires_grad=False) for w in weights]
     for grad in grads:
         if grad is not None:
@@ -296,44 +304,44 @@ def _gradients(weights: Sequence[Tensor | None], rows: Rows) -> list[Tensor | No
 
 
 def _wide(rows: Tensor) -> torch.dtype:
-    """The dtype in which rows are summed: fp32 or wider."""
+    """Return the dtype in which rows are summed: fp32 or wider."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 
 def _activation(h: Tensor, g: Tensor | None, ffn: str, swiglu: Swiglu | None, mask: Tensor | None) -> Tensor:
-    """The activation A, computed again from what was saved."""
+    """Compute the activation A from the pre-activations."""
     a = h if ffn == "relu" else activate(h, g, ffn, swiglu)
     return a if mask is None else a * mask
 
 
-def _times(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
-    """Each row times its fp32 gate, in the rows' dtype. In place where that is fp32."""
+def _times_gate(rows_QD: Tensor, gate_Q: Tensor | None) -> Tensor:
+    """Return each row times its fp32 gate, in the rows' dtype. fp32 rows are multiplied in place."""
     if gate_Q is None:
         return rows_QD
     if rows_QD.dtype == gate_Q.dtype:
         return rows_QD.mul_(gate_Q.unsqueeze(1))
-    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # the gate as two 16-bit parts: a third of the memory traffic of a detour through fp32
+    high_Q1 = gate_Q.to(rows_QD.dtype).unsqueeze(1)  # gate = high + low, both 16 bits: a third of the memory traffic of fp32 rows
     low_Q1 = (gate_Q.unsqueeze(1) - high_Q1).to(rows_QD.dtype)
     return (rows_QD * high_Q1).addcmul_(rows_QD, low_Q1)
 
 
 def _dot(a_QW: Tensor, b_QW: Tensor) -> Tensor:
-    """Dot product of each row pair: [Q], fp32 or wider. Sums of 16 in the rows' dtype come first: casting all products would cost more."""
+    """Dot product of each pair of rows: [Q], fp32 or wider. 16 products are summed in 16 bits before the cast, which saves time."""
     products_QW = a_QW * b_QW
     if products_QW.dtype in _HALF and products_QW.shape[1] % 16 == 0:
         products_QW = products_QW.view(len(products_QW), 16, -1).sum(1)
     return products_QW.sum(1, dtype=_wide(products_QW))
 
 
-def _spread(values_R: Tensor | None, rows: Rows) -> Tensor | None:
-    """Values of rows [R, ...] at their padded positions [Q, ...], 0 in the padding."""
+def _pad(values_R: Tensor | None, rows: Rows) -> Tensor | None:
+    """Copy values of rows [R, ...] to their padded positions [Q, ...]; padding gets 0."""
     if values_R is None or rows.place_R is None:
         return values_R
     return values_R.new_zeros(len(rows.source_Q), *values_R.shape[1:]).index_copy_(0, rows.place_R, values_R)
 
 
 def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
-    """A copy of the block's rows. Padding is zero, whatever the source rows hold."""
+    """Copy the block's rows from their source rows. Padding rows are zero."""
     taken = source_ND.index_select(0, rows.source_Q[b.padded])
     if rows.real_Q is not None and b.padding:
         taken.mul_(rows.real_Q[b.padded].to(taken.dtype).unsqueeze(1))
@@ -341,7 +349,7 @@ def _gather(source_ND: Tensor, rows: Rows, b: Block) -> Tensor:
 
 
 def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) -> None:
-    """Write the block's results to their places: added to the source rows in fp32, or copied to the block's own rows."""
+    """Add the block's results to their source rows, in out's dtype (fp32 or wider), or copy them to the block's own rows of `out`."""
     if rows.sums:
         weighted = y.to(out.dtype) if gate_Q is None else y.to(out.dtype).mul_(gate_Q[b.padded].unsqueeze(1))
         out.index_add_(0, rows.source_Q[b.padded], weighted)
@@ -352,7 +360,7 @@ def _put(out: Tensor, y: Tensor, rows: Rows, b: Block, gate_Q: Tensor | None) ->
 
 
 def _weights(weight_EIO: Tensor, b: Block, like: Tensor) -> Tensor:
-    """Of the block's experts [n, I, O], or of the only one [I, O]."""
+    """Return the weights of the block's n experts, [n, I, O], or [I, O] for one expert, in the dtype of `like`."""
     held = weight_EIO[b.first] if b.last - b.first == 1 else weight_EIO[b.first : b.last]
     return held.to(like.dtype)
 
@@ -366,7 +374,7 @@ def _multiply(rows_QI: Tensor, weights: Tensor, out_QO: Tensor) -> None:
 
 
 def _weight_gradient(rows_QI: Tensor, grad_QO: Tensor | None, out_EIO: Tensor | None, b: Block) -> None:
-    """rows^T grad for each of the block's experts, written into `out_EIO`, in its dtype. None: of a frozen weight, or of none."""
+    """Write rows^T grad of each of the block's experts into `out_EIO`, in its dtype. None: the weight is frozen or absent."""
     if grad_QO is None or out_EIO is None:
         return
     n, out_nIO = b.last - b.first, out_EIO[b.first : b.last]
@@ -384,12 +392,12 @@ def _add_bias(hidden_QF: Tensor, bias_EF: Tensor | None, b: Block) -> None:
         hidden_QF.view(b.last - b.first, b.each, -1).add_(bias_EF[b.first : b.last].to(hidden_QF.dtype).unsqueeze(1))
 
 
-def _bias_gradient_of(bias_EF: Tensor) -> Tensor:
+def _empty_bias_gradient(bias_EF: Tensor) -> Tensor:
     return torch.zeros_like(bias_EF, dtype=gradient_dtype(bias_EF), requires_grad=False)
 
 
 def _bias_gradient(grad_QF: Tensor | None, gate_Q: Tensor | None, out_EF: Tensor | None, b: Block) -> None:
-    """The sum of each expert's rows, times their gates, in fp32 or wider."""
+    """Write the sum of each expert's rows, times their gates, into `out_EF`. Sums are in fp32 or wider."""
     if grad_QF is None or out_EF is None:
         return
     wide_QF = grad_QF.to(_wide(grad_QF))
@@ -398,12 +406,12 @@ def _bias_gradient(grad_QF: Tensor | None, gate_Q: Tensor | None, out_EF: Tensor
 
 
 def _row_bytes(rows: Tensor, w1: Tensor) -> int:
-    """Scratch bytes of one row: its hidden units, and about four copies of its width."""
+    """Return the scratch bytes of one row: its hidden units, and about four copies of its width."""
     return (w1.shape[2] + 4 * w1.shape[1]) * rows.element_size()
 
 
 def _recorded(*tensors: Tensor | None) -> bool:
-    """Whether a backward pass may follow. If not, a block's hidden rows are freed with the block."""
+    """Return whether a backward pass may follow. If not, a block's hidden rows are freed with the block."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -420,9 +428,9 @@ def grouped_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
 
-    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    Arguments as in moe.kernels.reference.grouped_ffn.
     """
     source_R = torch.arange(len(rows_RD), device=rows_RD.device)
     rows = arrange(source_R, counts, row_bytes=_row_bytes(rows_RD, w1), dtype=rows_RD.dtype, sums=False)
@@ -445,7 +453,7 @@ def routed_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine fused: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
+    """Fuse permute, grouped_ffn and combine: tokens [T, D] to [T, D] in x's dtype, summed in fp32 in the order of experts."""
     counts: list[int] = plan.counts_E.tolist()
     if x_TD.is_cuda:  # on a GPU, index_add_ has no fixed order
         rows_RD = permute(x_TD, plan)

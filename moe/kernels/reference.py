@@ -1,7 +1,6 @@
-"""The definition of the right result: every step of dispatch as a plain loop or one indexing line, in the order of the papers.
+"""The definition of the right result, which the fast kernels must equal: every step as a plain loop or one indexing line.
 
-Autograd computes the backward pass, except for products with weights, where `product` does. Slow on purpose: read this file to know
-what the fast kernels must equal.
+Autograd computes the backward pass, except for products with weights: `product` computes their gradients. Slow on purpose.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
+    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
     rows = [sorted(range(scores_TE.shape[1]), key=lambda e: (-row[e], e))[:k] for row in scores_TE.tolist()]
     return torch.tensor(rows, dtype=torch.int64, device=scores_TE.device).view(-1, k)
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group, 0 for the first; -1 for inactive choices.
+    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices.
 
     The first choices of all tokens queue before any second choice (GShard, arXiv 2006.16668, algorithm 1).
     """
@@ -47,7 +46,7 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Rows sorted by expert, then by token."""
+    """Return the plan of the kept choices: rows sorted by expert, then by token."""
     choices = expert_TK.shape[1]
     order: list[list[int]] = [[] for _ in range(num_experts)]
     for t, k in kept_TK.nonzero().tolist():
@@ -60,12 +59,12 @@ def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
 
 
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
-    """Tokens [T, D] to rows [R, D]; the gradients of a token's rows are added up in fp32 or wider."""
+    """Copy tokens [T, D] to rows [R, D]. Backward: each token sums the gradients of its rows, in fp32 or wider."""
     return x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))[plan.token_R].to(x_TD.dtype)
 
 
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
-    """Row i of the result is row index_R[i]; index_R is a permutation."""
+    """Return rows_RD[index_R]; index_R is a permutation."""
     return rows_RD[index_R]
 
 
@@ -82,9 +81,10 @@ def grouped_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
 
-    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    w1 and w3 are [E, D, F], w2 is [E, F, D]; w3 is None without a gated activation. b1 and b3 are [E, F]. `counts`: rows of each
+    expert. `dropped_RF`: factors of dropout for the hidden rows. `swiglu`: bounds and slope, if the recipe sets them.
     """
     outs, start = [], 0
     for expert, count in enumerate(counts):
@@ -99,7 +99,7 @@ def grouped_ffn(
 
 
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over the token's kept choices of gate * row, in fp32 or wider; zero for a token without kept choices."""
+    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros."""
     wide = torch.promote_types(rows_RD.dtype, torch.float32)
     y_TD = rows_RD.new_zeros(gate_TK.shape[0], rows_RD.shape[1], dtype=wide)
     weighted_RD = rows_RD.to(wide) * gate_TK.flatten()[plan.choice_R].unsqueeze(1)
@@ -120,7 +120,7 @@ def routed_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine in one call, for a rank that holds all experts."""
+    """Call permute, grouped_ffn and combine: [T, D] to [T, D], on a rank that holds all experts."""
     counts: list[int] = plan.counts_E.tolist()
     rows_RD = permute(x_TD, plan)
     rows_RD = grouped_ffn(rows_RD, w1, w2, w3, counts=counts, ffn=ffn, dropped_RF=dropped_RF, b1=b1, b3=b3, swiglu=swiglu)

@@ -1,4 +1,4 @@
-"""Moving rows by a plan, forward and backward: always a gather, never an addition at an index, so sums have a fixed order.
+"""Moving rows by a plan. Forward and backward are gathers, never additions at an index, so sums have a fixed order.
 
 permute   tokens [T, D] -> rows [R, D]       backward: each token sums the gradients of its rows, in fp32
 reorder   rows -> rows, a permutation        backward: the inverse permutation
@@ -18,8 +18,8 @@ from parallel.regions import in_region
 # T tokens, K choices, R rows, D model
 
 
-def _take(rows: Tensor, row_T: Tensor) -> Tensor:
-    """rows[row_T], and zeros where row_T is -1."""
+def _gather_or_zero(rows: Tensor, row_T: Tensor) -> Tensor:
+    """Return rows[row_T], with zeros for row -1."""
     if rows.shape[0] == 0:
         return rows.new_zeros(len(row_T), rows.shape[1])
     return rows.index_select(0, row_T.clamp(min=0)).masked_fill_((row_T < 0).unsqueeze(1), 0)
@@ -34,12 +34,12 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         row_TK = ctx.plan.row_TK
-        grad_TD = _take(grad_RD, row_TK[:, 0])
+        grad_TD = _gather_or_zero(grad_RD, row_TK[:, 0])
         if row_TK.shape[1] == 1:
             return grad_TD, None
         sum_TD = grad_TD.to(torch.promote_types(grad_RD.dtype, torch.float32))
         for k in range(1, row_TK.shape[1]):
-            sum_TD += _take(grad_RD, row_TK[:, k])
+            sum_TD += _gather_or_zero(grad_RD, row_TK[:, k])
         return sum_TD.to(grad_RD.dtype), None
 
 
@@ -62,9 +62,9 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(rows_RD, gate_TK)
         ctx.plan = plan
         wide = torch.promote_types(rows_RD.dtype, torch.float32)
-        y_TD = _take(rows_RD, plan.row_TK[:, 0]).to(wide).mul_(gate_TK[:, :1])
+        y_TD = _gather_or_zero(rows_RD, plan.row_TK[:, 0]).to(wide).mul_(gate_TK[:, :1])
         for k in range(1, gate_TK.shape[1]):
-            y_TD.addcmul_(_take(rows_RD, plan.row_TK[:, k]).to(wide), gate_TK[:, k : k + 1])
+            y_TD.addcmul_(_gather_or_zero(rows_RD, plan.row_TK[:, k]).to(wide), gate_TK[:, k : k + 1])
         return y_TD.to(rows_RD.dtype)
 
     @staticmethod
@@ -81,20 +81,20 @@ class _Combine(torch.autograd.Function):
 
 @in_region("dispatch")
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
-    """Tokens [T, D] to rows [R, D]."""
+    """Copy tokens [T, D] to rows [R, D]. Backward: each token sums the gradients of its rows, in fp32 or wider."""
     out: Tensor = _Permute.apply(x_TD, plan)
     return out
 
 
 @in_region("dispatch")
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
-    """Row i of the result is row index_R[i]; index_R is a permutation."""
+    """Return rows_RD[index_R]; index_R is a permutation."""
     out: Tensor = _Reorder.apply(rows_RD, index_R)
     return out
 
 
 @in_region("combine")
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over the token's kept choices of gate * row, in fp32 or wider; zero for a token without kept choices."""
+    """Sum gate * row over each token's kept choices, in fp32 or wider: [R, D] to [T, D]. A token without kept choices gets zeros."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out

@@ -1,11 +1,11 @@
-"""The GPU kernels, in Triton. Rows are gathered inside the products, and nothing is saved that can be computed again.
+"""The GPU kernels, in Triton. Products gather their rows while they load them. The backward pass recomputes the activations.
 
     routing.py   top_k, slots, plan            moves.py   the kernels that count, sort and move
     rows.py      permute, reorder, combine     gemm.py    the kernels that multiply
     network.py   grouped_ffn, routed_ffn       device.py  tile sizes, and the device a kernel runs on
 
 Deterministic: no atomics, one writer per element, sums in a fixed order, tile sizes by a fixed rule. Rows are fp32, bf16 or fp16;
-all sums are fp32. Importing this package imports triton; `moe.kernels.choose` does so only where it can run.
+all sums are fp32. Importing this package imports triton; `moe.kernels.choose` does so only if triton can run.
 Sources: SonicMoE (arXiv 2512.14080), ScatterMoE (arXiv 2403.08245), MegaBlocks (arXiv 2211.15841).
 """
 

@@ -1,7 +1,7 @@
 """The device that the kernels run on, and their tile sizes.
 
-Tile sizes follow from shape, dtype and device by a fixed rule and are never tuned by timing: two runs, and two ranks, give the same
-bits. No GPU is needed for tests: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
+Tile sizes follow from shape, dtype and device by a fixed rule, never from timing, so two runs and two ranks give the same bits.
+Tests need no GPU: TRITON_INTERPRET=1, set before triton is first imported, runs every kernel on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SPARE_BYTES = 8192  # shared memory left for the compiler's own use
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context in which the tensor's GPU is current: Triton launches there. Raises BadInput if the tensor is not on a GPU."""
+    """Return a context in which the tensor's GPU is current, so that Triton launches there. Raise BadInput for a tensor on no GPU."""
     if INTERPRETED:
         return nullcontext()
     if not tensor.is_cuda:
@@ -31,6 +31,7 @@ def on(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def check_dtype(tensor: Tensor) -> None:
+    """Raise BadInput unless the kernels support the tensor's dtype."""
     if tensor.dtype not in DTYPES:
         raise BadInput(
             "experts.kernels", got=f"triton for {tensor.dtype}", needed="float32, bfloat16 or float16", fix="set it to auto or reference"
@@ -39,8 +40,11 @@ def check_dtype(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile of a matrix product: `m` rows times `n` columns, summed `k` at a time, by `warps` of 32 threads, with loads pipelined
-    `stages` deep. `group` row tiles take the same columns one after another, so that these columns stay in the L2 cache."""
+    """Tile of a matrix product: `m` rows times `n` columns, summed over `k` at a time.
+
+    `warps` of 32 threads compute it, with loads pipelined `stages` deep. `group` row tiles take the same columns one after another,
+    so that these columns stay in the L2 cache.
+    """
 
     m: int
     n: int
@@ -55,23 +59,23 @@ class Tile:
 
 
 def most_rows(dtype: torch.dtype) -> int:
-    """Rows of the largest tile."""
+    """Return the rows of the largest tile."""
     return 32 if INTERPRETED else 64 if dtype == torch.float32 else 128
 
 
 def rows_each(rows: int, num_experts: int, dtype: torch.dtype) -> int:
-    """Rows per tile. Small tiles where experts have few rows, since half a tile per expert is padding on average."""
+    """Return the rows per tile. Tiles are small if experts have few rows, since half a tile per expert is padding on average."""
     return min(64, most_rows(dtype)) if rows <= 256 * num_experts else most_rows(dtype)
 
 
 def tile(m: int, dtype: torch.dtype, device: torch.device, *, products: int, epilogue: bool) -> Tile:
-    """The tile for `m` rows. `products`: weights that share one load of the rows. `epilogue`: needs more than the sums at the end."""
+    """Return the tile for `m` rows. `products`: weights that share one load of the rows. `epilogue`: the kernel uses the sums further."""
     if INTERPRETED:
         return Tile(m, 32, 32, warps=4, stages=1)
     if dtype == torch.float32:  # no tensor cores: sums are exact fp32, as everywhere in this project
         n, k, warps = 64, 32, 4
     else:
-        # from Hopper on, products read both operands from (larger) shared memory, which frees registers for twice the sums
+        # since Hopper, products read both operands from the larger shared memory, which frees registers for twice the sums
         room = 2 if _shared_bytes(device) > 200 * 1024 else 1
         n = min(128 if epilogue else 256, 128 * room // products)
         k, warps = 64, 8 if m * n * products > 64 * 128 else 4
@@ -86,5 +90,5 @@ def _shared_bytes(device: torch.device) -> int:
 
 @cache
 def hopper(device: torch.device) -> bool:
-    """Whether compute capability is 9.0 or later: there torch's grouped product is one kernel instead of a loop over experts."""
+    """Return whether compute capability is 9.0 or later: torch's grouped product is then one kernel, not a loop over experts."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

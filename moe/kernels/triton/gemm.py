@@ -1,11 +1,11 @@
-"""Grouped matrix products. Each row tile belongs to one expert; some products end in an epilogue, done before the tile is stored.
+"""Grouped matrix products. Each row tile belongs to one expert. Some products have an epilogue, which changes a tile before its store.
 
     up        H = X[token] W1, G = X[token] W3, A = activation(H) [* G] [* mask]     rows are gathered by the load
     product   out = A W2                and  dX = dH W1^T [+ dG W3^T]
-    back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the parts of <dA, A>
+    back      dA = dO[token] W2^T, and from it dH, dG, gate * A and the summands of <dA, A>
     weights   dW = left^T right over one expert's rows, left and right gathered or not
 
-All sums are fp32. The tile map, made on the device, gives each tile's expert and rows. Weights are contiguous.
+All sums are fp32. The tile map, made on the GPU, gives each tile's expert and rows. Weights are contiguous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _dot(a_MK, b_KN, sum_MN):
 
 @triton.jit
 def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
-    """This program's column tile, and its row tile's expert, first row and end. GROUP row tiles pass through all columns together."""
+    """Return this program's column tile, and its row tile's expert, first row and end. GROUP row tiles take all columns together."""
     program = tl.program_id(0)
     group = program // (GROUP * num_columns)
     size = tl.minimum(num_tiles - group * GROUP, GROUP)
@@ -38,7 +38,7 @@ def _tile(tiles, num_tiles, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _source(choice, row_M, end, choices):
-    """The source row of each row: its token, or the row itself. Rows beyond the end read some valid row; their results are not stored."""
+    """Return the source row of each row: its token, or the row itself. Rows beyond the end get a valid row; results are not stored."""
     if choice is not None:
         return tl.load(choice + row_M, mask=row_M < end, other=0) // choices
     else:
@@ -57,7 +57,7 @@ def _rows(at, source_M, k_K, width, EVEN: tl.constexpr):
 
 @triton.jit
 def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl.constexpr):
-    """Load [K, N] of the expert's [inner, columns] matrix. TURNED: it lies in memory as [columns, inner]."""
+    """Load [K, N] of the expert's [inner, columns] matrix. TURNED: memory holds its transpose [columns, inner]."""
     at += expert.to(tl.int64) * inner * columns
     at_KN = at + n_N.to(tl.int64)[None, :] * inner + k_K[:, None] if TURNED else at + k_K.to(tl.int64)[:, None] * columns + n_N[None, :]
     if EVEN:
@@ -68,7 +68,7 @@ def _matrix(at, expert, k_K, n_N, inner, columns, TURNED: tl.constexpr, EVEN: tl
 
 @triton.jit
 def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation and its derivative at h, in fp32. gelu's tanh form is exactly h * sigmoid(2u). NaN stays NaN in all of them."""
+    """Return the activation and its derivative at h, in fp32. gelu's tanh form equals h * sigmoid(2u). NaN stays NaN."""
     if FFN == "relu":
         return tl.where(h <= 0, 0.0, h), tl.where(h > 0, 1.0, 0.0)
     elif FFN == "swiglu":
@@ -87,7 +87,7 @@ def _activation(h, FFN: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _gate(g, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """What the activation is multiplied with: g within +-LIMIT, plus OFFSET."""
+    """Return the factor of the activation: clamp(g, -LIMIT, LIMIT) + OFFSET."""
     if LIMIT is not None:
         g = tl.where(g > LIMIT, LIMIT, tl.where(g < -LIMIT, -LIMIT, g))
     return g + OFFSET
@@ -105,7 +105,7 @@ def _bias(at, expert, n_N, width, EVEN: tl.constexpr):
 
 @triton.jit
 def _place(begin, end, row_M, n_N, width, EVEN: tl.constexpr):
-    """The address of a tile's corner, the 32-bit offset of each element from it (64 bits would cost registers), and which are real."""
+    """Return the offset of a tile's corner, each element's 32-bit offset from it (64 bits would cost registers), and the valid elements."""
     corner = begin.to(tl.int64) * width
     mask_MN = (row_M < end)[:, None] if EVEN else (row_M < end)[:, None] & (n_N < width)[None, :]
     return corner, (row_M - begin)[:, None] * width + n_N[None, :], mask_MN
@@ -138,8 +138,11 @@ def up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's [R, F], or None.
-    `b1`, `b3` [E, F]: None without biases."""
+    """Compute H, G and A.
+
+    `w3`, `g`: None without a gated activation. `h`, `g`: also None if no backward pass follows. `scale`: dropout's factors [R, F],
+    or None. `b1`, `b3` [E, F]: None without biases.
+    """
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(F, BLOCK_N), GROUP)
     if expert < 0:
         return
@@ -159,7 +162,7 @@ def up(
         h_MN += _bias(b1, expert, n_N, F, EVEN)[None, :]
     if b3 is not None:
         g_MN += _bias(b3, expert, n_N, F, EVEN)[None, :]
-    # rounded to the stored dtype, so that the backward pass computes bitwise the same activation again
+    # round to the stored dtype, so that the backward pass recomputes the same activation to the bit
     h_MN = rounded(h_MN, a)
     a_MN, _ = _activation(h_MN, FFN, ALPHA, LIMIT)
     if h is not None:
@@ -192,7 +195,7 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out = a w [+ a_too w_too], where a is [R, inner] and w is [E, inner, columns], or [E, columns, inner] if TURNED."""
+    """Compute out = a w [+ a_too w_too]: a is [R, inner], w is [E, inner, columns], or [E, columns, inner] if TURNED."""
     column, expert, begin, end = _tile(tiles, num_tiles, tl.cdiv(columns, BLOCK_N), GROUP)
     if expert < 0:
         return
@@ -239,7 +242,10 @@ def back(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`parts` [R, column tiles] fp32: each tile's part of <dA, A>, the gate's gradient. `gate`, `parts`: None if rows are not combined."""
+    """Compute dH, dG, gate * A and `parts` [R, column tiles] fp32, whose sum over tiles is <dA, A>, the gate's gradient.
+
+    `gate`, `parts`: None if rows are not combined.
+    """
     columns = tl.cdiv(F, BLOCK_N)
     column, expert, begin, end = _tile(tiles, num_tiles, columns, GROUP)
     if expert < 0:
@@ -254,7 +260,7 @@ def back(
     gate_M = None
     if gate is not None:
         gate_M = tl.load(gate + tl.load(choice + row_M, mask=row_M < end, other=0), mask=row_M < end, other=0.0).to(tl.float32)
-    # half the columns at a time: h, g and their derivatives for the whole tile would not fit into registers beside the sums
+    # half the columns at a time: sums, h, g and derivatives of the whole tile would not fit into registers
     left_MN, right_MN = tl.split(tl.permute(tl.reshape(grad_MN, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
     n_N = column * BLOCK_N + tl.arange(0, BLOCK_N // 2)
     part_M = _back_half(left_MN, gate_M, scale, h, g, grad_h, grad_g, a_gated, begin, row_M, end, n_N, F, FFN, ALPHA, LIMIT, OFFSET, EVEN)
@@ -285,7 +291,7 @@ def _back_half(
     OFFSET: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Store dH, dG and gate * A of these columns, and return their part of <dA, A>."""
+    """Store dH, dG and gate * A of these columns, and return their summand of <dA, A>."""
     corner, at_MN, mask_MN = _place(begin, end, row_M, n_N, F, EVEN)
     act_MN, slope_MN = _activation(tl.load(h + corner + at_MN, mask=mask_MN, other=0.0).to(tl.float32), FFN, ALPHA, LIMIT)
     if g is not None:
@@ -331,7 +337,7 @@ def weights(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out[e] = left^T right over expert e's rows; zero if it has none. `right_too`, `out_too`: a second product with the same left."""
+    """Compute out[e] = left^T right over expert e's rows; zero if it has none. `right_too`, `out_too`: a second product with `left`."""
     rows, columns = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = program // (rows * columns)
@@ -343,11 +349,11 @@ def weights(
     too_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(begin, end, BLOCK_K):
         row_K = first + tl.arange(0, BLOCK_K)
-        left_MK = tl.trans(_run(left, _source(left_choice, row_K, end, choices), row_K < end, m_M, height, EVEN))
+        left_MK = tl.trans(_expert_rows(left, _source(left_choice, row_K, end, choices), row_K < end, m_M, height, EVEN))
         right_K = _source(right_choice, row_K, end, choices)
-        sum_MN = _dot(left_MK, _run(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
+        sum_MN = _dot(left_MK, _expert_rows(right, right_K, row_K < end, n_N, width, EVEN), sum_MN)
         if right_too is not None:
-            too_MN = _dot(left_MK, _run(right_too, right_K, row_K < end, n_N, width, EVEN), too_MN)
+            too_MN = _dot(left_MK, _expert_rows(right_too, right_K, row_K < end, n_N, width, EVEN), too_MN)
     at_MN = expert.to(tl.int64) * height * width + m_M.to(tl.int64)[:, None] * width + n_N[None, :]
     mask_MN = (m_M < height)[:, None] & (n_N < width)[None, :]
     put(out + at_MN, sum_MN, mask_MN)
@@ -356,8 +362,8 @@ def weights(
 
 
 @triton.jit
-def _run(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
-    """Load [K, N]: columns n_N of the rows; zeros beyond the expert's rows in both operands, since zero times infinity is not zero."""
+def _expert_rows(at, source_K, real_K, n_N, width, EVEN: tl.constexpr):
+    """Load [K, N]: columns n_N of the rows. Rows of other experts are zero in both operands, since zero times infinity is not zero."""
     at_KN = at + source_K[:, None] * width + n_N[None, :]
     if EVEN:
         return tl.load(at_KN, mask=real_K[:, None], other=0.0)

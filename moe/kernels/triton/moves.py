@@ -1,10 +1,10 @@
-"""Kernels that count, sort and move rows. Nothing is added at an index and nothing is atomic: every element has one writer.
+"""Kernels that count, sort and move rows (permutation). Each element has one writer: no atomics, no additions at an index.
 
 Counting sort, stable:   count   number of choices of each expert in each block of choices
-                         (host)  cumulative sums over blocks: where each block's rows of an expert begin
-                         rank    that beginning, plus the number of equal choices before this one inside the block
+                         (host)  cumulative sums over blocks: the first position of each expert's choices in each block
+                         rank    first position + number of earlier choices of the same expert in the block
 
-Sizes that change from step to step (tokens, rows, tiles) are not specialised: no step waits for the compiler.
+Sizes that change from step to step (tokens, rows, tiles) are not specialised, so no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(_INTERPRETED)
 
 @triton.jit
 def rounded(value, at):
-    """An fp32 value rounded as a store at `at` would round it (to nearest even), still fp32. The interpreter truncates bf16, hence here."""
+    """Round an fp32 value to the dtype of pointer `at` (to nearest even); return fp32. Triton's interpreter would truncate bf16."""
     if at.dtype.element_ty == tl.float32:
         return value
     elif INTERPRETED and at.dtype.element_ty == tl.bfloat16:
@@ -41,7 +41,7 @@ def put(at, value, mask):
 
 @triton.jit(do_not_specialize=["T"])
 def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """One maximum at a time; of equal scores the lowest expert. NaN counts as the highest score, so that an index is always an expert."""
+    """Find one maximum after the other; ties go to the lowest expert. NaN counts as the highest score, so indices are always valid."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     real_TE = (token_T < T)[:, None] & (expert_E < E)[None, :]
@@ -59,7 +59,7 @@ def top_k(scores, out, T, E, choices, BLOCK_T: tl.constexpr, BLOCK_E: tl.constex
 
 @triton.jit
 def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """The flat choices t * K + k of a block. QUEUE: in queue order (all first choices, then all second ones), else in token order."""
+    """Return the flat choices t * K + k of a block. QUEUE: all first choices, then all second ones; else in token order."""
     place_N = block * BLOCK + tl.arange(0, BLOCK)
     real_N = place_N < tokens * choices
     if QUEUE:
@@ -71,7 +71,7 @@ def _choice(block, group, tokens, choices, QUEUE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["tokens"])
 def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """out [groups, blocks, E]: active choices of each expert in each block of a group's `tokens`."""
+    """Write the number of active choices of each expert in each block of a group into out [groups, blocks, E]."""
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
     active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
@@ -84,7 +84,10 @@ def count(expert, active, out, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["tokens"])
 def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.constexpr, BLOCK: tl.constexpr):
-    """out [T, K]: before [groups, blocks, E] plus earlier equal choices in the block; -1 if inactive. choice_of: the inverse, or None."""
+    """Write each choice's position into out [T, K]: `before` of its group, block and expert, plus earlier equal choices in the block.
+
+    Inactive choices get -1. `choice_of`: the choice of each position, also written if given.
+    """
     block, group = tl.program_id(0), tl.program_id(1)
     choice_N, real_N = _choice(block, group, tokens, choices, QUEUE, BLOCK)
     active_N = tl.load(active + choice_N, mask=real_N, other=0) != 0
@@ -101,7 +104,7 @@ def rank(expert, active, before, out, choice_of, tokens, choices, E, QUEUE: tl.c
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """out [tiles, 3]: expert (-1: none), first row and end of each tile of TILE rows. ends [E]: the end of each expert's rows."""
+    """Write expert (-1: none), first row and end of each tile of TILE rows into out [tiles, 3]. ends [E]: end of each expert's rows."""
     tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     end_E = tl.load(ends + expert_E, mask=expert_E < E, other=0)
@@ -120,7 +123,7 @@ def tile_map(ends, out, num_tiles, E, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
 
 @triton.jit(do_not_specialize=["R"])
 def gather(source, index, out, R, D, choices, SCATTER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out[r] = source[index[r] // choices]. SCATTER: out[index[r]] = source[r], where the index is a permutation."""
+    """Compute out[r] = source[index[r] // choices]. SCATTER: out[index[r]] = source[r]; the index is then a permutation."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     width_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     other_R = tl.load(index + row_R, mask=row_R < R, other=0) // choices
@@ -135,7 +138,7 @@ def gather(source, index, out, R, D, choices, SCATTER: tl.constexpr, BLOCK_R: tl
 
 @triton.jit(do_not_specialize=["T"])
 def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out[t] = sum over k of [gate[t, k] *] rows[row[t, k]], in fp32, in the order of k; row -1 adds nothing."""
+    """Compute out[t] = sum over k of [gate[t, k] *] rows[row[t, k]], in fp32, in the order of k; row -1 adds nothing."""
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     width_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sum_TD = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -153,7 +156,7 @@ def total(rows, gate, row, out, T, D, choices, BLOCK_T: tl.constexpr, BLOCK_D: t
 
 @triton.jit(do_not_specialize=["R"])
 def combine_backward(grad, rows, gate, choice, grad_rows, grad_gate, R, D, choices, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, with a single read of grad."""
+    """Compute grad_rows[r] = gate * grad[token] and grad_gate[choice] = <grad[token], rows[r]>, reading grad once."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     choice_R = tl.load(choice + row_R, mask=row_R < R, other=0)
     gate_R = tl.load(gate + choice_R, mask=row_R < R, other=0.0).to(tl.float32)

@@ -1,13 +1,13 @@
-"""The experts' network on the rows of a plan, forward and backward. Only X and the pre-activations are saved (SonicMoE, arXiv 2512.14080).
+"""The experts' networks on rows sorted by expert, forward and backward. Saves only X and the pre-activations (SonicMoE, arXiv 2512.14080).
 
-    forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are thrown away
+    forward    H, G = X[token] W1, W3 [+ b1, b3]    A = act(H) * G    Y = A W2    out = total of gate * Y       A and Y are freed
     backward   dA = dO[token] W2^T       d gate = <dA, A>, with A computed again from H and G
                dH, dG from gate * dA     dW2 = (gate * A)^T dO[token]
                dW1, dW3 = X[token]^T dH, dG          db1, db3 = 1^T dH, dG
                                                           dX = total of (dH W1^T + dG W3^T)
 
 <dO, Y> = <dO, A W2> = <dO W2^T, A>: the gate's gradient needs no Y. Products gather rows as they load them, so there is no
-permuted copy, forward or backward. Weights of another dtype are cast where they are used; their gradients have the weights' dtype.
+permuted copy, forward or backward. Weights are cast to the rows' dtype at each use; gradients have the weights' dtype.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows sorted by expert. `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each
-    tile of `tile_rows` rows. `plan`: rows are read from tokens and summed into tokens; None: rows are stored as rows."""
+    """Rows sorted by expert.
+
+    `ends_E` int32: the end of each expert's rows. `tiles` int32 [tiles, 3]: expert, first row and end of each tile of `tile_rows`
+    rows. `plan`: rows are read from tokens and summed into tokens. None: input and output are rows.
+    """
 
     number: int
     ends_E: Tensor
@@ -53,7 +56,7 @@ class Rows:
 
 
 def arrange(counts_E: Tensor, *, rows: int, dtype: torch.dtype, plan: Plan | None) -> Rows:
-    """The tile map, made on the device, so that the host need not wait for the counts: it knows only an upper bound of the tiles."""
+    """Make the tile map on the GPU. The host does not wait for the counts: it uses an upper bound of the number of tiles."""
     num_experts, tile_rows = len(counts_E), rows_each(rows, len(counts_E), dtype)
     num_tiles = rows // tile_rows + min(num_experts, rows)
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
@@ -77,14 +80,14 @@ def _even(t: Tile, inner: int, columns: int) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """Of a network: the activation `ffn`, and the bounds and slope of swiglu, where it has them."""
+    """The activation `ffn`, and the bounds and slope of swiglu, if the recipe sets them."""
 
     ffn: str
     swiglu: Swiglu | None = None
 
     @property
     def constants(self) -> dict[str, Any]:
-        """As kernels read them."""
+        """The kernels' compile-time constants."""
         s = self.swiglu
         if s is None or self.ffn != "swiglu":
             return {"FFN": self.ffn, "ALPHA": 1.0, "LIMIT": None, "OFFSET": 0.0}
@@ -97,7 +100,7 @@ Biases = tuple[Tensor | None, Tensor | None]  # b1, b3 [E, F]
 def up(
     x: Tensor, w1: Tensor, w3: Tensor | None, biases: Biases, scale_RF: Tensor | None, rows: Rows, *, form: Form, keep: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """H and G [R, F], None where not kept or without a gated activation, and A [R, F]."""
+    """Return H, G and A [R, F]. H and G are None unless `keep`; G is also None without a gated activation."""
     width, hidden = w1.shape[1:]
     t = tile(rows.tile_rows, x.dtype, x.device, products=1 if w3 is None else 2, epilogue=keep)
     a = x.new_empty(rows.number, hidden)
@@ -114,13 +117,13 @@ def up(
 
 
 def torch_multiplies(rows_RI: Tensor, w: Tensor) -> bool:
-    """Whether torch's own grouped product does a plain product: it uses CUTLASS on Hopper, for bf16 rows of a multiple of 16 bytes."""
+    """Return whether to use torch's grouped product, which is CUTLASS on Hopper, for bf16 rows of a multiple of 16 bytes."""
     wide = rows_RI.shape[1] % 8 == 0 and w.shape[1] % 8 == 0 and w.shape[2] % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and wide and len(rows_RI) > 0 and hopper(rows_RI.device)
 
 
 def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | None = None, w_too: Tensor | None = None) -> Tensor:
-    """a w [+ a_too w_too]: [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if turned."""
+    """Return a w [+ a_too w_too]: [R, O] in a's dtype. w is [E, I, O], or [E, O, I] if `turned`."""
     if a_too is None and torch_multiplies(a, w):
         return torch._grouped_mm(a, w.transpose(1, 2) if turned else w, offs=rows.ends_E)
     inner, columns = a.shape[1], w.shape[1] if turned else w.shape[2]
@@ -140,7 +143,7 @@ def product(a: Tensor, w: Tensor, rows: Rows, *, turned: bool, a_too: Tensor | N
 def back(
     grad: Tensor, w2: Tensor, gate_TK: Tensor | None, scale_RF: Tensor | None, h: Tensor, g: Tensor | None, rows: Rows, *, form: Form
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
+    """Return dH, dG, gate * A (all [R, F]) and the gates' gradient [T, K]."""
     hidden, width = w2.shape[1:]
     t = tile(rows.tile_rows, h.dtype, h.device, products=1, epilogue=True)
     grad_h, grad_g, a_gated = torch.empty_like(h), None if g is None else torch.empty_like(h), torch.empty_like(h)
@@ -163,7 +166,10 @@ def back(
 def weight_gradients(
     left: Tensor, right: Tensor, right_too: Tensor | None, like: Tensor, rows: Rows, *, gathered: str
 ) -> tuple[Tensor, Tensor | None]:
-    """left^T right and left^T right_too for each expert, `like` a weight in shape and dtype. `gathered`: the operand read by token."""
+    """Return left^T right and left^T right_too of each expert, in the shape and dtype of the weight `like`.
+
+    `gathered`: the operand that is read by token: left, right or neither.
+    """
     height, width = like.shape[1:]
     t = tile(most_rows(left.dtype), left.dtype, left.device, products=1 if right_too is None else 2, epilogue=False)
     out, out_too = like.new_empty(like.shape), None if right_too is None else like.new_empty(like.shape)
@@ -179,7 +185,7 @@ def weight_gradients(
 
 
 def bias_gradients(grad_h: Tensor, grad_g: Tensor | None, like: Biases, rows: Rows) -> Biases:
-    """The sums of each expert's rows: a product with a column of ones."""
+    """Sum each expert's rows, as a product with a column of ones."""
     if like[0] is None:
         return None, None
     ones = grad_h.new_ones(rows.number, 1)
@@ -222,7 +228,7 @@ class _Network(torch.autograd.Function):
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
         owed = owed_for(*(w for w in ctx.weights if w is not None))
         if owed is not None:
-            _put_off(owed, ctx.weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
+            _defer(owed, ctx.weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
         elif ctx.needs_input_grad[3]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
@@ -236,7 +242,7 @@ class _Network(torch.autograd.Function):
         return grad_x, grad_gate, grad_w1, grad_w2, grad_w3, grad_b1, grad_b3, None, None, None, None
 
 
-def _put_off(
+def _defer(
     owed: Owed,
     weights: tuple[Tensor, Tensor, Tensor | None],
     x_TD: Tensor,
@@ -246,18 +252,19 @@ def _put_off(
     grad_g: Tensor | None,
     rows: Rows,
 ) -> None:
+    """Add the computation of all weight gradients to `owed` (zero-bubble schedules)."""
     w1, w2, w3 = weights
 
     def compute() -> tuple[Tensor | None, ...]:
-        of_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
-        of_w1, of_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
-        return (of_w1, of_w2) if w3 is None else (of_w1, of_w2, of_w3)
+        grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
+        grad_w1, grad_w3 = weight_gradients(x_TD, grad_h, grad_g, w1, rows, gathered="left")
+        return (grad_w1, grad_w2) if w3 is None else (grad_w1, grad_w2, grad_w3)
 
     owed.add((w1, w2) if w3 is None else (w1, w2, w3), compute)
 
 
 def _cast(weight: Tensor, like: Tensor) -> Tensor:
-    """The weight in the rows' dtype, contiguous: cast once per product, not once per tile."""
+    """Return the weight in the rows' dtype, contiguous: cast once per product, not once per tile."""
     return weight.to(like.dtype).contiguous()
 
 
@@ -290,9 +297,9 @@ def grouped_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """Each expert's rows through `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2`.
+    """Compute `activation(rows w1 [+ b1]) [* (rows w3 [+ b3])] w2` with the weights of each row's expert: [R, D] to [R, D].
 
-    Weights: [E, D, F], [E, F, D], and [E, D, F] or None; biases [E, F]. `swiglu`: of that activation, where it has bounds.
+    Arguments as in moe.kernels.reference.grouped_ffn.
     """
     counts_E = torch.tensor(counts, dtype=torch.int64).to(rows_RD.device, non_blocking=True)
     rows = arrange(counts_E, rows=len(rows_RD), dtype=rows_RD.dtype, plan=None)
@@ -313,6 +320,6 @@ def routed_ffn(
     b3: Tensor | None = None,
     swiglu: Swiglu | None = None,
 ) -> Tensor:
-    """permute, grouped_ffn and combine fused: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the device."""
+    """Fuse permute, grouped_ffn and combine: [T, D] in x's dtype, summed in fp32 in the order of choices. Counts stay on the GPU."""
     rows = arrange(plan.counts_E, rows=len(plan.choice_R), dtype=x_TD.dtype, plan=plan)
     return _apply(x_TD, gate_TK.contiguous(), (w1, w2, w3), (b1, b3), dropped_RF, rows, Form(ffn, swiglu))

@@ -1,7 +1,8 @@
-"""From choices to rows, in integers: exact and the same in every run, since every element has one writer.
+"""From choices to rows, in integers. Each element has one writer, so results are exact and equal in every run.
 
-A choice's queue position is the number of equal choices before it: counted block by block, summed over blocks (torch.cumsum of
-a small table), then counted again inside each block. A plan is made the same way, with choices in token order, expert after expert.
+A choice's queue position is the number of earlier choices of the same expert. `count` counts them in each block of choices,
+torch.cumsum sums over the blocks, and `rank` adds the earlier choices inside the block. A plan is made the same way, with choices
+in token order, expert after expert.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _BLOCK = 128
 
 
 def top_k(scores_TE: Tensor, k: int) -> Tensor:
-    """Experts [T, k] of the k highest scores, highest first. Of equal scores the lowest expert wins, which torch.topk does not promise."""
+    """Experts [T, k] int64 of the k highest scores, highest first. Ties go to the lowest expert, which torch.topk does not promise."""
     scores_TE = scores_TE.contiguous()
     (tokens, num_experts), out_TK = scores_TE.shape, scores_TE.new_empty(len(scores_TE), k, dtype=torch.int64)
     block_e = max(2, triton.next_power_of_2(num_experts))
@@ -32,7 +33,7 @@ def top_k(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int, queue: bool) -> Tensor:
-    """Active choices of each expert in each block of a group: int32 [G, B, E]."""
+    """Count the active choices of each expert in each block of a group: int32 [G, B, E]."""
     tokens, choices = expert_TK.shape[0] // num_groups, expert_TK.shape[1]
     blocks = triton.cdiv(tokens * choices, _BLOCK)
     out_GBE = expert_TK.new_empty(num_groups, blocks, num_experts, dtype=torch.int32)
@@ -45,7 +46,7 @@ def _counts(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_expert
 
 
 def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tensor, choice_N: Tensor | None) -> None:
-    """Write each choice's position into out_TK. For a plan (choices in token order) also write each position's choice into choice_N."""
+    """Write each choice's position into out_TK. For a plan (choices in token order), also write the inverse into choice_N."""
     groups, blocks, num_experts = before_GBE.shape
     tokens, choices = expert_TK.shape[0] // groups, expert_TK.shape[1]
     with on(expert_TK):
@@ -55,7 +56,7 @@ def _rank(expert_TK: Tensor, active_TK: Tensor, before_GBE: Tensor, out_TK: Tens
 
 
 def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts: int) -> Tensor:
-    """Position [T, K] of each active choice in the queue of its expert and group, first choices first; -1 for inactive choices."""
+    """Position [T, K] of each active choice in the queue of its expert and group, from 0; -1 for inactive choices."""
     expert_TK, active_TK = expert_TK.contiguous(), active_TK.contiguous()
     counts_GBE = _counts(expert_TK, active_TK, num_groups=num_groups, num_experts=num_experts, queue=True)
     before_GBE = counts_GBE.cumsum(1, dtype=torch.int32) - counts_GBE
@@ -66,12 +67,12 @@ def slots(expert_TK: Tensor, active_TK: Tensor, *, num_groups: int, num_experts:
 
 @in_region("dispatch")
 def plan(expert_TK: Tensor, kept_TK: Tensor, *, num_experts: int) -> Plan:
-    """Rows sorted by expert, then by token. The host waits for one number only: the number of rows."""
+    """Return the plan of the kept choices: rows sorted by expert, then by token. The host waits only for the number of rows."""
     expert_TK, kept_TK = expert_TK.contiguous(), kept_TK.contiguous()
     counts_1BE = _counts(expert_TK, kept_TK, num_groups=1, num_experts=num_experts, queue=False)
-    upto_1BE = counts_1BE.cumsum(1, dtype=torch.int32)
+    through_1BE = counts_1BE.cumsum(1, dtype=torch.int32)
     counts_E = counts_1BE[0].sum(0, dtype=torch.int64)
     first_E = counts_E.cumsum(0) - counts_E
     row_TK, choice_N = torch.empty_like(expert_TK), expert_TK.new_empty(expert_TK.numel())
-    _rank(expert_TK, kept_TK, (upto_1BE - counts_1BE + first_E).to(torch.int32), row_TK, choice_N)
+    _rank(expert_TK, kept_TK, (through_1BE - counts_1BE + first_E).to(torch.int32), row_TK, choice_N)
     return Plan(choice_N[: int(counts_E.sum())], row_TK, counts_E)

@@ -1,8 +1,8 @@
-"""Moving tokens to rows and rows to tokens, each way by one gather: every byte is read and written once, sums are fp32.
+"""Moving tokens to rows and rows to tokens, each direction by one gather: every byte is read and written once, sums are fp32.
 
 permute   rows = x[token]              backward   total of the rows of each token
-combine   total of gate * rows         backward   gate * grad[token] and <grad[token], row>, in one pass
-reorder   rows[index]                  backward   each row to its index
+combine   total of gate * rows         backward   gate * grad[token] and <grad[token], row>, in one kernel
+reorder   rows[index]                  backward   out[index] = grad
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ELEMENTS = 4096  # per program, 32 per thread: enough loads in flight to satura
 
 
 def _blocks(width: int) -> tuple[int, int]:
-    """Rows and columns per program."""
+    """Return rows and columns per program."""
     columns = min(1024, max(16, triton.next_power_of_2(width)))
     return _ELEMENTS // columns, columns
 
 
 def move(source: Tensor, index_R: Tensor, *, choices: int = 1, scatter: bool = False) -> Tensor:
-    """source[index // choices]; with `scatter`, out[index] = source, where index is a permutation."""
+    """Return source[index // choices]. With `scatter`: out[index] = source; index is then a permutation."""
     source, index_R, width = source.contiguous(), index_R.contiguous(), source.shape[1]
     out = source.new_empty(len(index_R), width)
     block_r, block_d = _blocks(width)
@@ -43,7 +43,7 @@ def move(source: Tensor, index_R: Tensor, *, choices: int = 1, scatter: bool = F
 
 
 def total(rows_RD: Tensor, row_TK: Tensor, gate_TK: Tensor | None) -> Tensor:
-    """Sum over each token's rows, weighted by the gates if given: [T, D] in the rows' dtype."""
+    """Sum each token's rows, weighted by the gates if given: [T, D] in the rows' dtype, summed in fp32."""
     check_dtype(rows_RD)
     rows_RD, row_TK, gate_TK = rows_RD.contiguous(), row_TK.contiguous(), None if gate_TK is None else gate_TK.contiguous()
     (tokens, choices), width = row_TK.shape, rows_RD.shape[1]
@@ -114,20 +114,20 @@ class _Combine(torch.autograd.Function):
 
 @in_region("dispatch")
 def permute(x_TD: Tensor, plan: Plan) -> Tensor:
-    """Tokens [T, D] to rows [R, D]."""
+    """Copy tokens [T, D] to rows [R, D]. Backward: each token sums the gradients of its rows, in fp32."""
     out: Tensor = _Permute.apply(x_TD, plan)
     return out
 
 
 @in_region("dispatch")
 def reorder(rows_RD: Tensor, index_R: Tensor) -> Tensor:
-    """Row i of the result is row index_R[i]; index_R is a permutation."""
+    """Return rows_RD[index_R]; index_R is a permutation."""
     out: Tensor = _Reorder.apply(rows_RD, index_R)
     return out
 
 
 @in_region("combine")
 def combine(rows_RD: Tensor, gate_TK: Tensor, plan: Plan) -> Tensor:
-    """y[t] = sum over the token's kept choices of gate * row, in fp32; zero for a token without kept choices."""
+    """Sum gate * row over each token's kept choices, in fp32: [R, D] to [T, D]. A token without kept choices gets zeros."""
     out: Tensor = _Combine.apply(rows_RD, gate_TK, plan)
     return out

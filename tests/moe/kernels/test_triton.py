@@ -333,7 +333,7 @@ def test_triton_is_imported_only_when_asked_for_and_only_where_it_runs() -> None
     assert ran.returncode == 0, ran.stderr
     loaded, no_gpu, not_installed = ran.stdout.splitlines()
     assert loaded == "False"
-    assert "experts.kernels: got triton where torch sees no GPU, needed a GPU; fix: set it to auto" in no_gpu
+    assert "experts.kernels: got triton, but torch sees no GPU, needed a GPU; fix: set it to auto" in no_gpu
     assert "got triton, which is not installed" in not_installed
 
 
