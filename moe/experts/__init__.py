@@ -1,1 +1,1 @@
-"""One MoE layer: the experts, the layer around them, and in dispatch/ how rows reach them."""
+"""The MoE layer: its experts, the layer around them, and in dispatch/ the exchange of rows."""

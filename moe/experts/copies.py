@@ -1,13 +1,13 @@
-"""Where ranks hold copies of the same tokens, a MoE layer works on each token once: the copies are cut, and the results joined.
+"""A MoE layer routes each token once if several ranks hold copies of it (tensor parallelism): cut the copies, join the results.
 
-    x_BLD, the same on every rank of the axis     rank 0: sequences 0..3    rank 1: sequences 0..3
-    cut                                                   0, 1                      2, 3              backward: gradients of all back to all
-    router, exchange, experts                             each its own, as two ranks of a data axis do
-    join                                          y_BLD of all, the same on every rank                backward: each takes its own
+    x_BLD, equal on every rank of the axis        rank 0: sequences 0..3    rank 1: sequences 0..3
+    cut                                                   0, 1                      2, 3              backward: all-gather of gradients
+    router, exchange, experts                             each its own sequences, like ranks of dp
+    join                                          y_BLD of all, equal on every rank                   backward: each keeps its own
 
-Expert parallelism folds over the axis then: its ranks bring other tokens (MoE parallel folding, arXiv 2504.14960). Whole sequences
-are cut, so groups over which capacity and balance are counted stay whole. What the layer says of itself is of all ranks' tokens.
-Sequences that the ranks cannot share out, and no gradient is asked of (the one of a sample), each rank routes for itself.
+So expert parallelism can use this axis too (MoE parallel folding, arXiv 2504.14960). Cuts are between sequences, so the groups over
+which capacity and balance are counted stay whole. The report covers the tokens of all ranks. Without gradients, a number of
+sequences that does not divide by the ranks (one sample) is not cut: each rank routes all of it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from parallel.mesh import Axis
 
 # B batch, L length, D model, T = B*L tokens
 
-Report = TypeVar("Report", bound=Any)  # a dataclass: whole numbers are counts, tensors of fractions are means over tokens
+Report = TypeVar("Report", bound=Any)  # a dataclass: integer tensors are counts, floating-point tensors are means over tokens
 
 
 class Exchange(Protocol):
-    """How the ranks that share tokens come to whole sequences, each to some of them, and back; or, all of them to all, and back."""
+    """The exchange between the layout outside the layer and whole sequences.
+
+    `cut` gives each rank some whole sequences, and `join` undoes it. `whole` gives each rank all of them, and `mine` undoes it.
+    """
 
     def cut(self, x_BLD: Tensor) -> Tensor: ...
 
@@ -40,8 +43,8 @@ class Exchange(Protocol):
     def mine(self, y_BLD: Tensor) -> Tensor: ...
 
 
-class OfCopies:
-    """Where each rank has all tokens."""
+class FullCopies:
+    """The exchange if each rank has all tokens outside the layer."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -60,23 +63,26 @@ class OfCopies:
 
 
 class Copies:
-    """Of one layer: `axis` are the ranks that share its tokens, in copies unless `exchange` says otherwise."""
+    """The ranks of `axis` share the tokens of one layer: as copies, or in the layout that `exchange` converts."""
 
     def __init__(self, axis: Axis, exchange: Exchange | None = None) -> None:
-        self.axis, self.exchange = axis, exchange or OfCopies(axis)
+        self.axis, self.exchange = axis, exchange or FullCopies(axis)
 
     def cuts(self, x_BLD: Tensor) -> bool:
-        """Whether these tokens are cut, or each rank routes all of them."""
+        """Return whether these tokens are cut. If not, each rank routes all of them."""
         return torch.is_grad_enabled() or x_BLD.shape[0] % self.axis.size == 0
 
     def cut(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, Context, float]:
-        """This rank's sequences, what is known of their tokens, and which share of the pass's valid tokens they are."""
+        """Return this rank's sequences, the context of their tokens, and their share of the micro-batch's valid tokens.
+
+        Raise BadInput if the axis does not divide the number of sequences.
+        """
         batch = x_BLD.shape[0]
         if batch % self.axis.size:
             raise BadInput(
                 "sequences of a micro-batch",
                 got=batch,
-                needed=f"a multiple of {self.axis.name}={self.axis.size}: each of its ranks routes an equal part of them",
+                needed=f"a multiple of {self.axis.name}={self.axis.size}: each of its ranks routes an equal share of them",
                 fix="change train.global_batch, pipeline.microbatches or degrees.tp",
             )
         each = len(context.position_T) // self.axis.size
@@ -92,13 +98,13 @@ class Copies:
         return self.exchange.cut(x_BLD), context.of_run(tokens, share=share, together=together), share
 
     def join(self, y_BLD: Tensor) -> Tensor:
-        """All sequences' results from each rank's."""
+        """Return the results of all sequences, given this rank's."""
         return self.exchange.join(y_BLD)
 
     def together(self, report: Report, *, share: float) -> Report:
-        """The report of all tokens from each rank's, whose tokens are `share` of them."""
-        told = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
-        parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in told.items()}
+        """Return the report of all ranks' tokens, given this rank's, whose tokens are `share` of them."""
+        own = {f.name: getattr(report, f.name) for f in fields(report) if isinstance(getattr(report, f.name), Tensor)}
+        parts = {name: value.double() * (share if value.is_floating_point() else 1) for name, value in own.items()}
         sums = sum_over(torch.cat([part.reshape(-1) for part in parts.values()]), self.axis)
-        of_each = sums.split([part.numel() for part in parts.values()])
-        return replace(report, **{name: s.view_as(told[name]).to(told[name].dtype) for name, s in zip(told, of_each, strict=True)})
+        totals = sums.split([part.numel() for part in parts.values()])
+        return replace(report, **{name: s.view_as(own[name]).to(own[name].dtype) for name, s in zip(own, totals, strict=True)})

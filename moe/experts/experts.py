@@ -1,10 +1,10 @@
-"""The experts of one layer: feed-forward networks stacked in one tensor a matrix, [experts, in, out].
+"""The experts of one layer: feed-forward networks, with each matrix stacked over experts in one tensor [experts, in, out].
 
-A rank holds some of them, and of each the whole or a run of its hidden units (columns of w1 and w3, rows of w2); their
-weights are made there and nowhere else. Parameters are named globally, one expert at a time: `layers.3.experts.17.w1`.
+A rank allocates only the experts that it holds, with all their hidden units or a shard of them (columns of w1 and w3, rows of w2).
+Checkpoints name parameters globally, one expert at a time: `layers.3.experts.17.w1`.
 
-With tiles a stack is a sum of stacks, each with a run of the hidden units held here (parallel/data/tiling.py). Weights are
-read in `forward` alone, where an engine that gathers them has its hooks.
+With tiles, the layer is a sum of stacks, each with a chunk of the hidden units held here (parallel/data/tiling.py). Weights are
+read only in `forward`, because engines that gather weights hook it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 # R rows, D model, F hidden units, E experts held here
 
 MATRICES = ("w1", "w2", "w3")
-# the hidden dim of each stacked tensor [E, ...] that has one; w1_a and w2_b (moe/nn/lora.py) have none
+# the dim of hidden units in each stacked tensor [E, ...]; w1_a and w2_b (moe/nn/lora.py) have none
 HIDDEN_DIM = {"w1": 2, "w2": 1, "w3": 2, "b1": 1, "b3": 1, "w1_b": 2, "w2_a": 1, "w3_b": 2}
 
 
 class Weights(NamedTuple):
-    """The matrices of some experts, and the biases behind w1 and w3."""
+    """The matrices of some experts, and the biases added after w1 and w3."""
 
     w1: Tensor
     w2: Tensor
@@ -42,21 +42,21 @@ class Weights(NamedTuple):
     b3: Tensor | None = None
 
 
-Part = Weights | slice | None  # some of the experts held, by their matrices or (with tiles) by their places; None: all
+Part = Weights | slice | None  # a chunk of the held experts, as matrices or (with tiles) as a range of them; None: all
 
 
 class Routed(NamedTuple):
-    """Where tokens go, and with which gates (fp32 [T, K])."""
+    """The row of each choice, and its gate (fp32 [T, K])."""
 
     gate_TK: Tensor
     plan: Plan
 
 
 class Experts(nn.Module):
-    """`w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations. Or `tiles`, whose sum it is.
+    """Held experts: `w1` [E, D, F], `w2` [E, F, D], and `w3` [E, D, F] for gated activations, or `tiles` to be summed.
 
-    `biases`: with `b1` [E, F] behind the product with w1, and `b3` behind that with w3. What stands behind w2 is no part of a hidden
-    unit's work, and the layer's (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, where it has them.
+    `biases`: add `b1` [E, F] after w1 and `b3` [E, F] after w3. The bias after w2 belongs to no hidden unit, so the layer adds it
+    (moe/experts/layer.py). `swiglu`: bounds and slope of that activation, if the recipe sets them.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.biases, self.swiglu = biases, swiglu
-        self.rank, self.scale = 0, 1.0  # of adapters, which `adapt` makes
+        self.rank, self.scale = 0, 1.0  # of LoRA adapters, which `adapt` makes
         self.num_experts, self.d_model, self.d_ff, self.ffn, self.num_tiles = num_experts, d_model, d_ff, ffn, tiles
         self.kernels_name, self.kernels = kernels, choose(kernels)
         self.tiles = nn.ModuleList()
         self.hold(range(num_experts), hidden=hidden)
 
     def hold(self, held: Sequence[int], *, hidden: slice | None = None) -> None:
-        """Keep only these experts, by global number, and of each these hidden units; call it before the weights are made."""
+        """Allocate weights for these experts (global numbers) and hidden units only. Call it before first values are set."""
         self.held: tuple[int, ...] = tuple(held)
         self.hidden = hidden or slice(0, self.d_ff)
         count, units = len(self.held), self.hidden.stop - self.hidden.start
@@ -99,7 +99,7 @@ class Experts(nn.Module):
             self.adapt(self.rank, self.scale)
 
     def adapt(self, rank: int, scale: float) -> None:
-        """Beside each matrix [E, in, out] two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out]."""
+        """Add LoRA adapters: for each matrix [E, in, out] two narrow ones, `w1_a` [E, in, rank] and `w1_b` [E, rank, out]."""
         self.rank, self.scale = rank, scale
         for name in MATRICES:
             weight = getattr(self, name)
@@ -109,7 +109,7 @@ class Experts(nn.Module):
                 setattr(self, f"{name}_b", nn.Parameter(weight.new_empty(count, rank, size_out)))
 
     def _read(self, dtype: torch.dtype) -> Weights:
-        """What the held experts compute with."""
+        """Return the held experts' weights, with adapters added in."""
         held = Weights(self.w1, self.w2, self.w3, self.b1, self.b3)
         if not self.rank:
             return held
@@ -122,15 +122,15 @@ class Experts(nn.Module):
         form = {"d_model": self.d_model, "d_ff": self.d_ff, "ffn": self.ffn, "kernels": self.kernels_name}
         return form | {"biases": self.biases, "swiglu": self.swiglu}
 
-    def _tile(self, run: slice, like: dict[str, Any]) -> Experts:
+    def _tile(self, units: slice, like: dict[str, Any]) -> Experts:
         first, count = self.hidden.start, len(self.held)
         with torch.device(like.get("device") or torch.get_default_device()):
-            tile = Experts(count, **self._form, hidden=slice(first + run.start, first + run.stop))
+            tile = Experts(count, **self._form, hidden=slice(first + units.start, first + units.stop))
         tile.held = self.held
         return tile.to(like.get("dtype"))
 
     def in_tiles(self, count: int) -> Experts:
-        """The same experts as a sum over runs of the hidden units held here."""
+        """Return the same experts as a sum of `count` tiles, each with a chunk of the hidden units held here."""
         with torch.device("meta"):
             made = Experts(self.num_experts, **self._form, tiles=count, hidden=self.hidden)
         for i, tile in enumerate(made.tiles):
@@ -144,29 +144,29 @@ class Experts(nn.Module):
         return held if part is None else Weights(*(None if w is None else w[part] for w in held))  # type: ignore[arg-type]
 
     def runs(self, count: int, dtype: torch.dtype) -> list[Part]:
-        """The held experts in so many equal runs, for rows of this dtype; the gradients of all runs meet in one tensor a matrix."""
+        """Cut the held experts into `count` equal chunks, for rows of `dtype`. Each matrix gets one gradient, filled by all chunks."""
         each = len(self.held) // count
-        if self.num_tiles > 1:  # whose weights may not be here yet
+        if self.num_tiles > 1:  # an engine may gather a tile's weights only in its forward pass
             return [slice(i * each, (i + 1) * each) for i in range(count)]
         held = self._read(dtype)
         cut = [[None] * count if w is None else w.split(each) for w in held]
-        return [Weights(*some) for some in zip(*cut, strict=True)]  # type: ignore[arg-type]
+        return [Weights(*chunk) for chunk in zip(*cut, strict=True)]  # type: ignore[arg-type]
 
     @in_region("experts")
     def forward(self, x: Tensor, *, counts: list[int] | Routed, dropped_RF: Tensor | None = None, weights: Part = None) -> Tensor:
-        """Rows [R, D] sorted by expert, `counts` of each, through the held experts or those of `weights`; the same shape and dtype back.
+        """Compute rows [R, D] sorted by expert, `counts` of each, with the held experts or the chunk `weights`. Keeps shape and dtype.
 
-        With `Routed` in the place of counts: tokens [T, D] through the experts that its plan gives them, summed with their gates;
-        all experts are here.
+        With `Routed` as counts, x is tokens [T, D], and the result sums gate * expert(x) over each token's kept choices. This rank
+        must then hold all experts.
         """
         if self.num_tiles > 1:
 
-            def one(tile: Experts, x: Tensor) -> Tensor:
+            def one_tile(tile: Experts, x: Tensor) -> Tensor:
                 units = slice(tile.hidden.start - self.hidden.start, tile.hidden.stop - self.hidden.start)
                 out: Tensor = tile(x, counts=counts, dropped_RF=None if dropped_RF is None else dropped_RF[:, units], weights=weights)
                 return out
 
-            return summed(self.tiles, x, one)
+            return summed(self.tiles, x, one_tile)
         *matrices, b1, b3 = self._weights(weights, x.dtype)
         form: dict[str, Any] = {"ffn": self.ffn, "dropped_RF": dropped_RF, "b1": b1, "b3": b3, "swiglu": self.swiglu}
         if isinstance(counts, Routed):

@@ -1,9 +1,9 @@
-"""Choices that cost nothing: skip experts give a token back as it is, zero experts give nothing (LongCat-Flash, arXiv 2509.01322, section
-2.1; MoE++, arXiv 2410.07348, where they are copy and zero experts). So a router spends less on easy tokens.
+"""Free experts: skip experts return the token, zero experts return zero, so a router can spend less on easy tokens.
 
-    numbers    0 .. E-1 experts    E .. E+S-1 skip    then zero            y = sum over chosen experts of g E(x)  +  (sum over skips of g) x
+    indices    0 .. E-1 experts    E .. E+S-1 skip    then zero            y = sum over chosen experts of g E(x)  +  (sum over skips of g) x
 
-To the router they are experts like any other: in scores, capacity, losses, loads and selection bias. Nothing of them travels.
+The router treats them like other experts: in scores, capacity, losses, loads and selection bias. Their choices are not dispatched.
+Source: LongCat-Flash (arXiv 2509.01322, section 2.1); MoE++ (arXiv 2410.07348) calls them copy and zero experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe.router.router import Routing
 
 
 def of_experts(routing: Routing, num_experts: int) -> Routing:
-    """The same choices for those who run the experts: of others none has a slot."""
+    """Return the routing for the dispatcher: choices of free experts count as dropped."""
     real_TK = routing.expert_TK < num_experts
     return replace(
         routing,
@@ -29,6 +29,6 @@ def of_experts(routing: Routing, num_experts: int) -> Routing:
 
 
 def skipped(x_TD: Tensor, routing: Routing, num_experts: int, *, skip: int) -> Tensor:
-    """What skip experts give: fp32 [T, D]."""
-    back_TK = (routing.expert_TK >= num_experts) & (routing.expert_TK < num_experts + skip) & routing.kept_TK
-    return x_TD.float() * (routing.gate_TK * back_TK).sum(1, keepdim=True)
+    """Return the skip experts' output: fp32 [T, D]."""
+    skip_TK = (routing.expert_TK >= num_experts) & (routing.expert_TK < num_experts + skip) & routing.kept_TK
+    return x_TD.float() * (routing.gate_TK * skip_TK).sum(1, keepdim=True)

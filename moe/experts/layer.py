@@ -1,13 +1,13 @@
 """The Mixture-of-Experts layer: route, dispatch, experts, combine (Switch, arXiv 2101.03961, fig. 2).
 
-    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> beside: what every token passes
+    x_BLD -> router -> dispatcher.run: tokens to experts, network, back -> y_BLD -> shared and residual networks
                 \\__ balance and z losses join the backward pass here
 
     shared    y + [sigmoid(w x)] shared(x)                  DeepSeekMoE (arXiv 2401.06066); with the gate: Qwen2-MoE
     residual  c_0 y + c_1 dense(x), c = softmax(W_c x)      PR-MoE (arXiv 2201.05596)
 
-`output_bias` [E, D] are the biases behind the experts' last products (experts.biases), which every rank has of all experts.
-A dropped token gets zero from here and lives on through the residual around the layer.
+`output_bias` [E, D]: the biases after w2 (experts.biases), of all experts, on every rank. The layer returns zero for a dropped
+token, which continues through the residual connection around the layer.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:  # the layer runs without the packages that read recipes
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer did with the valid tokens held here.
+    """Measurements of one layer over the valid tokens held here.
 
-    `load_E` int64: choices of each expert before dropping; `kept`, `dropped`: choices, adding up to load_E's sum, which is
-    tokens * k unless experts choose. The others are fp32 means over this pass's tokens, so that passes add up by their shares
-    of the tokens; `importance_loss` and `load_loss` are 0 where their weights are; `entropy` of the router in nats.
+    `load_E` int64: choices of each expert before dropping. `kept`, `dropped`: choices; they add up to load_E's sum, which is
+    tokens * k unless experts choose. The others are fp32 means over this micro-batch's tokens, so micro-batches are averaged by
+    their shares of the tokens. `importance_loss` and `load_loss` are 0 if their weights are 0. `entropy` of the router is in nats.
     """
 
     layer: int
@@ -65,11 +65,11 @@ class LayerReport:
     entropy: Tensor
 
 
-NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # of a layer that is not asked
+NO_REPORT = LayerReport(-1, *(torch.empty(0),) * 8)  # returned if `reporting` is off
 
 
 class MoELayer(nn.Module):
-    """Layer number `layer` of the model, the `nth` with experts; `shared` is a feed-forward network that every token passes, or None."""
+    """The MoE layer with index `layer` in the model, `nth` among MoE layers. `shared`: a feed-forward network for every token, or None."""
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class MoELayer(nn.Module):
         self.residual: nn.Module | None = FeedForward(d_model, d_ff, ffn, swiglu=swiglu) if experts.residual else None
         self.coefficient = Linear(d_model, 2) if experts.residual else None
         self.dispatcher: Dispatcher = Local()
-        self.reporting = True  # False where nobody asks what a pass did: of one token, counting takes as long as a product
-        self.copies: Copies | None = None  # where other ranks hold copies of its tokens
+        self.reporting = True  # False in text generation: for one token, counting takes as long as a matrix product
+        self.copies: Copies | None = None  # set if other ranks hold copies of its tokens
 
     def forward(self, x_BLD: Tensor, context: Context) -> tuple[Tensor, LayerReport]:
         if self.copies is None:
@@ -127,26 +127,26 @@ class MoELayer(nn.Module):
         sent = free.of_experts(routing, count) if self.free else routing
         y_TD = run(x_TD, sent, self.experts, dropout=dropout)
         if self.output_bias is not None:
-            y_TD = y_TD + self._biases(routing).to(y_TD.dtype)
+            y_TD = y_TD + self._output_biases(routing).to(y_TD.dtype)
         if self.skip:
             y_TD = y_TD + free.skipped(x_TD, routing, count, skip=self.skip).to(y_TD.dtype)
         if not self.reporting:
-            return self._beside(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
+            return self._add_unrouted(x_BLD, y_TD.unflatten(0, x_BLD.shape[:2])), NO_REPORT
         losses = _losses(self.layer, self.router.spec, self._of_groups(routing), context)
         if self.training:
             y_TD = join(y_TD, losses.weighted(self.router.spec), scale=context.auxiliary_scale)
         y_BLD = y_TD.unflatten(0, x_BLD.shape[:2])
-        return self._beside(x_BLD, y_BLD), _report(self.layer, routing, losses)
+        return self._add_unrouted(x_BLD, y_BLD), _report(self.layer, routing, losses)
 
     def _of_groups(self, routing: Routing) -> Routing:
-        """What balance is counted over: of whole groups, where ranks hold slices of them and each group is balanced by itself."""
+        """Return the routing over which balance is counted. If ranks hold shards of separately balanced groups: of whole groups."""
         slices = self.router.slices
         if slices is None or self.router.spec.balance_scope == "global_batch":
             return routing
         return slices.each_whole(routing)
 
-    def _beside(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
-        """The routed output together with the networks that every token passes; gates and coefficients in fp32."""
+    def _add_unrouted(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """Add the residual and shared networks to the routed output. Gates and coefficients are computed in fp32."""
         if self.residual is not None and self.coefficient is not None:
             c_BL2 = linear_fp32(x_BLD, self.coefficient.weight).softmax(-1).to(x_BLD.dtype)
             y_BLD = c_BL2[..., :1] * y_BLD + c_BL2[..., 1:] * self.residual(x_BLD)
@@ -157,10 +157,10 @@ class MoELayer(nn.Module):
             shared_BLD = linear_fp32(x_BLD, self.shared_gate.weight).sigmoid().to(x_BLD.dtype) * shared_BLD
         return y_BLD + shared_BLD
 
-    def _biases(self, routing: Routing) -> Tensor:
-        """What stands behind w2 of a token's experts, times their gates: fp32 [T, D].
+    def _output_biases(self, routing: Routing) -> Tensor:
+        """Sum the biases after w2 of each token's experts, times their gates: fp32 [T, D].
 
-        It is the same for all rows of an expert, so it is added where the token is, and travels nowhere.
+        A bias is equal for all rows of its expert, so the token's own rank adds it and no rank sends it.
         """
         assert self.output_bias is not None
         gate_TK = (1 if self.router.spec.gate_on == "input" else routing.gate_TK) * routing.kept_TK
@@ -168,18 +168,18 @@ class MoELayer(nn.Module):
         return gate_TE @ self.output_bias.float()
 
     def _dropout(self, context: Context, dtype: torch.dtype) -> Dropout:
-        """Dropout inside the experts, keyed by the token's own index, which travels with its row."""
+        """Return the experts' dropout. Its random numbers depend on the token's index in the step, which is sent with the row."""
 
         def scale(position_R: Tensor) -> Tensor:
-            there = Context(context.seed, context.step, position_R)
-            return there.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
+            rows = Context(context.seed, context.step, position_R)
+            return rows.dropout_scale(f"layers.{self.layer}.experts.dropout", self.experts.d_ff, self.dropout).to(dtype)
 
         return Dropout(context.position_T, scale)
 
 
 @dataclass(frozen=True)
 class _Losses:
-    """Scalars, fp32, before their weights."""
+    """The layer's auxiliary losses: fp32 scalars, not yet weighted."""
 
     balance: Tensor
     importance: Tensor
@@ -187,14 +187,14 @@ class _Losses:
     z: Tensor
 
     def weighted(self, s: RouterSpec) -> Tensor:
-        """Their weighted sum; a loss of weight 0 has no part in the backward pass."""
-        routed = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.load_weight, self.load))
-        parts = (*routed, (s.z_weight, self.z))
-        return sum((weight * loss for weight, loss in parts if weight), start=self.z.new_zeros(()))
+        """Return the weighted sum. A loss of weight 0 is left out of the backward pass."""
+        balance = ((s.balance_weight, self.balance), (s.importance_weight, self.importance), (s.load_weight, self.load))
+        terms = (*balance, (s.z_weight, self.z))
+        return sum((weight * loss for weight, loss in terms if weight), start=self.z.new_zeros(()))
 
 
 def _losses(layer: int, s: RouterSpec, routing: Routing, context: Context) -> _Losses:
-    """Over the scope that the spec names; of the global batch where the context can tell its sums."""
+    """Compute the losses over the spec's scope: sequence, micro-batch, or global batch (if the context can sum over it)."""
     probs_TE, valid_T, num_experts = routing.probs_TE, routing.valid_T, routing.probs_TE.shape[1]
     choices = 1 if s.balance_counts == "first" else routing.expert_TK.shape[1]
     expert_TK = (routing.expert_TK if routing.load_TK is None else routing.load_TK)[:, :choices]

@@ -1,9 +1,8 @@
-"""Gates on what experts read instead of on what they give: sum over a token's choices of E(g x) (Llama 4).
+"""Gates on the experts' inputs instead of their outputs: the sum over a token's choices of E(g x) (Llama 4).
 
-    tokens [T, D], K choices each      ->      T K tokens g x with one choice each, whose gate is 1      ->      sums of K
+    tokens [T, D], K choices each      ->      T K tokens g x with one choice each and gate 1      ->      sums of K
 
-Nothing else changes: choices are dispatched, dropped and combined as before. Of one choice a token no memory is added; of K it is K
-copies of the tokens.
+Dispatch, dropping and combination do not change. With K > 1 choices a token, this needs memory for K copies of the tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from moe.router.router import Routing
 
 
 def run(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-    """The dispatcher's `run` with gates on inputs: [T, D] in x's dtype."""
+    """Call the dispatcher's `run` with gates on inputs: [T, D] in x's dtype."""
     choices = routing.expert_TK.shape[1]
     x_ND = rearrange(x_TD.unsqueeze(1) * routing.gate_TK.unsqueeze(2), "t k d -> (t k) d").to(x_TD.dtype)
     each = replace(

@@ -1,16 +1,16 @@
-"""Tokens to the experts that were chosen for them, and their results back: one file a dispatcher, all with the same numbers.
+"""Dispatchers send tokens to their chosen experts and bring the results back. One file each, all with the same results.
 
     y_TD = dispatcher.run(x_TD, routing, experts)
 
-    local           all experts are here                           fused, nothing travels
-    all_to_all      uneven: the rows that there are                2 k (ep - 1) / ep rows a token, forward
-    padded          equal blocks of capacity rows                  the same with empty slots; no splits on the wire
-    all_gather      all tokens to all ranks, sums back             2 (ep - 1) rows a token; for small ep
+    local           all experts are here                           fused, nothing is sent
+    all_to_all      uneven: kept rows only                         2 k (ep - 1) / ep rows a token, forward
+    padded          equal blocks of capacity rows                  also sends empty slots; all messages have equal sizes
+    all_gather      all tokens to all ranks, reduce-scatter        2 (ep - 1) rows a token; for small ep
     hierarchical    within the node, then between nodes            fewer, larger messages between nodes
-    chunked         all_to_all, run by run of the experts held     one run computes while the next travels
+    chunked         all_to_all for chunks of the held experts      one chunk computes while the next is sent
 
-A dispatcher knows where experts live; routing and the experts' network do not (`split` is the network over etp). Nothing is
-kept in it between calls. Memory goes with routed rows (tokens x choices x width). Source: GShard (arXiv 2006.16668, section 3.2).
+Only the dispatcher knows which rank holds an expert (`split` is the experts' network over etp). It keeps no state between calls.
+Memory is proportional to routed rows (tokens * choices * width). Source: GShard (arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ __all__ = ["AllGather", "AllToAll", "Chunked", "Dispatcher", "Dropout", "Hierarc
 def dispatcher_of(
     settings: sections.Dispatch, mesh: Mesh, *, kernels: str = "auto", label: str = "", placement: tuple[int, ...] | None = None
 ) -> Dispatcher:
-    """The dispatcher of one layer for checked settings. `placement`: the expert at each place, None: expert p at place p."""
+    """Make one layer's dispatcher from checked settings. Raise BadInput for a plugin that does not make a Dispatcher.
+
+    `placement`: the expert at each place (None: expert p at place p). Rank i of ep holds the i-th chunk of places.
+    """
     ep, etp = mesh.axis("ep", label=label), mesh.axis("etp", label=label)
     if ep.size == etp.size == 1:
         return Local()
@@ -48,7 +51,7 @@ def dispatcher_of(
         try:
             own: Dispatcher = make(ep, kernels, network=network, placement=placement)
         except TypeError as error:
-            needed = "what takes (ep, kernels, *, network, placement), as AllToAll does"
+            needed = "a callable with the arguments (ep, kernels, *, network, placement), like AllToAll"
             raise BadInput("dispatch.kind", got=f"{settings.kind}: {error}", needed=needed, fix="see: docs/use/plugins.md") from error
         if not callable(getattr(own, "run", None)):
             got = f"{settings.kind}, which gives a {type(own).__name__} without run()"

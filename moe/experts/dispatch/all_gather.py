@@ -1,9 +1,9 @@
-"""Every rank sees the tokens of the whole axis and computes the part that its own experts have in each.
+"""Every rank gathers the tokens of the whole axis and computes the rows of its own experts.
 
     x_TD, experts, gates --all-gather over ep--> tokens of all ranks --own experts' rows--> partial sums, fp32 --reduce-scatter--> y_TD
 
-No rows are sorted for the wire and no counts travel, but every token goes to every rank: (ep - 1) of them a token, where
-the all-to-all sends k (ep - 1) / ep. It pays where ep is at most about k.
+No rows are sorted for sending and no counts are exchanged. But each token is sent (ep - 1) times; the all-to-all sends it
+k (ep - 1) / ep times. So this is for ep of at most about k.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AllGather:
         self.kernels = choose(kernels)
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        tokens, choices = routing.expert_TK.shape  # expert choice gives each rank as many choices as its tokens need
+        tokens, choices = routing.expert_TK.shape  # with expert choice, K can differ between ranks
         longest, most = max_over(torch.tensor([tokens, choices], device=x_TD.device), self.axis).tolist()
 
         def gathered(values: Tensor, *, wider: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ class AllGather:
         return reduce_scatter(partial_AD, self.axis)[:tokens].to(x_TD.dtype)
 
     def _places(self, routing: Routing) -> Tensor:
-        """Each choice's place and one more; 0 is dropped, and what fills up the shorter ranks."""
+        """Return each choice's place + 1. 0 means dropped, or padding of ranks with fewer tokens."""
         place_TK = place_of(routing.expert_TK, num_experts=routing.probs_TE.shape[1], placement=self.placement)
         return torch.where(routing.kept_TK, place_TK + 1, 0)
 

@@ -1,9 +1,9 @@
-"""Experts are spread evenly over an axis, rank i with the i-th run of them; rows go by an uneven all-to-all, and come back by another.
+"""Uneven all-to-all. Rank i of the axis holds the i-th chunk of experts; one all-to-all sends the rows, another brings results back.
 
     x_TD --permute--> rows sorted by expert --exchange over ep--> rows of the experts held here --reorder--> by expert
     y_TD <--combine-- rows sorted by expert <--exchange over ep-- <-------------------------------------inverse------
 
-Counts are agreed before rows move. `send` returns the rows and a `Sent` that knows the way back.
+Counts are exchanged before rows. `send` returns the rows and a `Sent`, which `bring_back` needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class Sent:
-    """The way back. `counts`: rows of each expert held here, in order; `order_R` sorts rows as they arrived by expert."""
+    """A finished exchange, for the way back.
+
+    `counts`: rows of each expert held here. `send`, `receive`: rows to and from each rank. `order_R` sorts received rows by expert.
+    """
 
     plan: Plan
     gate_TK: Tensor
@@ -47,28 +50,28 @@ class AllToAll:
         return self.bring_back(out_RD, sent)
 
     def send(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Sent]:
-        """Rows [R, D] for the experts held here, sorted by expert."""
+        """Return the rows [R, D] for the experts held here, sorted by expert, and the exchange."""
         plan = plan_rows(self.kernels, routing, placement=self.placement)
-        mine_PE = plan.counts_E.view(self.axis.size, -1)
-        theirs_PE = exchange_counts(mine_PE, self.axis)
+        send_PE = plan.counts_E.view(self.axis.size, -1)
+        receive_PE = exchange_counts(send_PE, self.axis)
         sent = Sent(
             plan,
             routing.gate_TK,
-            theirs_PE.sum(0).tolist(),
-            mine_PE.sum(1).tolist(),
-            theirs_PE.sum(1).tolist(),
-            by_bin(theirs_PE),
+            receive_PE.sum(0).tolist(),
+            send_PE.sum(1).tolist(),
+            receive_PE.sum(1).tolist(),
+            by_bin(receive_PE),
         )
         rows = exchange_rows(self.kernels.permute(x_TD, plan), self.axis, send=sent.send, receive=sent.receive)
         return self.kernels.reorder(rows, sent.order_R), sent
 
     def follow(self, values_TW: Tensor, sent: Sent) -> Tensor:
-        """Other values of the same tokens along the same way: [R, W], no gradient."""
+        """Send other values [T, W] of the same tokens like their rows: [R, W], without gradient."""
         rows = exchange_rows(values_TW[sent.plan.token_R], self.axis, send=sent.send, receive=sent.receive)
         return rows[sent.order_R]
 
     def bring_back(self, rows_RD: Tensor, sent: Sent) -> Tensor:
-        """The experts' results as tokens [T, D], weighted by the gates."""
+        """Send the experts' results back and sum them, times their gates: rows [R, D] to tokens [T, D]."""
         rows = self.kernels.reorder(rows_RD, inverse(sent.order_R))
         rows = exchange_rows(rows, self.axis, send=sent.receive, receive=sent.send)
         out: Tensor = self.kernels.combine(rows, sent.gate_TK, sent.plan)
@@ -76,7 +79,7 @@ class AllToAll:
 
 
 def inverse(order_R: Tensor) -> Tensor:
-    """The permutation that undoes this one."""
-    back_R = torch.empty_like(order_R)
-    back_R[order_R] = torch.arange(len(back_R), device=back_R.device)
-    return back_R
+    """Return the inverse permutation, int64 [R]."""
+    inverse_R = torch.empty_like(order_R)
+    inverse_R[order_R] = torch.arange(len(inverse_R), device=inverse_R.device)
+    return inverse_R

@@ -1,4 +1,4 @@
-"""What every dispatcher is, what it may rely on, and dropout inside the experts, whose keys travel with the rows."""
+"""The interface of dispatchers, the places of experts, and dropout inside the experts. Its random keys are sent with the rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from moe.router.router import Routing
 
 @dataclass(frozen=True)
 class Dropout:
-    """`position_T` int64 [T]: each token's index in the step; `scale(position_R)`: 0 or 1 / (1 - p) for each hidden unit, [R, F]."""
+    """Dropout inside the experts.
+
+    `position_T` int64 [T]: each token's index in the step. `scale(position_R)` returns 0 or 1 / (1 - p) for each hidden unit, [R, F].
+    """
 
     position_T: Tensor
     scale: Callable[[Tensor], Tensor]
@@ -28,7 +31,7 @@ class Dropout:
 
 class Dispatcher(Protocol):
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
-        """Sum of gate * expert(x) over the kept choices of each token, [T, D] in x's dtype; zero where every choice was dropped."""
+        """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
         ...
 
 
@@ -43,9 +46,9 @@ class Network(Protocol):
         position_R: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> Tensor:
-        """Rows [R, D] sorted by expert through their experts' networks (those of `weights`).
+        """Compute rows [R, D] sorted by expert, with all held experts or the chunk `weights`.
 
-        `position_R` is each row's token where there is dropout.
+        `position_R`: index in the step of each row's token, needed only for dropout.
         """
         ...
 
@@ -59,7 +62,7 @@ def whole(
     position_R: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """The network where each expert's matrices are here in one piece."""
+    """Compute rows with experts whose matrices are not split (etp = 1)."""
     dropped_RF = None if dropout is None or position_R is None else dropout.scale(position_R)
     out_RD: Tensor = experts(rows_RD, counts=counts, dropped_RF=dropped_RF, weights=weights)
     return out_RD
@@ -68,7 +71,7 @@ def whole(
 def plan_rows(
     kernels: ModuleType, routing: Routing, *, placement: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
 ) -> Plan:
-    """The plan of the kept choices, with rows sorted by `place_of` their experts; its counts have this order too."""
+    """Return the plan of the kept choices. Rows and counts are sorted by `place_of` their experts."""
     num_experts = routing.probs_TE.shape[1]
     place_TK = place_of(routing.expert_TK, num_experts=num_experts, placement=placement, order=order)
     plan: Plan = kernels.plan(place_TK, routing.kept_TK, num_experts=num_experts)
@@ -78,9 +81,9 @@ def plan_rows(
 def place_of(
     expert_TK: Tensor, *, num_experts: int, placement: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Where each expert stands: place p holds expert `placement[p]` (None: expert p), and rank i the i-th run of places.
+    """Return the place of each choice's expert, [T, K]. Place p holds expert `placement[p]` (None: expert p).
 
-    `order` counts otherwise: its first place is 0, its second 1, ... (None: as they are).
+    `order`: a renumbering of places: its first place becomes 0, its second 1, ... (None: no renumbering).
     """
     if placement is None and order is None:
         return expert_TK
@@ -89,8 +92,8 @@ def place_of(
 
 @lru_cache
 def _place_of_expert(num_experts: int, placement: tuple[int, ...] | None, order: tuple[int, ...] | None) -> list[int]:
-    there, first = placement or range(num_experts), order or range(num_experts)
+    expert_at, ordered = placement or range(num_experts), order or range(num_experts)
     place_E = [0] * num_experts
-    for number, place in enumerate(first):
-        place_E[there[place]] = number
+    for number, place in enumerate(ordered):
+        place_E[expert_at[place]] = number
     return place_E

@@ -1,12 +1,11 @@
-"""All-to-all in runs: the experts held by a rank are cut into n, and while one run computes, the rows of the next travel.
+"""All-to-all in chunks: the experts held by a rank are cut into n chunks. While one chunk computes, the next one's rows are sent.
 
-    link     | rows 0 | rows 1 | back 0, rows 2 | back 1, rows 3 | back 2 | back 3 |
-    compute           | run 0  | run 1          | run 2          | run 3  |          the backward pass: the same, last run first
+    link     | rows 0  | rows 1  | back 0, rows 2 | back 1, rows 3 | back 2  | back 3 |
+    compute            | chunk 0 | chunk 1        | chunk 2        | chunk 3 |          backward pass: likewise, last chunk first
 
-Counts are agreed once for all runs. The rows of one expert are the same, in the same order, as in one exchange, so the
-results are too. Autograd runs backward in the opposite order of the calls below, which overlaps it as well: the gradients
-of all results are on their way before the first run's network starts. Sources: FasterMoE (PPoPP 2022), Tutel
-(arXiv 2206.03382, section 4.2).
+One exchange of counts serves all chunks. Each expert gets the same rows in the same order as in a single exchange, so results are
+equal. Autograd runs the calls below in reverse order, so the backward pass overlaps too: it starts the exchange of all results'
+gradients before it computes the first network. Sources: FasterMoE (PPoPP 2022), Tutel (arXiv 2206.03382, section 4.2).
 """
 
 from __future__ import annotations
@@ -25,12 +24,15 @@ from parallel.collectives import Flight, finish_all_to_all, start_all_to_all
 from parallel.exchange import by_bin, exchange_counts, exchange_rows
 from parallel.mesh import Axis
 
-# T tokens, D model, R rows, N runs, P ranks of the ep axis, E experts of a run
+# T tokens, D model, R rows, N chunks, P ranks of the ep axis, E experts of a chunk
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One run's exchange. `counts`: rows of each of its experts here; `order_R` sorts rows as they arrived by expert."""
+    """The exchange of one chunk of experts.
+
+    `counts`: rows of each of its experts here. `send`, `receive`: rows to and from each rank. `order_R` sorts received rows by expert.
+    """
 
     counts: list[int]
     send: list[int]
@@ -54,12 +56,12 @@ class Chunked:
             keys = dropout.position_T[plan.token_R].split(sizes)
             positions = [exchange_rows(k, self.axis, send=c.send, receive=c.receive)[c.order_R] for k, c in zip(keys, chunks, strict=True)]
         backs = []
-        ahead = self._start(rows[0], chunks[0])
+        following = self._start(rows[0], chunks[0])
         for j, (chunk, weights) in enumerate(zip(chunks, experts.runs(self.chunks, x_TD.dtype), strict=True)):
-            here = ahead
+            current = following
             if j + 1 < self.chunks:
-                ahead = self._start(rows[j + 1], chunks[j + 1])
-            rows_RD = self.kernels.reorder(finish_all_to_all(here), chunk.order_R)
+                following = self._start(rows[j + 1], chunks[j + 1])
+            rows_RD = self.kernels.reorder(finish_all_to_all(current), chunk.order_R)
             out_RD = self.network(rows_RD, experts, weights=weights, counts=chunk.counts, position_R=positions[j], dropout=dropout)
             out_RD = self.kernels.reorder(out_RD, inverse(chunk.order_R))
             backs.append(start_all_to_all(out_RD, self.axis, send=chunk.receive, receive=chunk.send))
@@ -70,15 +72,15 @@ class Chunked:
         return start_all_to_all(rows, self.axis, send=chunk.send, receive=chunk.receive)
 
     def _plan(self, routing: Routing) -> tuple[Plan, list[Chunk]]:
-        """Rows sorted by (run, rank, expert) of their destination, and each run's exchange."""
+        """Return the plan, with rows sorted by their destination's (chunk, rank, expert), and each chunk's exchange."""
         ranks, held = self.axis.size, routing.probs_TE.shape[1] // self.axis.size
         each = held // self.chunks
         order = tuple(p * held + j * each + e for j in range(self.chunks) for p in range(ranks) for e in range(each))
         plan = plan_rows(self.kernels, routing, placement=self.placement, order=order)
-        mine_NPE = plan.counts_E.view(self.chunks, ranks, each)
-        theirs_PE = exchange_counts(mine_NPE.transpose(0, 1).reshape(ranks, held), self.axis)
+        send_NPE = plan.counts_E.view(self.chunks, ranks, each)
+        receive_PE = exchange_counts(send_NPE.transpose(0, 1).reshape(ranks, held), self.axis)
         chunks = [
-            Chunk(theirs.sum(0).tolist(), mine.sum(1).tolist(), theirs.sum(1).tolist(), by_bin(theirs))
-            for mine, theirs in zip(mine_NPE, theirs_PE.split(each, dim=1), strict=True)
+            Chunk(receive.sum(0).tolist(), send.sum(1).tolist(), receive.sum(1).tolist(), by_bin(receive))
+            for send, receive in zip(send_NPE, receive_PE.split(each, dim=1), strict=True)
         ]
         return plan, chunks

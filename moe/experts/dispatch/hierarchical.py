@@ -1,11 +1,11 @@
-"""All-to-all in two steps: within the node to the neighbour that stands where the expert's rank does, then between nodes.
+"""All-to-all in two steps: within the node to the rank with the destination's local rank, then between nodes.
 
-    ep 4 = 2 nodes x 2        rank 0 (node 0, seat 0)  --step 1: node 0-->  rank 1 (node 0, seat 1)  --step 2: seat 1-->  rank 3
-    row for an expert         of rank 3 (node 1, seat 1)
+    ep 4 = 2 nodes x 2        rank 0 (node 0, local 0) --step 1: node 0--> rank 1 (node 0, local 1) --step 2: local 1--> rank 3
+    row for an expert         of rank 3 (node 1, local 1)
 
-Across nodes a rank then sends one message to each other node instead of one to each other rank: `ep_inner` times fewer
-and larger ones, and the same bytes; within the node it sends more. Rows reach an expert in the order of their source
-ranks, as by one all-to-all, so that results are the same to the bit. Source: Tutel (arXiv 2206.03382, section 3.4).
+A rank sends one message to each other node instead of one to each rank there: `ep_inner` times fewer and larger messages with the
+same bytes. Within the node it sends more bytes. Rows reach an expert in the order of their source ranks, as in one all-to-all, so
+results are equal to the bit. Source: Tutel (arXiv 2206.03382, section 3.4).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """One exchange: `order_R` sorts what arrived for what comes next."""
+    """One of the two exchanges. `order_R` sorts received rows for the next step: by destination, at last by expert."""
 
     axis: Axis
     send: list[int]
@@ -36,7 +36,7 @@ class Step:
 
 
 class Hierarchical:
-    """`inner` are the ranks of one node, `outer` the ranks of the same seat; rank (o, i) of ep is o * inner + i."""
+    """Dispatch over axes `inner` (ranks of a node) and `outer` (ranks with one local rank). Rank (o, i) of ep is o * inner + i."""
 
     def __init__(
         self, inner: Axis, outer: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None
@@ -49,8 +49,8 @@ class Hierarchical:
         rows_RD = self.kernels.permute(x_TD, plan)
         position_R = None if dropout is None else dropout.position_T[plan.token_R]
         for step in steps:
-            rows_RD = self.kernels.reorder(_there(rows_RD, step), step.order_R)
-            position_R = None if position_R is None else _there(position_R, step)[step.order_R]
+            rows_RD = self.kernels.reorder(_send(rows_RD, step), step.order_R)
+            position_R = None if position_R is None else _send(position_R, step)[step.order_R]
         rows_RD = self.network(rows_RD, experts, counts=counts, position_R=position_R, dropout=dropout)
         for step in reversed(steps):
             rows_RD = self.kernels.reorder(rows_RD, inverse(step.order_R))
@@ -59,13 +59,13 @@ class Hierarchical:
         return y_TD
 
     def _plan(self, routing: Routing) -> tuple[Plan, list[Step], list[int]]:
-        """Rows sorted by (seat, node, expert) of their destination; the two steps; rows of each expert held here."""
-        nodes, seats = self.outer.size, self.inner.size
-        held = routing.probs_TE.shape[1] // (nodes * seats)
-        order = tuple((o * seats + i) * held + e for i in range(seats) for o in range(nodes) for e in range(held))
+        """Return the plan, with rows sorted by their destination's (local rank, node, expert), both steps, and rows of each held expert."""
+        nodes, local_ranks = self.outer.size, self.inner.size
+        held = routing.probs_TE.shape[1] // (nodes * local_ranks)
+        order = tuple((o * local_ranks + i) * held + e for i in range(local_ranks) for o in range(nodes) for e in range(held))
         plan = plan_rows(self.kernels, routing, placement=self.placement, order=order)
-        mine_IB = plan.counts_E.view(seats, nodes * held)
-        near_IB = exchange_counts(mine_IB, self.inner)  # what each neighbour has for my seat, by (node, expert)
+        mine_IB = plan.counts_E.view(local_ranks, nodes * held)
+        near_IB = exchange_counts(mine_IB, self.inner)  # rows of each rank of this node for this local rank, by (node, expert)
         far_OE = exchange_counts(near_IB.sum(0).view(nodes, held), self.outer)
         steps = [
             Step(self.inner, mine_IB.sum(1).tolist(), near_IB.sum(1).tolist(), by_bin(near_IB)),
@@ -74,5 +74,5 @@ class Hierarchical:
         return plan, steps, far_OE.sum(0).tolist()
 
 
-def _there(rows: Tensor, step: Step) -> Tensor:
+def _send(rows: Tensor, step: Step) -> Tensor:
     return exchange_rows(rows, step.axis, send=step.send, receive=step.receive)

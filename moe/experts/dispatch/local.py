@@ -1,4 +1,4 @@
-"""All experts are here: rows go nowhere, and permute, experts and combine are one fused step of the kernels."""
+"""No dispatch: this rank holds all experts, so one fused kernel call permutes, computes the experts and combines."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""All-to-all of equal blocks: for every rank and expert as many slots as any rank may fill, so that no splits are on the wire.
+"""All-to-all of equal blocks: one block of slots for each rank and expert, so all messages have the same size.
 
-    rows sorted by expert --spread--> [ranks * experts held, slots, D] --all-to-all, equal parts--> --collect--> rows by expert
+    rows sorted by expert --spread--> [ranks * experts held, slots, D] --all-to-all, equal sizes--> --collect--> rows by expert
                                       |r r r . .|r . . . .|r r . . .|    (. = an empty slot)
 
-The slots are the router's capacity; without one (dropless) the ranks agree on the largest count there is. Only how many
-slots are filled travels beside them, again in equal parts. Experts see filled slots alone: an empty one costs its bytes,
-never a row of a matrix product. For links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3.2).
+A block has as many slots as the router's capacity, or (dropless) as the largest count on any rank. The number of filled slots is
+sent too, also in equal sizes. Experts compute filled slots only: an empty slot costs its bytes, but no row of a matrix product. For
+links and compilers that want static shapes (GShard, arXiv 2006.16668, section 3.2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class Sent:
-    """`slot_R`: where each of this rank's rows lies in what it sends; `order_R`: the filled slots of what came, by expert."""
+    """A planned exchange.
+
+    `counts`: rows of each expert held here. `parts`: slots sent to each rank. `slot_R`: the slot of each row sent. `order_R`: the
+    filled slots received, sorted by expert.
+    """
 
     plan: Plan
     counts: list[int]
@@ -43,8 +47,8 @@ class Padded:
 
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         sent = self._plan(routing)
-        rows_RD = self._there(self.kernels.permute(x_TD, sent.plan), sent)
-        position_R = None if dropout is None else self._there(dropout.position_T[sent.plan.token_R], sent)
+        rows_RD = self._send(self.kernels.permute(x_TD, sent.plan), sent)
+        position_R = None if dropout is None else self._send(dropout.position_T[sent.plan.token_R], sent)
         out_RD = self.network(rows_RD, experts, counts=sent.counts, position_R=position_R, dropout=dropout)
         table = spread(out_RD, sent.order_R, slots=sum(sent.parts))
         rows_RD = collect(exchange_rows(table, self.axis, send=sent.parts, receive=sent.parts), sent.slot_R)
@@ -70,6 +74,6 @@ class Padded:
             return routing.capacity * routing.num_groups
         return int(max_over(plan.counts_E.max(), self.axis))
 
-    def _there(self, rows: Tensor, sent: Sent) -> Tensor:
+    def _send(self, rows: Tensor, sent: Sent) -> Tensor:
         table = spread(rows, sent.slot_R, slots=sum(sent.parts))
         return collect(exchange_rows(table, self.axis, send=sent.parts, receive=sent.parts), sent.order_R)

@@ -1,10 +1,10 @@
-"""Which rank holds which expert: places 0, 1, ... of a layer in runs of equal length, one run a rank, and an expert at each.
+"""Placement: which rank holds which expert. A layer has places 0, 1, ..., each with one expert; each rank has an equal chunk of places.
 
     load_E   9 1 1 1 8 1 1 2       experts in order:  ranks compute  | 9 1 1 1 | 8 1 1 2 |
-    load_E   9 8 1 1 1 1 1 2       experts in order:                 | 9 8 1 1 | 1 1 1 2 |      the first rank is the slow one
+    load_E   9 8 1 1 1 1 1 2       experts in order:                 | 9 8 1 1 | 1 1 1 2 |      the first rank is slow
                                    balanced:                         | 9 1 1 1 | 8 2 1 1 |
-Placement changes where an expert is, and nothing that it computes. Source: expert placement by load as in FlexMoE
-(arXiv 2304.03946) and FasterMoE (PPoPP 2022); here by moving experts, without copies.
+Placement changes the rank of an expert, not its results. Source: expert placement by load as in FlexMoE (arXiv 2304.03946) and
+FasterMoE (PPoPP 2022); here experts are moved, not copied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Placement = tuple[int, ...]
 
 
 def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
-    """The expert at each place: heaviest first, each to the least loaded rank that has a place left.
+    """Return the expert at each place. Assign the heaviest expert first, always to the least loaded rank with a free place.
 
-    Ties go to the lower expert and the lower rank, so every rank computes the same answer. On a rank, experts stand in order
-    of their numbers. Raises BadInput where experts do not divide by ranks.
+    Ties go to the lower expert and the lower rank, so all ranks compute the same placement. Each rank's experts are in ascending
+    order. Raise BadInput if `ranks` does not divide the number of experts.
     """
     if ranks < 1 or len(load_E) % ranks:
         raise BadInput("ranks", got=ranks, needed=f"a divisor of {len(load_E)} experts", fix=f"use one of {divisors(len(load_E))}")
@@ -36,6 +36,6 @@ def balanced_placement(load_E: Sequence[float], ranks: int) -> Placement:
 
 
 def rank_loads(load_E: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
-    """The summed load of each rank's experts."""
+    """Return the summed load of each rank's experts."""
     places = len(placement) // ranks
     return [sum(load_E[e] for e in placement[r * places : (r + 1) * places]) for r in range(ranks)]

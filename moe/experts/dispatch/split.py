@@ -1,11 +1,10 @@
-"""Tensor parallelism inside the experts: every matrix is split over etp by hidden units, so each rank does a part of every row.
+"""Tensor parallelism inside the experts: every matrix is split over etp by hidden units, so each rank computes a shard of every row.
 
     rows_RD of each etp rank --all-gather--> rows of all, by expert --1/etp of the hidden units--> partial sums
     rows_RD back             <--reduce-scatter, fp32--------------------------------------------------'
 
-w1 and w3 are split by columns, w2 by rows, so that one sum after w2 is all that is needed (Megatron-LM, arXiv 1909.08053,
-section 3; over an axis of its own as in arXiv 2504.14960). Ranks may bring different numbers of rows, or none: all take
-part with blocks as long as the longest.
+w1 and w3 are split by columns, w2 by rows, so one sum after w2 is enough (Megatron-LM, arXiv 1909.08053, section 3; on an axis of
+its own as in arXiv 2504.14960). Ranks may have different numbers of rows, or none: each pads its block to the longest.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from parallel.mesh import Axis
 
 
 class Split:
-    """The network of a dispatcher where `degrees.etp` is above 1."""
+    """A dispatcher's network for `degrees.etp` above 1."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -40,7 +39,7 @@ class Split:
     ) -> Tensor:
         counts_PE = all_gather(torch.tensor([counts], device=rows_RD.device), self.axis)
         longest = int(counts_PE.sum(1).max())
-        order_A = by_bin(counts_PE, stride=longest)  # every rank's block, filled or not, to all rows by expert
+        order_A = by_bin(counts_PE, stride=longest)  # positions of all ranks' real rows in the padded blocks, sorted by expert
         rows_AD = collect(self._gather(rows_RD, longest), order_A)
         dropped_AF = None
         if dropout is not None and position_R is not None:
