@@ -1,15 +1,14 @@
-"""Multi-token prediction: in training, further tokens are predicted one after another (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction, in training only: further tokens are predicted one after another (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     h0 of token i, before the last norm
     h1 = block(proj [ norm h0 ; norm embedding(t_i+1) ])     head(norm h1) predicts t_i+2         embedding and head are the model's
     h2 = block(proj [ norm h1 ; norm embedding(t_i+2) ])     head(norm h2) predicts t_i+3         each depth has a proj, block and norms
 
-The loss of all depths, their mean times `model.ahead_weight`, joins the backward pass where h0 is, as routers' losses do, and is a mean
-over the tokens that are read. A block here is dense. Evaluation and generation leave all of it out, and no family of
-transformers has it, so such a run is not exported.
+The loss is the mean over input tokens and depths, times `model.ahead_weight`. It joins the backward pass at h0, as routers' losses do.
+The blocks are dense. Evaluation and generation skip all of it. No family of transformers has it, so such a run is not exported.
 
-In a pipeline the last stage has these blocks, and a copy of the embedding. Where ranks hold slices of the sequences, a token's next ones
-may be another rank's, so all of them gather the ids of whole sequences first.
+In a pipeline, the last stage has these blocks and a copy of the embedding. With shards of the sequences, a token's next tokens may be
+on another rank, so ranks first gather the ids of whole sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from moe.recipe import sections
 
 
 class Ahead(nn.Module):
-    """One depth: what it makes of the one before it, and of the token that this one predicted."""
+    """One depth: combines the previous depth's output with the embedding of the token that it predicted."""
 
     def __init__(self, model: sections.Model, block: nn.Module) -> None:
         super().__init__()
@@ -37,7 +36,7 @@ class Ahead(nn.Module):
         self.block = block
 
     def forward(self, hidden_BLD: Tensor, token_BLD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """(for the next depth, for the head), of the same shape and dtype."""
+        """Return (input of the next depth, input of the head), both [B, L, D] in hidden's dtype."""
         joined = torch.cat([self.hidden_norm(hidden_BLD), self.token_norm(token_BLD)], dim=-1)
         hidden_BLD, _ = self.block(self.proj(joined), context)
         return hidden_BLD, self.norm(hidden_BLD)
@@ -53,9 +52,9 @@ def loss_ahead(
     summed_loss: Callable[[Tensor, Tensor], Tensor],
     whole_sequences: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The mean over depths of their losses, each over the tokens that are read: fp32 [].
+    """Return the mean of the depths' losses, each a mean over the valid input tokens: fp32 [].
 
-    `targets_BL`: the next token of each; `whole_sequences` makes of them those of all places [B, S].
+    `targets_BL`: the next token of each token. `whole_sequences` gathers [B, L] over ranks to [B, S].
     """
     place_L = context.places(targets_BL.shape[1], device=targets_BL.device)
     total, next_BS = hidden_BLD.new_zeros((), dtype=torch.float32), whole_sequences(targets_BL)
@@ -63,8 +62,8 @@ def loss_ahead(
         later_BS = torch.cat([next_BS[:, 1:], torch.full_like(next_BS[:, :1], PADDING)], dim=1)
         later_BS = later_BS.masked_fill(next_BS == PADDING, PADDING)
         next_BL = next_BS[:, place_L]
-        hidden_BLD, read_BLD = depth(hidden_BLD, look_up(as_inputs(next_BL).masked_fill(next_BL == PADDING, 0)), context)
-        total = total + summed_loss(read_BLD, later_BS[:, place_L])
+        hidden_BLD, head_BLD = depth(hidden_BLD, look_up(as_inputs(next_BL).masked_fill(next_BL == PADDING, 0)), context)
+        total = total + summed_loss(head_BLD, later_BS[:, place_L])
         next_BS = later_BS
     tokens = targets_BL.numel() if context.valid_T is None else context.valid_T.sum().clamp(min=1)
     return total / tokens / len(depths)

@@ -1,7 +1,7 @@
-"""The first value of every weight: a function of (seed, its global name, its index in the whole tensor) alone.
+"""First values of weights: functions of (seed, global name, index in the whole tensor) only.
 
-So every layout starts from the same bits, and a rank draws only what it holds (parallel/first_values.py): some experts, a part of
-each, some stages' layers, one tile, 1/N of a matrix. Truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
+So every layout starts from the same bits, and a rank draws only its shards (parallel/first_values.py): some experts or shards of
+them, some stages' layers, one tile, 1/N of a matrix. Truncated normal within 2 sigma, sigma = sqrt(init_scale / fan_in)
 (Switch, arXiv 2101.03961, section 2.4, init_scale 0.1).
 """
 
@@ -22,42 +22,44 @@ from parallel.mesh import Degrees, Mesh
 
 
 class FirstValues:
-    """`fill(name, out)` writes this rank's part of a parameter, by module name, into `out`; `within`: only that box of the part."""
+    """First values of this rank's shards. `fill(name, out)` writes a parameter's shard into `out`; `within`: only that box of it."""
 
     def __init__(self, model: sections.Model, layouts: Mapping[str, Layout], mesh: Mesh, *, seed: int) -> None:
         self.model, self.layouts, self.mesh, self.seed = model, layouts, mesh, seed
 
     def fill(self, name: str, out: Tensor, within: Box | None = None) -> None:
         for tensor in stored(global_name(name), self.layouts[name], self.mesh, within):
-            here = out if tensor.place is None else out[tensor.place]
+            shard = out if tensor.place is None else out[tensor.place]
             sigma = sigma_of(tensor.name, tensor.shape, self.model)
             if not sigma:
-                here.fill_(1.0 if sigma is None else 0.0)
+                shard.fill_(1.0 if sigma is None else 0.0)
                 continue
             key = key_of_tensor(self.seed, tensor.name)
-            truncated_normal(here, key=key, shape=tensor.shape, region=tensor.region, sigma=sigma)
+            truncated_normal(shard, key=key, shape=tensor.shape, region=tensor.region, sigma=sigma)
 
 
 def sigma_of(name: str, shape: tuple[int, ...], model: sections.Model) -> float | None:
-    """Of a tensor by its global name; None: a gain, which starts at 1; 0: a bias, a sink, or the second of two narrow matrices
-    (moe/nn/lora.py), which starts at 0."""
+    """Return the standard deviation of a tensor's first values, by its global name and whole shape.
+
+    None: a gain, which starts at 1. 0: a bias, a sink, or LoRA's B (moe/nn/lora.py), which start at 0.
+    """
     if name.endswith(("norm.weight", ".expert_scale")):
         return None
     if name.endswith(("_bias.weight", ".sinks.weight", "_bias", ".b1", ".b3", ".lora_b", "w1_b", "w2_b", "w3_b")):
         return 0.0
     halves = model.kind == "encoder_decoder"
-    if name == "embedding":  # tied, its rows are also the head's, before which T5 divides by sqrt(D); alone, an embedding has unit size
+    if name == "embedding":  # a tied embedding is also the head; T5 divides the head's input by sqrt(D) instead
         return shape[1] ** -0.5 if model.tied_embeddings and not halves else 1.0
-    if name.endswith(".attention.bias.weight"):  # T5's: as wide as the model whatever the number of buckets and heads
+    if name.endswith(".attention.bias.weight"):  # T5's bias: fan_in is the model's width, whatever the number of buckets and heads
         return math.sqrt(model.init_scale / model.d_model)
     fan_in = shape[0] if ".experts." in name else shape[1]  # an expert's matrix is [in, out], any other [out, in]
-    if halves and name.endswith(".q.weight"):  # logits are not divided by the root of a head's channels, so queries begin smaller
+    if halves and name.endswith(".q.weight"):  # T5 does not divide logits by sqrt(head size), so queries start smaller
         fan_in *= model.head_size or model.d_model // model.num_heads
     return math.sqrt(model.init_scale / fan_in)
 
 
 def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | str | None = None) -> None:
-    """Give every weight its first value, on `device` if the model was made on the meta device."""
+    """Set every weight to its first value, on `device` if the model was made on the meta device."""
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
@@ -68,14 +70,14 @@ def initialise(model: nn.Module, first: FirstValues, *, device: torch.device | s
 
 
 def zero_buffers(model: nn.Module, *, device: torch.device | str) -> None:
-    """State that is no parameter starts at zero, in fp32 whatever dtype the parameters live in."""
+    """Set all buffers to zero, in fp32, whatever the parameters' dtype."""
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros(buffer.shape, device=device))
 
 
 def alone(model: nn.Module) -> tuple[dict[str, Layout], Mesh]:
-    """For a model that is held whole by one process: every parameter's layout, and the mesh of one rank."""
+    """Return every parameter's layout and the mesh of one rank, for a model that one process holds whole."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))

@@ -1,7 +1,7 @@
-"""What a parameter is called in checkpoints and by the generator of first values, wherever it lies in the tree of modules.
+"""Global names of parameters, used in checkpoints and for first values. They do not depend on tiles or on stacked experts.
 
-layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one tensor for each expert, by its global number
-layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: a part of it
+layers.3.moe.experts.w1            layers.3.experts.{}.w1      a stack: one tensor for each expert, by its global index
+layers.3.ffn.tiles.1.w1.weight     layers.3.ffn.w1.weight      a tile: a chunk of it
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ _EXPERT_MATRIX = re.compile(r"(.*\.experts)\.(w[123](?:_[ab])?|b[13])")
 
 
 def global_name(name: str) -> str:
-    """A module path as checkpoints spell it: `layers.3.moe.experts.w1` is `layers.3.experts.w1`; a tile has the name of its whole."""
+    """Return a module path's global name: `layers.3.moe.experts.w1` gives `layers.3.experts.w1`. A tile has the name of the whole."""
     name = without_tiles(name).replace(".moe.", ".")
     return "embedding" if name == "embedding.weight" else name
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter, by its module path, is added to what a product gave: of several dims where experts are stacked."""
+    """Return whether the parameter at this module path is a bias. A stack of experts' biases has several dims."""
     last = name.removesuffix(".weight").rpartition(".")[2]
     return last in ("b1", "b3", "bias") or last.endswith("_bias")
 
 
 def stack_of(name: str) -> str | None:
-    """For a module path that is a stack of tensors, their global names with `{}` in the place of the number."""
+    """Return the global names of a stack's tensors, with `{}` for the expert, or None if the module path is no stack."""
     found = _EXPERT_MATRIX.fullmatch(global_name(name))
     return None if found is None else f"{found[1]}.{{}}.{found[2]}"
 
 
 def tiled_dim(name: str) -> int:
-    """The dim of a parameter that tiles cut: hidden units of a feed-forward network, rows of the embedding and the head."""
+    """Return the dim of a parameter that tiles cut: hidden units of a feed-forward network, rows of the embedding and the head."""
     words = name.split(".")
     return HIDDEN_DIM.get(words[-1], 0) if stack_of(name) else int(words[-2:] == ["w2", "weight"])  # a plain weight is [out, in]

@@ -1,16 +1,15 @@
-"""A Transformer with pre-norm residual blocks; every n-th block's feed-forward network may be a MoE layer.
+"""A Transformer with pre-norm residual blocks. Every n-th block can have a MoE layer as its feed-forward network.
 
     tokens -> embedding -> [ x + attention(norm x) ; x + ffn-or-experts(norm x) ] * layers -> norm -> logits
 
-An encoder-decoder (T5, arXiv 1910.10683; Switch) has the same blocks. The first of them are the encoder's, and each of the others has
-cross attention in the middle, to what the encoder gave. A sequence is what the encoder reads and then what the decoder reads
-(docs/moe/encoder_decoder.md):
+An encoder-decoder (T5, arXiv 1910.10683; Switch) has the same blocks. The first are the encoder's. The decoder's blocks also have cross
+attention to the encoder's output s. A sequence is the encoder's tokens followed by the decoder's (docs/moe/encoder_decoder.md):
 
     x = embedding of the first tokens  -> encoder's blocks -> norm -> s          one position bias for all blocks of a half
     y = embedding of the others        -> [ y + attention ; y + cross(norm y, s) ; y + ffn-or-experts ] -> norm / sqrt(D) -> logits
 
-`Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. A weight's first
-value is a function of (seed, its global name, its index) alone (moe/model/initialise.py).
+`Transformer(config)(tokens)` works without a process group; all parallelism is applied from outside. First values depend on (seed,
+global name, index) only (moe/model/initialise.py).
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ from parallel.regions import in_region
 
 
 class Output(NamedTuple):
-    """`logits_BLV` fp32, or, where targets are given, their cross-entropy `loss`, summed, fp32 []; the other has no elements.
+    """Result of a forward pass.
 
-    And one report for each MoE layer in order. Of a part that does not end the model `hidden_BLD`, in the compute dtype, and no
-    other. A tuple, because engines look for tensors in tuples, to hook their backward pass.
+    Without targets `logits_BLV` fp32; with targets `loss`, the cross-entropy summed over tokens, fp32 []. The other has no elements.
+    `layers`: one report for each MoE layer, in order. A part that does not end the model returns only `hidden_BLD`, in the compute
+    dtype, and reports. A tuple, because engines look for tensors in tuples to hook their backward pass.
     """
 
     logits_BLV: Tensor
@@ -55,7 +55,7 @@ class Output(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of layers, with the embedding before them where it begins the model, and norm and head where it ends it."""
+    """Consecutive layers: a pipeline stage, or a chunk of one. `begins`: has the embedding. `ends`: has the last norm and the head."""
 
     layers: range
     begins: bool
@@ -63,8 +63,11 @@ class Part(NamedTuple):
 
 
 class Block(nn.Module):
-    """`recompute`: what is computed again in the backward pass: nothing, the whole block, or its feed-forward or MoE part
-    (moe/parallelize/memory.py sets it)."""
+    """Attention, optional cross attention, and a feed-forward network or MoE layer, each with norm and residual connection.
+
+    `recompute`: activations that the backward pass computes again: `none`, `full` (the block), or `selective` (the feed-forward network
+    or MoE layer). moe/parallelize/memory.py sets it.
+    """
 
     def __init__(
         self,
@@ -76,11 +79,11 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.dropout, self.scale = layer, model.dropout, model.scales.residual
         self.recompute: Literal["none", "full", "selective"] = "none"
-        self.places: Callable[[int], slice] | None = None  # which columns of so many are between layers here; None: all
-        self.first_channel = 0  # of those that are between layers here
+        self.places: Callable[[int], slice] | None = None  # columns that this rank holds between layers, given their number; None: all
+        self.first_channel = 0  # index of the first channel that this rank holds between layers
         self.attention_norm = Norm(model.d_model, model.norm, eps=model.norm_eps)
         halves, begins = model.kind == "encoder_decoder", model.decoder_begins
-        first = layer in (0, begins) or not halves  # of its half: the others share its position bias
+        first = layer in (0, begins) or not halves  # the first layer of a half shares its position bias with the others
         self.attention: Attention | LatentAttention
         if model.latent.key_rank is None:
             self.attention = Attention(model, of="encoder" if layer < begins else "decoder", biased=first, window=model.window_of(layer))
@@ -105,7 +108,10 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, context: Context, bias: Bias | None = None, source_BSD: Tensor | None = None
     ) -> tuple[Tensor, LayerReport | None]:
-        """`bias`: of positions, shared by the blocks of a half; `source_BSD`: what the encoder gave."""
+        """Return [B, L, D] in x's dtype, and a report if the block has a MoE layer.
+
+        `bias`: position bias, shared by the blocks of a half. `source_BSD`: the encoder's output.
+        """
         given = (x_BLD, context, bias, source_BSD)
         return recomputed(self._whole, *given) if self.recompute == "full" else self._whole(*given)
 
@@ -126,7 +132,7 @@ class Block(nn.Module):
         return x_BLD + self._drop(y_BLD, "ffn", context), report
 
     def _drop(self, x_BLD: Tensor, part: str, context: Context) -> Tensor:
-        """What a part adds to the stream."""
+        """Apply residual scale and dropout to the output of a part: attention, cross or ffn."""
         x_BLD = scaled(x_BLD, self.scale)
         if not (self.training and self.dropout):
             return x_BLD
@@ -137,14 +143,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`model(tokens_BL)`, tokens int64, gives an Output of logits; with `targets_BL`, of their loss: PADDING and marks
-    (moe/nn/vocabulary.py) do not count.
+    """The model. `model(tokens_BL)`, tokens int64, returns an Output with logits; with `targets_BL`, an Output with the loss.
 
-    Of an encoder-decoder logits and targets are those of the decoder's tokens, and the context says which these are:
-    `model(tokens_BL, Context.of(tokens_BL, source=...))`.
+    Targets that are PADDING or marks (moe/nn/vocabulary.py) do not count. In an encoder-decoder, logits and targets belong to the
+    decoder's tokens, and the context says which these are: `model(tokens_BL, Context.of(tokens_BL, source=...))`.
 
-    Made under `torch.device("meta")` it has no weights yet. `model(x, context, targets, part)` runs a part of it: x is tokens where
-    the part begins the model, else what the part before gave.
+    A model made under `torch.device("meta")` has no weights yet. `model(x, context, targets, part)` runs one part: x is tokens if the
+    part begins the model, else the previous part's output.
     """
 
     def __init__(
@@ -160,8 +165,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.compute, self.vocab_size = model or sections.Model(), compute, vocab_size
         experts, router, width = experts or sections.Experts(), router or sections.Router(), self.config.d_model
-        self.loss_chunks, self.recast = 1, False  # recast: the head as a Linear may be
-        self.cross_entropy: CrossEntropy = cross_entropy  # of logits that are there at once: a compiled one
+        self.loss_chunks, self.recast = 1, False  # recast: for the head, as in Linear
+        self.cross_entropy: CrossEntropy = cross_entropy  # of all logits in one piece; can be replaced by a compiled function
         self.embedding: nn.Parameter | Rows | TiledRows | None = nn.Parameter(torch.empty(vocab_size, width))
         self.layers = nn.ModuleList(Block(self.config, experts, router, i) for i in range(self.config.num_layers))
         self.norm: Norm | None = Norm(width, self.config.norm, eps=self.config.norm_eps)
@@ -169,18 +174,18 @@ class Transformer(nn.Module):
         self.encoder_norm = Norm(width, self.config.norm, eps=self.config.norm_eps) if halves else None
         layers = self.config.num_layers
         depths = (Block(self.config, experts, router, layers + depth) for depth in range(self.config.ahead))
-        self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # of further tokens, in training: moe/model/ahead.py
+        self.ahead = nn.ModuleList(Ahead(self.config, block) for block in depths)  # multi-token prediction: moe/model/ahead.py
         self.parts = {0: Part(range(self.config.num_layers), begins=True, ends=True)}
-        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where ranks hold parts of each: all places'
-        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # where attention here sees other sequences: theirs
+        self.whole_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # gathers shards of the sequences
+        self.inner_sequences: Callable[[Tensor], Tensor] = lambda x_BL: x_BL  # selects the sequences that attention sees here
         self.router_spec = router.spec
-        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # of the whole model, whatever is held
+        self.expert_counts = {moe.layer: moe.router.num_experts for moe in moe_layers(self)}  # of all layers, also of those on other stages
         self.head: Rows | TiledRows | None = None if self.config.tied_embeddings else Rows(slice(0, vocab_size), width)
         if not next(self.parameters()).is_meta:
             initialise(self, FirstValues(self.config, *alone(self), seed=seed))
 
     def hold(self, parts: Mapping[int, Part]) -> None:
-        """Keep only these parts, by stage; call it before the weights are made."""
+        """Keep only these parts, by stage index. Call it before first values are set."""
         self.parts = dict(parts)
         held = {layer for part in parts.values() for layer in part.layers}
         for layer in range(self.config.num_layers):
@@ -198,7 +203,7 @@ class Transformer(nn.Module):
         context = context or (Context.fresh(tokens_BL) if self.training else Context.of(tokens_BL))
         blocks = [self.layers[layer] for layer in part.layers]
         if any(block.recompute != "none" for block in blocks):
-            context = context.remembering()  # a recomputed part must go where it went the first time
+            context = context.remembering()  # a recomputed layer must route as it did the first time
         if self.config.document_mask:
             separator = SEPARATOR if self.config.document_separator is None else self.config.document_separator
             context = context.with_documents(separator, lambda x_BL: self.inner_sequences(self.whole_sequences(x_BL)))
@@ -207,7 +212,7 @@ class Transformer(nn.Module):
         if self.encoder_norm is None:
             x_BLD = _through(blocks, x_BLD, context, reports)
         else:
-            x_BLD = self._encoded_and_decoded(blocks, x_BLD, context, reports)
+            x_BLD = self._encode_and_decode(blocks, x_BLD, context, reports)
         none = torch.empty(0, device=x_BLD.device)
         if not part.ends:
             return Output(none, none, tuple(reports), x_BLD)
@@ -215,26 +220,26 @@ class Transformer(nn.Module):
         return self._end(x_BLD, targets_BL, none, last)._replace(layers=tuple(reports))
 
     def encoded(self, tokens_BS: Tensor) -> Tensor:
-        """What an encoder-decoder's encoder gives for whole texts [B, S, D], which `written` goes by."""
+        """Return the encoder's output for whole texts: [B, S, D], the `source_BSD` of `written`."""
         blocks = list(self.layers[: self.config.decoder_begins])
-        return self._encoded(blocks, self._look_up(tokens_BS), Context.of(tokens_BS), [])
+        return self._encode(blocks, self._look_up(tokens_BS), Context.of(tokens_BS), [])
 
     def written(self, tokens_BN: Tensor, context: Context, source_BSD: Tensor) -> Output:
-        """Logits of the decoder's tokens alone, of a text for which the encoder gave `source_BSD`; the context is theirs."""
+        """Return logits of the decoder's tokens, given the encoder's output. `context` is for the decoder's tokens."""
         reports: list[LayerReport] = []
         blocks = list(self.layers[self.config.decoder_begins :])
         y_BND = _through(blocks, self._look_up(tokens_BN), context, reports, _bias(blocks), source_BSD)
         return self._end(y_BND, None, torch.empty(0, device=y_BND.device), context)._replace(layers=tuple(reports))
 
-    def _encoded_and_decoded(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
-        """Of the embedding of all tokens, what the decoder makes of its own."""
+    def _encode_and_decode(self, blocks: Sequence[nn.Module], x_BLD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+        """Return the decoder's hidden states, given the embeddings of all tokens."""
         read, written = context.halves()
         x_BSD, y_BLD = self._drop(x_BLD, "embedding", context).tensor_split([context.source], dim=1)
-        x_BSD = self._encoded(blocks[: self.config.decoder_begins], x_BSD, read, reports)
+        x_BSD = self._encode(blocks[: self.config.decoder_begins], x_BSD, read, reports)
         second = blocks[self.config.decoder_begins :]
         return _through(second, y_BLD, written, reports, _bias(second), x_BSD)
 
-    def _encoded(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
+    def _encode(self, blocks: Sequence[nn.Module], x_BSD: Tensor, context: Context, reports: list[LayerReport]) -> Tensor:
         assert self.encoder_norm is not None
         x_BSD = self.encoder_norm(_through(blocks, x_BSD, context, reports, _bias(blocks)))
         return self._drop(x_BSD, "encoder", context)
@@ -254,7 +259,7 @@ class Transformer(nn.Module):
         matrix = self.embedding if self.head is None else self.head
         assert self.norm is not None and matrix is not None
         if self.training and targets_BL is not None and len(self.ahead):
-            x_BLD = self._joined_ahead(x_BLD, targets_BL, matrix, context)
+            x_BLD = self._join_ahead(x_BLD, targets_BL, matrix, context)
         x_BLD = self.norm(x_BLD)
         if self.encoder_norm is not None:
             x_BLD = self._drop(x_BLD, "decoder", context)
@@ -264,8 +269,8 @@ class Transformer(nn.Module):
             return Output(capped(project(x_BLD, matrix, recast=self.recast).float(), self.config.logit_cap), none, ())
         return Output(none, self._summed_loss(x_BLD, targets_BL, matrix), ())
 
-    def _joined_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
-        """The same, with the loss of further tokens in its backward pass."""
+    def _join_ahead(self, x_BLD: Tensor, targets_BL: Tensor, matrix: Tensor | Rows | TiledRows, context: Context) -> Tensor:
+        """Return x unchanged, and add the loss of multi-token prediction to its backward pass."""
         summed = partial(self._summed_loss, matrix=matrix)
         loss = loss_ahead(
             self.ahead, x_BLD, targets_BL, context, look_up=self._look_up, summed_loss=summed, whole_sequences=self.whole_sequences
@@ -285,7 +290,7 @@ def _through(
     bias: Bias | None = None,
     source_BSD: Tensor | None = None,
 ) -> Tensor:
-    """One block after another; each MoE layer's report is added to `reports`."""
+    """Compute one block after another. Append each MoE layer's report to `reports`."""
     for block in blocks:
         x_BLD, report = block(x_BLD, context, bias, source_BSD)
         if report is not None:
@@ -294,7 +299,7 @@ def _through(
 
 
 def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
-    """The position bias of a half: its first block's."""
+    """Return the position bias of a half, which its first block has."""
     first = blocks[0]
     assert isinstance(first, Block)
     own = first.attention.bias
@@ -302,17 +307,17 @@ def _bias(blocks: Sequence[nn.Module]) -> Bias | None:
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoELayer]:
-    """The MoE layers, in order."""
+    """Return the MoE layers, in order."""
     return (m for m in model.modules() if isinstance(m, MoELayer))
 
 
 def extra_state(model: nn.Module) -> dict[str, Tensor]:
-    """What a model learns beside its parameters, by global name and the same on every rank: `layers.3.router.bias`."""
+    """Return trained state that is no parameter, by global name, equal on every rank: `layers.3.router.bias`."""
     return {f"{layer.router.name}.bias": layer.router.bias_E for layer in moe_layers(model) if layer.router.bias_E is not None}
 
 
 def embedding_as_module(model: Transformer) -> None:
-    """Have the embedding table in a module of its own, where an engine can gather it and tiles can cut it."""
+    """Move the embedding table into its own module, so that an engine can gather it and tiles can cut it."""
     if isinstance(model.embedding, nn.Parameter):
         table = model.embedding
         del model.embedding

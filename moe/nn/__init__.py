@@ -1,1 +1,1 @@
-"""Layers that know no mesh: attention, linear maps and norms, vocabulary, and the context of a pass."""
+"""Layers that know no mesh: attention, linear maps and norms, vocabulary, and the context of a forward pass."""

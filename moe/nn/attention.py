@@ -1,19 +1,19 @@
 """Attention with grouped queries (arXiv 2305.13245), rotary (arXiv 2104.09864) or T5 relative positions (arXiv 1910.10683).
 
-    x -> enter -> q, k, v, cut into heads by their size -> norms of q and k -> clip -> rotate by place -> core(q, k, v) -> out -> leave
+    x -> enter -> q, k, v, cut into heads -> norms of q and k -> clip -> rotary positions -> core(q, k, v) -> out -> leave
 
-The norms, where a model has them, keep logits small: of each head's channels with one gain for all heads (arXiv 2302.05442; Qwen3), or
-of all heads' channels together (OLMoE). So does a bound on every channel of q, k and v (OLMo, arXiv 2402.00838; DBRX).
+Optional norms of q and k keep logits small: over each head's channels, with one gain for all heads (arXiv 2302.05442; Qwen3), or over
+the channels of all heads (OLMoE). So does a bound on each channel of q, k and v (OLMo, arXiv 2402.00838; DBRX).
 
-`core` (moe/nn/core.py) is the one place where tokens meet, and a slot: what exchanges keys between ranks stands there and nowhere else.
-It sees the key-value heads as they are, fewer than the queries' (so few are sent), what the pass knows of its tokens, and T5's bias as a
-table and a function of places.
-A module whose weights are those of some heads is those heads' share of the output: the sum over all is the whole.
-It looks at the past of its own tokens; in an encoder-decoder `of` says at what else: an encoder's layer at all of them, a cross layer at
-those that the encoder gave, `source`. Logits are divided by sqrt(C), but not in an encoder-decoder (T5), whose layers share one bias.
-Who cuts it so fills `enter` and `leave`, through which what all heads read and what they give together pass once, or `products`,
-where x or its gradient travels beside products: for q, k and v once. What enters may be a slice of the sequences, if q, k and v are whole.
-Rotary angles and the softmax are fp32.
+`core` (moe/nn/core.py) is the only place where a token sees others. Sequence parallelism replaces it, to exchange keys between ranks. It
+gets key-value heads before their repetition, so less is sent; the context; and T5's bias as a table and a function of positions.
+
+Tensor parallelism gives each rank some heads; the module then returns a partial sum of the output. It replaces `enter` and `leave`,
+through which input and output pass once for all heads, or `products`, which can overlap communication with the products of q, k and v.
+With sequence parallelism between layers, `enter` gets a shard of the sequences; q, k and v are of whole sequences.
+
+A layer sees earlier tokens. In an encoder-decoder, `of` selects more: an encoder layer sees all tokens, a cross layer the encoder's
+output `source_BSD`. Logits are divided by sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from moe.recipe.shapes import T5_BUCKETS
 from parallel.data.tiling import Products, Slot, as_it_is, one_by_one
 from parallel.regions import in_region
 
-# B batch, L length (of queries; S of keys, where they are others), D model, H heads, K key-value heads, C channels of a head
+# B batch, L length (of queries; S of keys, if it differs), D model, H heads, K key-value heads, C channels of a head
 
 
 class RelativeBias(nn.Module):
-    """T5's bias per head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H].
+    """T5's bias for each head and bucket of distance: 32 buckets, half exact, half logarithmic up to 128. `weight` [buckets, H].
 
-    `both_ways`: the second half of the buckets is for keys after the query, which an encoder sees, and the first for those before.
+    `both_ways` (encoder): the first half of the buckets is for keys before the query, the second for keys after it.
     """
 
     buckets, far = T5_BUCKETS, 128
@@ -51,16 +51,16 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.buckets, num_heads))
 
     def forward(self) -> Bias:
-        """Its table is a copy, which lives on where an engine frees the weight."""
+        """Return the bias. Its table is a copy: an engine may free the weight after this call."""
         return Bias(self.weight.to(torch.float32, copy=True), self.bucket)
 
     def bucket(self, query_L: Tensor, key_S: Tensor) -> Tensor:
-        """Int64 [L, S] for places in a sequence."""
-        back_LS = query_L.unsqueeze(1) - key_S
+        """Return the bucket of each pair of positions: int64 [L, S]."""
+        distance_LS = query_L.unsqueeze(1) - key_S
         if self.both_ways:
             half = self.buckets // 2
-            return self._of_distance(back_LS.abs(), half) + half * (back_LS < 0)
-        return self._of_distance(back_LS.clamp(min=0), self.buckets)
+            return self._of_distance(distance_LS.abs(), half) + half * (distance_LS < 0)
+        return self._of_distance(distance_LS.clamp(min=0), self.buckets)
 
     def _of_distance(self, distance_LS: Tensor, buckets: int) -> Tensor:
         exact = buckets // 2
@@ -69,26 +69,26 @@ class RelativeBias(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Of each head a logit that takes a share of the softmax and gives nothing. `weight` [H]."""
+    """Attention sinks: a logit for each head that takes a share of the softmax and adds nothing to the output. `weight` [H]."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Fp32 [H], a copy, which lives on where an engine frees the weight."""
+        """Return a copy, fp32 [H]: an engine may free the weight after this call."""
         return self.weight.to(torch.float32, copy=True)
 
 
-Half = Literal["decoder", "encoder", "cross"]  # what a layer looks at: its past, all of its sequence, the encoder's sequence
+Half = Literal["decoder", "encoder", "cross"]  # tokens that a layer sees: earlier ones, all, all of the encoder
 
 
 class Attention(nn.Module):
-    """Of as many heads as its weights have: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H]; norms of q and k [C],
-    or with qk_norm `whole` [H C] and [K C]. Biases as long as the outputs of q, k, v and out; sinks [H].
+    """Attention with as many heads as its weights have.
 
-    `of`: see Half. `biased`: T5's bias is this layer's own; without one, that which it is given. `window`: tokens that a query sees, its
-    own the last; None: all before it.
+    Weights: q [H C, D], k and v [K C, D], out [D, H C], T5's bias [buckets, H], norms of q and k [C], or with qk_norm `whole` [H C] and
+    [K C]; biases of q, k, v and out; sinks [H]. `of`: see Half. `biased`: this layer has its own T5 bias, else forward gets one.
+    `window`: number of tokens that a query sees, itself included (None: all earlier ones).
     """
 
     def __init__(self, model: sections.Model, *, of: Half = "decoder", biased: bool = True, window: int | None = None) -> None:
@@ -110,7 +110,7 @@ class Attention(nn.Module):
         self.rope = model.rope if model.positions == "rotary" else None
         self.window = window
         self.scale = 1.0 if model.scales.attention is None else model.scales.attention * self.head_size**0.5  # cores divide by the root
-        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # of logits, as cores have it
+        self.core_scale = 1.0 if model.kind == "encoder_decoder" else None  # the core's factor of logits
         self.core: Core = partial(softmax_core, window=window)
         if model.kind == "encoder_decoder":
             self.core = partial(softmax_core if of == "decoder" else open_core, scale=self.core_scale)
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
     @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
-        """`shared`: the bias of another layer. `source_BSD`: what keys and values are made of, where that is not x."""
+        """Return [B, L, D] in x's dtype. `shared`: the bias of another layer. `source_BSD`: input of keys and values in cross attention."""
         if source_BSD is None:
             products = self.products(self.enter(x_BLD), [self.q, self.k, self.v])
         else:
@@ -144,9 +144,9 @@ class Attention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _heads(self, y: Tensor, norm: Norm | None) -> Tensor:
-        """A product cut into heads [B, heads, L, C], normed, clipped; in memory place by place, as the next product wants them.
+        """Cut a product into heads [B, heads, L, C], normalise and clip. Memory stays [B, L, heads, C], as the next product needs it.
 
-        Without einops, which takes longer than the rest where one token is read.
+        Without einops, which would take longer than the rest for a single token.
         """
         y = norm(y) if norm is not None and self.normed == "whole" else y
         y_BLHC: Tensor = y.unflatten(2, (-1, self.head_size))

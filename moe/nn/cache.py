@@ -1,14 +1,14 @@
-"""Keys and values of the tokens that a model has read, so that the next token costs one token's work and not the whole context's.
+"""Key-value cache for text generation: the next token costs the work of one token, not of the whole context.
 
-    read(4 tokens)   core: q k v of places 0..3    keeps k v [0:4]    a plain pass
-    read(1 token)    core: q k v of place 4        keeps k v [4:5]    q against k v [0:5]
+    read(4 tokens)   core: q k v of positions 0..3    keeps k v [0:4]    a plain forward pass
+    read(1 token)    core: q k v of position 4        keeps k v [4:5]    q against k v [0:5]
 
-Of latent attention the latents are keys and values of all heads, and are kept once (moe/nn/latent.py). In cross attention the keys and
-values of what the encoder gave are made for the first token, and are there for all others.
+In latent attention, the cached latents serve as keys and values of all heads (moe/nn/latent.py). In cross attention, keys and values of
+the encoder's output are computed for the first token and reused.
 
-It stands in attention's slot `core`, where tokens meet, in cross attention's slot `products`, and in the slot by which documents are
-found. So the model reads a part of a sequence as it reads a whole one, for everything else in a layer sees each token by itself. A MoE
-layer does so only where tokens choose their experts and none is dropped.
+The cache replaces attention's `core`, cross attention's `products`, and the function that gathers document starts. All other
+operations of a layer treat each token alone, so the model can read a sequence piece by piece. For a MoE layer this is true only if
+tokens choose their experts and none is dropped.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from parallel.data.tiling import one_by_one
 
 
 class KeyValueCache:
-    """What `batch` sequences of one length have said so far, at most `length` tokens each. `seen`: how many tokens that is."""
+    """Keys and values of `batch` sequences of equal length, with room for `length` tokens each. `seen`: tokens cached so far."""
 
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.seen = batch, length, 0
         self._kept: dict[Attention | LatentAttention, tuple[Tensor, Tensor]] = {}  # keys and values [B, K, length, C] of each layer
-        self._of_source: dict[Attention, Sequence[Tensor]] = {}  # products of each cross layer for keys and values
-        self._begins_BS: Tensor | None = None  # where documents begin
+        self._of_source: dict[Attention, Sequence[Tensor]] = {}  # keys and values of each cross layer
+        self._begins_BS: Tensor | None = None  # bool, True where a document begins
 
     def context(self, new_BN: Tensor, *, length: int, record: RoutingRecord | None = None) -> Context:
-        """Where these tokens stand: behind those that were seen, in texts of so many tokens so far. `record`: where routers write."""
+        """Return the context of new tokens, which follow the cached ones. `length`: tokens of the text so far. `record`: see Context."""
         places = range(self.seen, self.seen + new_BN.shape[1])
-        there = Context.of(new_BN, places=places, length=self.length if record is None else record.length, record_routing=record)
-        return replace(there, length=length)
+        found = Context.of(new_BN, places=places, length=self.length if record is None else record.length, record_routing=record)
+        return replace(found, length=length)
 
     def attend(
         self,
@@ -56,7 +56,7 @@ class KeyValueCache:
         bias: Bias | None,
         sink_H: Tensor | None = None,
     ) -> Tensor:
-        """The layer's core: keep the new keys and values, and look at all that there are."""
+        """Replace the layer's core: cache the new keys and values, and attend to all cached ones."""
         new = q_BHNC.shape[2]
         if layer not in self._kept:
             shape = (self.batch, k_BKNC.shape[1], self.length, k_BKNC.shape[3])
@@ -69,12 +69,12 @@ class KeyValueCache:
             return softmax_core(q_BHNC, k_BKNC, v_BKNC, **given)  # type: ignore[arg-type]
         places = slice(0 if layer.window is None else max(0, self.seen + 1 - layer.window), self.seen + new)
         k_BHSC, v_BHSC = (repeated(kept[:, :, places], q_BHNC.shape[1]) for kept in self._kept[layer])
-        sees_all = new == 1 and bias is None and context.document_BS is None  # then a mask would hide nothing: `places` is the window
+        sees_all = new == 1 and bias is None and context.document_BS is None  # no mask needed: `places` is the window
         mask = None if sees_all else self._mask(q_BHNC, places, context, bias, layer.window)
         return attend(q_BHNC, k_BHSC, v_BHSC, mask=mask, causal=False, scale=layer.core_scale, sink_H=sink_H)
 
     def products(self, layer: Attention, x: Tensor, modules: Sequence[Linear]) -> Sequence[Tensor]:
-        """A cross layer's slot of that name."""
+        """Replace a cross layer's `products`: compute keys and values once."""
         if modules[0] is layer.q:
             return one_by_one(x, modules)
         if layer not in self._of_source:
@@ -82,7 +82,7 @@ class KeyValueCache:
         return self._of_source[layer]
 
     def _mask(self, q_BHNC: Tensor, places: slice, context: Context, bias: Bias | None, window: int | None) -> Tensor:
-        """What is added to the logits of the new tokens with those at `places`, or which count."""
+        """Return the mask for queries of the new tokens and keys at `places`, as `masked` does."""
         document_BS = context.document_BS
         place_S = torch.arange(places.start, places.stop, device=q_BHNC.device)
         place_N = torch.arange(self.seen, places.stop, device=q_BHNC.device)
@@ -90,7 +90,7 @@ class KeyValueCache:
         return masked(place_N, place_S, *documents, bias=bias, window=window, dtype=q_BHNC.dtype)
 
     def all_places(self, begins_BN: Tensor) -> Tensor:
-        """Of the new tokens' flags, those of all tokens so far."""
+        """Append the new tokens' flags, and return the flags of all tokens so far."""
         known = begins_BN if self._begins_BS is None or self.seen == 0 else torch.cat([self._begins_BS, begins_BN], dim=1)
         self._begins_BS = known
         return known

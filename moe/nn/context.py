@@ -1,4 +1,4 @@
-"""What one forward pass knows beside its tokens: where they stand in the run, which are padding, the scale of auxiliary losses."""
+"""The context of one forward pass: positions of its tokens in the step, padding, random seed, scale of auxiliary losses."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Context:
-    """`position_T` int64 [T]: each token's index in the whole step, so that noise is the same on every layout.
+    """Facts about the tokens of one forward pass, usually a micro-batch.
 
-    `sequence_B` int64 [B]: the sequences' numbers in the step; `place_L` int64 [L]: the columns' places in their sequence, of which this
-    rank may hold a slice; None: the sequences are whole, 0 to L - 1. `document_BS` int64: which document of its sequence each token is of,
-    of the whole sequences; None: attention sees across documents. `length`: tokens of the whole sequences. `source`: so many of a
-    sequence's tokens, the first ones, are what an encoder reads, and the others are the decoder's; 0: there is no encoder.
+    `position_T` int64 [T]: each token's index in the whole step. Random numbers depend on it, so they are equal on every layout.
+    `sequence_B` int64 [B]: the sequences' indices in the step. `place_L` int64 [L]: the columns' positions in their sequence, of which
+    this rank may hold a shard; None: 0 to L - 1. `length`: tokens of a whole sequence. `document_BS` int64: the document of each token
+    of the whole sequences; None: attention sees across documents. `source`: number of a sequence's first tokens that the encoder
+    reads, the others are the decoder's; 0: no encoder.
 
-    `auxiliary_scale` multiplies auxiliary losses as they join the backward pass: this pass's share of the global batch's tokens, times
-    the loss scale. `valid_T` bool [T]: False is padding; None: no token is. `whole_step(layer, sums)` gives one layer's sums over the
-    global batch for those of this pass; None: this pass is the whole batch. `replay` keeps what must be decided once though the pass may
-    be computed twice. `tokens_T`: the tokens' ids, which hash routing goes by. `record_routing`: where routers write whom they chose;
-    `replay_routing`: what they take instead of choosing.
+    `auxiliary_scale`: factor of auxiliary losses: this pass's share of the global batch's tokens, times the loss scale. `valid_T` bool
+    [T]: False for padding; None: no padding. `whole_step(layer, sums)` returns one layer's sums over the global batch, given this
+    pass's; None: this pass is the whole batch. `replay`: decisions that a recomputed pass must repeat. `tokens_T`: token ids, for hash
+    routing. `record_routing`: routers write their chosen experts there. `replay_routing`: routers take their experts from there.
     """
 
     seed: int
@@ -67,10 +67,10 @@ class Context:
         record_routing: RoutingRecord | None = None,
         replay_routing: RoutingRecord | None = None,
     ) -> Context:
-        """For tokens [B, L] that are sequences first_sequence, first_sequence + 1, ... of the step; `valid_BL` False: padding.
+        """Make the context of tokens [B, L], sequences first_sequence, first_sequence + 1, ... of the step.
 
-        `places`: which ones of each sequence's `length` tokens these are; None: all L. Raises BadInput for a record of routing
-        that has other sequences.
+        `valid_BL` bool: False for padding. `places`: positions of the columns in their sequences of `length` tokens; None: all L.
+        Raise BadInput if a routing record has other sequences. Example: `model(tokens_BL, Context.of(tokens_BL, seed=1, step=7))`.
         """
         batch, columns = tokens_BL.shape
         assert places is None or len(places) == columns
@@ -100,36 +100,36 @@ class Context:
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:
-        """For a model that is used alone: noise seeded from torch's own generator."""
+        """Make a context whose seed comes from torch's generator, for a model that is used alone."""
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
 
     def with_whole_step(self, whole_step: Callable[[int, Tensor], Tensor] | None) -> Context:
         return replace(self, whole_step=whole_step)
 
     def remembering(self) -> Context:
-        """The same for one pass whose parts may be computed again."""
+        """Return a context that remembers decisions, for activation recomputation."""
         return replace(self, replay=Replay())
 
     def of_columns(self, columns: slice) -> Context:
-        """For a slice of every sequence: where its tokens stand, which is what noise is drawn by."""
+        """Return a context for these columns of every sequence. Only `position_T`, which random numbers need, is cut."""
         assert self.sequence_B is not None
         return replace(self, position_T=self.position_T.view(len(self.sequence_B), -1)[:, columns].flatten())
 
     def halves(self) -> tuple[Context, Context]:
-        """Of an encoder-decoder: for the tokens that the encoder reads, and for those of the decoder, whose places begin at 0 again.
+        """Return the contexts of the encoder's tokens and of the decoder's tokens, whose positions begin at 0 again.
 
-        Raises BadInput where the context does not say which are which.
+        Raise BadInput unless `source` is from 1 to L - 1.
         """
         assert self.place_L is not None
         length = len(self.place_L)
         if not 0 < self.source < length:
-            needed = f"from 1 to {length - 1} of the {length} tokens of a sequence: the encoder reads them, and the decoder the others"
+            needed = f"1 to {length - 1}: the encoder reads the first `source` of a sequence's {length} tokens, the decoder the others"
             raise BadInput("source", got=self.source, needed=needed, fix="make the context by Context.of(tokens, source=...)")
 
         def cut(x: Tensor, columns: slice) -> Tensor:
             return x.view(-1, length)[:, columns].flatten()
 
-        def part(columns: slice, first: int) -> Context:
+        def half(columns: slice, first: int) -> Context:
             assert self.place_L is not None
             return replace(
                 self,
@@ -141,12 +141,12 @@ class Context:
                 _kept=[],
             )
 
-        return part(slice(0, self.source), 0), part(slice(self.source, length), self.source)
+        return half(slice(0, self.source), 0), half(slice(self.source, length), self.source)
 
     def of_run(self, tokens: slice, *, share: float, together: Callable[[int, Tensor], Tensor]) -> Context:
-        """For a run of this pass's tokens, `share` of the valid ones, where somebody else has the other runs.
+        """Return a context for a chunk of this pass's tokens, `share` of the valid ones; other ranks have the other chunks.
 
-        `together(layer, sums)`: the sums of all runs for those of this one.
+        `together(layer, sums)` returns the sums over all chunks, given this one's.
         """
         whole = self.whole_step
         return replace(
@@ -159,39 +159,39 @@ class Context:
         )
 
     def to(self, device: torch.device) -> Context:
-        """The same on another device."""
+        """Return the same context on another device."""
         names = ("position_T", "valid_T", "tokens_T", "sequence_B", "place_L", "document_BS")
-        there = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, **there)
+        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
     def with_documents(self, separator: int, whole: Callable[[Tensor], Tensor]) -> Context:
-        """The same, told where documents begin: with the token `separator`. `whole(x)`: of [B, L, ...] of the tokens here, all places'."""
+        """Add `document_BS`: a document begins at each token `separator`. `whole(x)` gathers [B, L, ...] over whole sequences."""
         assert self.tokens_T is not None and self.sequence_B is not None
         begins_BS = whole((self.tokens_T == separator).view(len(self.sequence_B), -1))
         return replace(self, document_BS=begins_BS.long().cumsum(1))
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """decide(), or what it gave when this pass was first computed."""
+        """Return decide(), or its result from the first computation of this pass."""
         return decide() if self.replay is None else self.replay.once(name, decide)
 
     def places(self, length: int, *, device: torch.device) -> Tensor:
-        """`place_L` of sequences of which so many tokens are held here."""
+        """Return `place_L`, int64 [length], for sequences with `length` tokens held here."""
         return torch.arange(length, device=device) if self.place_L is None else self.place_L
 
     def for_all_layers(self, compute: Callable[..., Value], place_L: Tensor, *given: Any, dtype: torch.dtype) -> Value:
-        """compute(place_L, *given, dtype=dtype), once for the whole pass: layers with the same settings share it."""
-        asked = (compute, *given, dtype)
-        for places, before, found in self._kept:
-            if places is place_L and before == asked:
+        """Return compute(place_L, *given, dtype=dtype), computed once in a pass: layers with equal arguments share the result."""
+        key = (compute, *given, dtype)
+        for places, known, found in self._kept:
+            if places is place_L and known == key:
                 return found  # type: ignore[no-any-return]
         found = compute(place_L, *given, dtype=dtype)
-        self._kept.append((place_L, asked, found))
+        self._kept.append((place_L, key, found))
         return found
 
     def uniform(self, name: str, width: int, *, first: int = 0) -> Tensor:
-        """Float32 [T, width] in [0, 1] for one use in one layer; columns from the `first` on."""
+        """Return random numbers in [0, 1], fp32 [T, width], for one use (`name`): columns first, first + 1, ..."""
         return uniform(key_of(self.seed, self.step, name), self.position_T, width, first=first)
 
     def dropout_scale(self, name: str, width: int, p: float, *, first: int = 0) -> Tensor:
-        """Float32 [T, width]: 0 with probability p, else 1 / (1 - p)."""
+        """Return dropout's factors, fp32 [T, width]: 0 with probability p, else 1 / (1 - p)."""
         return (self.uniform(name, width, first=first) >= p).float() / (1 - p)

@@ -1,18 +1,18 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads come out of one small vector.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): one small vector gives keys and values of all heads.
 
-    x -> q_down -> norm -> q_up -> of each head   [ content | turned by place ]          or q alone, without a latent of queries
-    x -> kv_down -> [ c | r ]                     c: the latent, which is normed;  r: one key for all heads, turned by place
-    c -> kv_up -> of each head  [ k | v ]         the head's key: [ k | r ]
+    x -> q_down -> norm -> q_up -> for each head  [ content | rotary ]          or q alone, without a latent of queries
+    x -> kv_down -> [ c | r ]                     c: the latent, to be normed;  r: one rotary key for all heads
+    c -> kv_up -> for each head  [ k | v ]        the head's key: [ k | r ]
     core(queries, keys, values) -> out
 
-Whoever cuts it cuts by heads: q or q_up, kv_up and out. The down-projections stay whole, and what all heads read of them, the latents and
-r, passes `enter` once, side by side. So between ranks travel latents, not x; of a slice of the sequences only that slice is projected down.
+Tensor parallelism splits q or q_up, kv_up and out by heads, and keeps the down-projections whole. The latents and r pass `enter` once,
+concatenated. So ranks exchange latents, not x. With shards of the sequences, each rank projects only its shard down.
 
-While a text is continued nobody makes keys and values (`compressed`, section 2.1.2). kv_up is U for keys and W for values of a head:
-q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries come as U^T q, the latents are keys and values of them all, and a cache holds
-[ c | r ], key_rank + rotary_size numbers a token and layer, however many heads there are.
+Text generation never makes keys and values (`compressed`, section 2.1.2). For one head, kv_up is U for keys and W for values:
+q (U c) = (U^T q) c, and sum p (W c) = W sum p c. So queries become U^T q, the latents serve as keys and values of all heads, and the
+cache holds [ c | r ]: key_rank + rotary_size numbers for each token and layer, for any number of heads.
 
-Values are filled up to the keys' size, which is what fused kernels and every exchange between ranks take.
+Values are padded to the keys' size, because fused kernels and exchanges between ranks need equal sizes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from moe.recipe import sections
 from parallel.data.tiling import Slot, as_it_is
 from parallel.regions import in_region
 
-# B batch, L length, D model, H heads, C channels of a head's queries and keys, N those of content, P those turned by place, V of values,
-# R of the latent
+# B batch, L length, D model, H heads, C channels of a head's query or key: N content and P rotary ones; V of a value, R of the latent
 
 
 class LatentAttention(nn.Module):
-    """Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R] and
-    out [D, H V].
+    """Latent attention.
 
-    Slots and `window` as Attention has them (moe/nn/attention.py). `compressed`: latents are what `core` sees as keys and values.
+    Weights [out, in]: q_down [query_rank, D] and q_up [H C, query_rank], or q [H C, D]; kv_down [R + P, D], kv_up [H (N + V), R], out
+    [D, H V]. `core`, `enter`, `leave` and `window`: as in Attention (moe/nn/attention.py). `compressed`: `core` gets latents as keys and
+    values.
     """
 
     def __init__(self, model: sections.Model, *, window: int | None = None) -> None:
@@ -67,7 +67,7 @@ class LatentAttention(nn.Module):
 
     @in_region("attention")
     def forward(self, x_BLD: Tensor, context: Context, *, shared: Bias | None = None, source_BSD: Tensor | None = None) -> Tensor:
-        """`shared`, `source_BSD`: None; they are those of an encoder-decoder."""
+        """Return [B, L, D] in x's dtype. `shared` and `source_BSD` must be None: they are for encoder-decoders."""
         assert shared is None and source_BSD is None
         q_BHLC, latent_BLR, turned_B1LP = self._entered(x_BLD)
         content, rotary = q_BHLC.split([self.size.content, self.size.rotary], dim=3)
@@ -81,7 +81,7 @@ class LatentAttention(nn.Module):
         return y_BLD if self.out_bias is None else self.out_bias(y_BLD)
 
     def _entered(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the heads here [B, H, L, C], the latent [B, L, R] and the key for all heads [B, 1, L, P], not turned yet."""
+        """Return queries of the heads here [B, H, L, C], latent [B, L, R] and common key [B, 1, L, P], before rotary positions."""
         latent_BLR, rotary_BLP = self.kv_down(x_BLD).split([self.size.rank, self.size.rotary], dim=2)
         low = x_BLD if self.q_down is None or self.q_down_norm is None else self.q_down_norm(self.q_down(x_BLD))
         read = [low, self.kv_down_norm(latent_BLR), rotary_BLP]
@@ -106,12 +106,12 @@ class LatentAttention(nn.Module):
         up = rearrange(self.kv_up.read(latent.dtype).to(latent.dtype), "(h c) r -> h c r", h=content.shape[1])
         for_keys, for_values = up.split([size.content, size.value], dim=1)
         queries = torch.cat([einsum(content, for_keys, "b h l n, h n r -> b h l r"), rotary], dim=3)
-        kept = torch.cat([latent.unsqueeze(1), turned], dim=3)  # values, too, but for the last channels of what comes out
-        mixed = self.core(self._scaled(queries), kept, kept, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
+        latents = torch.cat([latent.unsqueeze(1), turned], dim=3)  # keys and values; the rotary channels of the output are cut off
+        mixed = self.core(self._scaled(queries), latents, latents, context=context, bias=None, sink_H=sink_H)[..., : size.rank]
         out: Tensor = einsum(mixed, for_values, "b h l r, h v r -> b h l v")
         return out
 
     def _scaled(self, queries: Tensor) -> Tensor:
-        """So that logits, which cores divide by the root of the channels that come, are divided by the root of a head's, as YaRN has it."""
+        """Scale queries so that logits are divided by sqrt(C). The core divides by the root of its input's channels. Add YaRN's factor."""
         factor = (queries.shape[3] / self.size.key) ** 0.5 * logit_factor(self.rope)
         return queries if factor == 1 else queries * factor

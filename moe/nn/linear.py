@@ -1,4 +1,4 @@
-"""The plain layers, with precision explicit: a weight lives in the master dtype and is cast where it is used."""
+"""Linear layers, norms and dense networks. Precision is explicit: weights have the master dtype and are cast at each use."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Linear(nn.Module):
-    """x W^T in x's dtype; `weight` [out, in], no bias.
+    """A linear layer x W^T without bias, in x's dtype; `weight` [out, in].
 
-    `recast`: the weight is cast again in the backward pass instead of kept cast, and its gradient can be put off
-    (parallel/weight_gradient.py). `product(x, weight)`, a slot: where ranks hold blocks of x and of the weight; None: they are whole.
+    `recast`: cast the weight again in the backward pass instead of saving the cast one; its gradient can then be deferred
+    (parallel/weight_gradient.py). `product(x, weight)`: replaces the product if ranks hold blocks of x and the weight, else None.
     """
 
     def __init__(self, in_size: int, out_size: int, *, recast: bool = False) -> None:
@@ -46,7 +46,7 @@ class Linear(nn.Module):
         self.lora_a, self.lora_b, self.scale = nn.Parameter(torch.empty(rank, in_size)), nn.Parameter(torch.empty(out_size, rank)), scale
 
     def read(self, dtype: torch.dtype) -> Tensor:
-        """What x of this dtype is multiplied with: the weight, or with adapters W'."""
+        """Return the matrix for x of this dtype: the weight, or W' with LoRA adapters."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return adapted(self.weight, self.lora_b, self.lora_a, scale=self.scale, dtype=dtype)
@@ -79,7 +79,7 @@ class _LinearFp32(torch.autograd.Function):
 
 
 def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in fp32 whatever the dtypes. What waits for the backward pass is x as it came: in 16 bits, a third of x and its fp32 copy."""
+    """Return x W^T in fp32, whatever the dtypes. Only x itself is saved for the backward pass, not its fp32 copy."""
     if not torch.is_grad_enabled():
         return F.linear(x_TI.float(), weight_OI.float())
     out: Tensor = _LinearFp32.apply(x_TI, weight_OI)
@@ -87,16 +87,16 @@ def linear_fp32(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float) -> Tensor:
-    """RMSNorm, or LayerNorm (`centred`), of tokens [..., D], statistics in fp32, in x's dtype."""
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D], with statistics in fp32. Keep x's dtype."""
     gain_D, norm = gain_D.float(), F.layer_norm if centred else F.rms_norm
     return norm(x.float(), gain_D.shape, gain_D, eps=eps).to(x.dtype)
 
 
 class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, x's dtype back.
+    """RMSNorm (arXiv 1910.07467) or LayerNorm with a gain and no bias; statistics in fp32, output in x's dtype.
 
-    `eps` is added to the mean square; None: 1e-6, or of LayerNorm 1e-5. `normed`, a slot: `parallel.tensor.grid.normed` where other
-    ranks have the other channels, and a compiled one (moe/parallelize/compiled.py).
+    `eps` is added to the mean square or variance; None: 1e-6 for RMSNorm, 1e-5 for LayerNorm. `normed` can be replaced: by
+    `parallel.tensor.grid.normed` if ranks hold shards of the channels, or by a compiled function (moe/parallelize/compiled.py).
     """
 
     def __init__(self, size: int, kind: str, *, eps: float | None = None) -> None:
@@ -110,7 +110,7 @@ class Norm(nn.Module):
 
 
 class Added(nn.Module):
-    """A bias behind a product, in the product's dtype; `weight` [out]. A module of its own: the product's slots see a matrix alone."""
+    """A bias added to a product, in the product's dtype; `weight` [out]. A separate module, so that Linear holds only a matrix."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -121,11 +121,11 @@ class Added(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The dense network between attentions: activation(x W1) [* x W3] W2.
+    """The dense feed-forward network: activation(x W1) [* x W3] W2.
 
-    Of some of the hidden units it is their share of the output; who cuts it so fills `enter` and `leave`, of x and of the output, and
-    `products`, of x with w1 and w3, where x would travel for each. `activate`, a slot: a compiled one. `swiglu`: bounds and slope of
-    that activation, where it has them.
+    With a shard of the hidden units it returns a partial sum of the output. Tensor parallelism replaces `enter` (applied to x),
+    `leave` (applied to the output) and `products` (of x with w1 and w3, so that x is sent once for both). `activate` can be replaced
+    by a compiled function. `swiglu`: bounds and slope of that activation, if the recipe sets them.
     """
 
     def __init__(self, d_model: int, d_ff: int, ffn: str, *, swiglu: Swiglu | None = None, recast: bool = False) -> None:
@@ -145,7 +145,7 @@ class FeedForward(nn.Module):
         return self.leave(self.w2(self.activate(hidden_BLF, gate[0] if gate else None, self.ffn, self.swiglu)))
 
     def in_tiles(self, count: int) -> Tiled:
-        """The sum of narrower networks that it is: one for each run of its hidden units."""
+        """Return the same network as a sum of `count` narrower ones, each with a chunk of the hidden units."""
         d_ff, d_model = self.w1.weight.shape
 
         def tile(i: int) -> nn.Module:
@@ -157,10 +157,10 @@ class FeedForward(nn.Module):
 
 
 def drop(x_BLD: Tensor, p: float, *, name: str, context: Context, first: int = 0) -> Tensor:
-    """Dropout keyed by token and channel: the same elements on every layout. `first`: the number of the first channel here."""
+    """Apply dropout. It depends on token and channel only, so it is equal on every layout. `first`: index of the first channel here."""
     return x_BLD * context.dropout_scale(name, x_BLD.shape[-1], p, first=first).view_as(x_BLD).to(x_BLD.dtype)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x itself where the factor is 1."""
+    """Return x * factor, or x itself if the factor is 1."""
     return x if factor == 1 else x * factor

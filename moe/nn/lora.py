@@ -1,15 +1,15 @@
-"""LoRA: a matrix stays as it is, and two narrow ones beside it are trained (Hu et al., arXiv 2106.09685, section 4.1).
+"""LoRA: a matrix is frozen, and two narrow matrices added to it are trained (Hu et al., arXiv 2106.09685, section 4.1).
 
     W'  =  W + s B A        W [out, in], B [out, r] from zeros, A [r, in] from random values, s = alpha / r
 
-W' is made where the weight is read, so every kernel, exchange and split of a layer works as it does without: experts' stacks have a
-B and an A for each expert. With B = 0 it is W, bit for bit. W is read in the dtype that the model computes in, W' is fp32 or wider.
-The gradient of W' is needed by nobody, and of a linear layer it is never made: dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow.
+W' is made when the weight is read, so kernels, exchanges and splits do not change. Stacks of experts have a B and an A for each
+expert. With B = 0, W' equals W to the bit. W is first cast to the compute dtype; the sum is fp32 or wider. A linear layer never makes
+the gradient of W': dB = s dy^T (x A^T) and dA = s (dy B)^T x are narrow.
 
-    Adapted       a module that can be given such matrices
-    product       x W'^T, which keeps x alone for the backward pass, and makes W' again there
-    adapt         gives a model's modules theirs; `freeze` leaves nothing else to be trained
-    trained       of a model's parameters by name, those that are trained
+    Adapted       interface of modules that can have adapters
+    product       x W'^T; saves only x for the backward pass, and makes W' again
+    adapt         adds adapters to a model's modules; `freeze` freezes all other parameters
+    trained       names of the parameters that are trained
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _ADAPTER = re.compile(r"lora_[ab]|w[123]_[ab]")
-# modules by path, of each target
+# pattern of the module paths of each target
 TARGETS = {
     "attention": r"layers\.\d+\.(attention|cross)\.(q|k|v|out|(q|kv)_(down|up))",
     "dense": r"layers\.\d+\.(ffn|moe\.shared|moe\.residual)\.w[123]",
@@ -40,12 +40,12 @@ TARGETS = {
 
 class Adapted(Protocol):
     def adapt(self, rank: int, scale: float) -> None:
-        """Make room for B and A; before the weights are made."""
+        """Add parameters for B and A. Call it before first values are set."""
         ...
 
 
 def adapt(model: nn.Module, lora: Lora) -> None:
-    """Beside the targets' matrices, B and A of rank `lora.rank`; 0: nothing."""
+    """Add B and A of rank `lora.rank` to the targets' matrices; rank 0 adds nothing."""
     patterns = [TARGETS[target] for target in lora.targets] if lora.rank else []
     for path, module in model.named_modules():
         if any(re.fullmatch(pattern, path) for pattern in patterns):
@@ -53,11 +53,11 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Train the adapters alone, where there are any."""
+    """Freeze all parameters but the adapters. Without adapters, freeze nothing."""
     names = {name for name, _ in model.named_parameters()}
-    here = trained(names)
+    trainable = trained(names)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in here)
+        parameter.requires_grad_(name in trainable)
 
 
 def is_adapter(name: str) -> bool:
@@ -65,25 +65,25 @@ def is_adapter(name: str) -> bool:
 
 
 def trained(names: Iterable[str]) -> set[str]:
-    """The adapters among these parameters, or all of them where there are none."""
+    """Return the adapters among these parameters, or all parameters if there is no adapter."""
     names = set(names)
     return {name for name in names if is_adapter(name)} or names
 
 
 def parts(layouts: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
-    """(of what is trained, of what is frozen), by name."""
-    here = trained(layouts)
-    return {n: v for n, v in layouts.items() if n in here}, {n: v for n, v in layouts.items() if n not in here}
+    """Split a mapping by parameter name into (trained, frozen)."""
+    trainable = trained(layouts)
+    return {n: v for n, v in layouts.items() if n in trainable}, {n: v for n, v in layouts.items() if n not in trainable}
 
 
 def adapted(weight: Tensor, left: Tensor, right: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:
-    """W + s left right, of matrices or of stacks of them, in fp32 or wider; W as it is read in `dtype`."""
+    """Return W + s left right, for matrices or stacks of them, in fp32 or wider. W is first cast to `dtype`."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype).to(wide) + scale * (left.to(wide) @ right.to(wide))
 
 
 def product(x: Tensor, weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """x W'^T in x's dtype, of a frozen W [out, in]."""
+    """Return x W'^T in x's dtype, for a frozen W [out, in]."""
     y: Tensor = _Product.apply(x, weight, left, right, scale)
     return y
 
@@ -103,18 +103,18 @@ class _Product(torch.autograd.Function):
             grad_x = grad @ adapted(weight, left, right, scale=ctx.scale, dtype=x.dtype).to(grad.dtype)
         wide = torch.promote_types(x.dtype, torch.float32)
         grad_TO, x_TI = grad.flatten(0, -2).to(wide), x.flatten(0, -2).to(wide)
-        of_left = grad_TO.t() @ (x_TI @ right.to(wide).t())
-        of_right = (grad_TO @ left.to(wide)).t() @ x_TI
-        return grad_x, None, of_left.mul_(ctx.scale).to(ctx.dtypes[0]), of_right.mul_(ctx.scale).to(ctx.dtypes[1]), None
+        grad_left = grad_TO.t() @ (x_TI @ right.to(wide).t())
+        grad_right = (grad_TO @ left.to(wide)).t() @ x_TI
+        return grad_x, None, grad_left.mul_(ctx.scale).to(ctx.dtypes[0]), grad_right.mul_(ctx.scale).to(ctx.dtypes[1]), None
 
 
 def merged(weight: Tensor, left: Tensor, right: Tensor, *, scale: float) -> Tensor:
-    """The same in the weight's dtype, for a model that has no adapters any more."""
+    """Return W + s left right in the weight's dtype, to replace W in a model without adapters."""
     return adapted(weight, left, right, scale=scale, dtype=weight.dtype).to(weight.dtype)
 
 
 def pair_of(name: str) -> tuple[str, str]:
-    """What checkpoints call the two matrices, left and right, of a weight: layers.0.attention.q.weight, layers.1.experts.3.w1."""
+    """Return the names in checkpoints of a weight's B and A. Example weights: layers.0.attention.q.weight, layers.1.experts.3.w1."""
     if name.endswith(".weight"):
         stem = name.removesuffix(".weight")
         return f"{stem}.lora_b", f"{stem}.lora_a"

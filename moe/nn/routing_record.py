@@ -1,12 +1,12 @@
-"""The experts that one pass chose, by layer, sequence and place, for another pass to take: Rollout Routing Replay (R3, arXiv 2510.11370).
+"""Recorded experts of one forward pass, for replay in another: Rollout Routing Replay (R3, arXiv 2510.11370).
 
     record = RoutingRecord(sequences=2, length=8)
-    model(tokens_BL, Context.of(tokens_BL, record_routing=record))      the old policy, or whatever wrote the texts
-    record.experts[3]                                                   of layer 3: int32 [2, 8, K]; -1: nobody has routed that token here
-    model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new one: the same experts, and gates of its own logits
+    model(tokens_BL, Context.of(tokens_BL, record_routing=record))      the old policy, which generated the texts
+    record.experts[3]                                                   layer 3: int32 [2, 8, K]; -1: token not routed on this rank
+    model(tokens_BL, Context.of(tokens_BL, replay_routing=record))      the new policy: same experts, gates of its own logits
 
-Only who is chosen is kept. Tokens are known by where they stand in the whole batch, so another layout, other micro-batches and other
-slices of the sequences find theirs.
+Only the experts' indices are recorded. The key is a token's position in the whole batch, so a record can be replayed with another
+layout, other micro-batches and other shards of the sequences.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch import Tensor
 
 from parallel.errors import BadInput, counted
 
-# B sequences, L length, T tokens of a pass, K choices
+# B sequences, L length, T tokens of a forward pass, K choices
 
-Experts = Mapping[int, Any]  # of each layer an array or tensor of integers [B, L, K]
-_ROWS = "rows of different experts, or of -1 alone, where the router chooses"
+Experts = Mapping[int, Any]  # layer -> array or tensor of integers [B, L, K]
+_ROWS = "rows of different experts, or only of -1 (the router chooses)"
 
 
 class RoutingRecord:
-    """Of so many `sequences`, each `length` tokens long; `experts` are those recorded so far, by the number of the layer."""
+    """A record of `sequences` sequences of `length` tokens. `experts`: the experts recorded so far, by layer index."""
 
     def __init__(self, sequences: int, length: int) -> None:
         self.sequences, self.length = sequences, length
         self._chosen: dict[str, Tensor] = {}  # int32 [B L, K] by the router's name
-        self._largest: dict[str, int] = {}  # of what was given, so that no pass has to wait for a device to tell
+        self._largest: dict[str, int] = {}  # largest index by name, kept so that only the first pass waits for the GPU
 
     @staticmethod
     def of(*parts: Experts) -> RoutingRecord:
-        """Of experts that others recorded; `parts` are put together, such as those of ranks that had different sequences.
+        """Make a record from arrays, and merge several `parts`, for example of ranks that had different sequences.
 
-        Each maps the number of a layer to integers [B, L, K], the same B and L everywhere: experts in the order in which they were chosen.
-        A token's row of -1 leaves it to the router. Raises BadInput for what cannot be a record.
+        Each part maps a layer index to integers [B, L, K], with equal B and L: experts in the order in which they were chosen. A row of
+        -1 leaves the token to the router. Raise BadInput for arrays that cannot be a record.
         """
         arrays = [{layer: _checked(layer, given) for layer, given in part.items()} for part in parts]
         shapes = {array.shape[:2] for part in arrays for array in part.values()}
@@ -55,21 +55,21 @@ class RoutingRecord:
 
     @property
     def experts(self) -> dict[int, npt.NDArray[np.int32]]:
-        """Int32 [B, L, K] of each layer that was recorded, on the host."""
+        """The recorded experts on the host: layer -> int32 [B, L, K]."""
         shape = (self.sequences, self.length, -1)
         return {
             int(name.split(".")[1]): chosen.cpu().numpy().reshape(shape) for name, chosen in sorted(self._chosen.items(), key=_by_number)
         }
 
     def check_places(self, sequences: range, last_place: int, length: int) -> None:
-        """Refuse a pass whose tokens stand elsewhere. Raises BadInput."""
+        """Raise BadInput if a forward pass has tokens outside the record's sequences and length."""
         if length != self.length or last_place >= length or sequences.stop > self.sequences:
             got = f"a record of {counted(self.sequences, 'sequence')} of {counted(self.length, 'token')}"
             needed = f"one with sequence {sequences.stop - 1} and place {last_place}, of sequences of {length} tokens"
-            raise _refused(got, needed, "say where the tokens stand: Context.of(tokens, first_sequence=..., places=..., length=...)")
+            raise _refused(got, needed, "give the tokens' positions: Context.of(tokens, first_sequence=..., places=..., length=...)")
 
     def add(self, name: str, position_T: Tensor, expert_TK: Tensor) -> None:
-        """What the router called `name` chose for the tokens at these places of the batch."""
+        """Record the experts int64 [T, K] that router `name` chose for the tokens at these positions of the batch."""
         if name not in self._chosen:
             shape = (self.sequences * self.length, expert_TK.shape[1])
             self._chosen[name] = torch.full(shape, -1, dtype=torch.int32, device=expert_TK.device)
@@ -77,23 +77,23 @@ class RoutingRecord:
         self._largest.pop(name, None)
 
     def take(self, name: str, position_T: Tensor, *, num_choices: int, num_experts: int) -> Tensor:
-        """The experts int64 [T, K] for the router called `name`; rows of -1 are its own to choose. Raises BadInput for another router's."""
+        """Return the experts int64 [T, K] for router `name`; it chooses those in rows of -1. Raise BadInput for another router's record."""
         if name not in self._chosen:
             got = f"a record of layers {', '.join(map(str, self.experts)) or '(none)'}"
-            raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record it by a model of the same layers")
+            raise _refused(got, f"one of every layer with experts, such as {name.split('.')[1]}", "record with a model of the same layers")
         chosen = self._chosen[name] = self._chosen[name].to(position_T.device)
         if name not in self._largest:
             self._largest[name] = int(chosen.max())
         if chosen.shape[1] != num_choices or self._largest[name] >= num_experts:
             got = f"{chosen.shape[1]} choices of experts up to {self._largest[name]} in layer {name.split('.')[1]}"
-            raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it by a model of the same router")
+            raise _refused(got, f"{num_choices} choices of experts 0 to {num_experts - 1}", "record it with a model of the same router")
         return chosen[position_T].long()
 
     def _join(self, layer: int, array: npt.NDArray[np.int32]) -> None:
         name, new = f"layers.{layer}.router", torch.from_numpy(array.reshape(-1, array.shape[-1]))
         old = self._chosen.get(name, torch.full_like(new, -1))
         if old.shape != new.shape or ((old >= 0) & (new >= 0) & (old != new)).any():
-            raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token's once")
+            raise _refused(f"parts with different experts of the same token in layer {layer}", "one choice", "give each token once")
         self._chosen[name] = torch.maximum(old, new)
 
 
@@ -115,7 +115,7 @@ def _checked(layer: int, given: Any) -> npt.NDArray[np.int32]:
     if wrong.any():
         sequence, place = (int(x) for x in np.argwhere(wrong)[0])
         got = f"{array[sequence, place].tolist()} for place {place} of sequence {sequence} in layer {layer}"
-        raise _refused(got, _ROWS, "record the choices of each token whole")
+        raise _refused(got, _ROWS, "record all choices of each token")
     return array.astype(np.int32)
 
 

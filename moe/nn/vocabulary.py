@@ -1,12 +1,12 @@
-"""The matrices with one row for each token of the vocabulary: the embedding table and the projection to logits, and their loss.
+"""Matrices with one row for each token of the vocabulary: the embedding, the projection to logits, and the loss.
 
-    loss of a token = log sum_v exp(logit_v) - logit_target          with a cap c, of c tanh(logit / c) in the place of each logit
+    loss of a token = log sum_v exp(logit_v) - logit_target          with a cap c, each logit becomes c tanh(logit / c)
 
-The sum over the vocabulary is taken tile by tile, and over tokens run by run: a pair of numbers a token (log-sum-exp, the
-target's logit) is all that a tile leaves behind. Its logits [tokens / chunks, V / tiles] are computed again in the backward
-pass, so the logits of all tokens and the whole vocabulary never exist. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
+The loss is computed in tiles of the vocabulary and chunks of tokens. A tile keeps two scores for each token: log-sum-exp, and the
+target's logit. The backward pass computes its logits [tokens / chunks, V / tiles] again, so the logits of all tokens and the whole
+vocabulary never exist together. Online softmax: Milakov and Gimelshein, arXiv 1805.02867.
 
-Where other ranks hold the other rows, the same pairs are merged with theirs: `Others`, a slot.
+If ranks hold shards of the rows, `Others` merges their scores.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from parallel.weight_gradient import linear
 
 
 def as_inputs(tokens: Tensor) -> Tensor:
-    """The ids that are read: marks as their ids, PADDING as it is."""
+    """Return input ids: marks become their ids, PADDING does not change."""
     return torch.where(tokens < PADDING, marked(tokens), tokens)
 
 
 def as_targets(tokens: Tensor) -> Tensor:
-    """The ids that are predicted, and PADDING in place of marks."""
+    """Return target ids: marks become PADDING."""
     return tokens.masked_fill(tokens < PADDING, PADDING)
 
 
@@ -43,48 +43,48 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Others(Protocol):
-    """The ranks that hold the other rows, asked once whatever the tiles here: from each one's share to what all of them have then.
+    """The exchange with ranks that hold other rows (vocabulary parallelism), called once for all tiles of this rank.
 
-    `product`: of x and a tile's rows, where ranks hold other columns too; None: each has them whole.
+    `product(x, rows)`: the product if ranks also hold shards of the columns; None: columns are whole.
     """
 
     product: Product | None
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        """Whose rows are looked up here, this rank's among them."""
+        """Return the tokens to look up on this rank: its own and, if needed, other ranks' tokens."""
         ...
 
     def columns(self, weight: Tensor) -> Tensor:
-        """A tile's rows as they are looked up."""
+        """Return a tile's rows with the columns that the look-up needs."""
         ...
 
     def rows(self, found: Tensor) -> Tensor:
-        """This rank's tokens' rows, of those looked up here, zeros for rows of others."""
+        """Sum the rows found by all ranks and return those of this rank's tokens. `found` is zero for rows of other ranks."""
         ...
 
     def enter(self, x: Tensor) -> Tensor:
-        """What is multiplied with the rows of all."""
+        """Return the input of the product with this rank's rows."""
         ...
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Of the tokens whose logits a product gives here."""
+        """Return the targets of the tokens whose logits this rank computes."""
         ...
 
     def scores(self, scores_2N: Tensor) -> Tensor:
-        """Of [2, N], log-sum-exps and target's logits."""
+        """Merge all ranks' scores [2, N]: log-sum-exps and targets' logits."""
         ...
 
     def loss(self, loss: Tensor) -> Tensor:
-        """This rank's tokens', of the loss of those that a product gives here."""
+        """Return the loss of this rank's tokens, given the loss of the tokens whose logits it computes."""
         ...
 
     def logits(self, logits: Tensor) -> Tensor:
-        """[..., V] of [..., rows here]."""
+        """Gather logits: [..., rows here] to [..., V]."""
         ...
 
 
 class Rows(nn.Module):
-    """Rows first, first + 1, ... of a matrix [V, D]. They are used in `forward` alone, where an engine that gathers them has its hooks."""
+    """Rows first, first + 1, ... of a matrix [V, D]. Used only in `forward`, because engines that gather weights hook it."""
 
     def __init__(self, rows: slice, d_model: int) -> None:
         super().__init__()
@@ -96,26 +96,26 @@ class Rows(nn.Module):
         return use(x, self.first, self.weight)
 
     def in_tiles(self, count: int) -> TiledRows:
-        """Runs of about as many rows each."""
+        """Cut the rows into `count` tiles of about equal size."""
 
         def tile(i: int) -> nn.Module:
-            run = Tile(0, i, count).run(len(self.weight))
+            rows = Tile(0, i, count).run(len(self.weight))
             with torch.device("meta"):
-                made = Rows(slice(self.first + run.start, self.first + run.stop), self.weight.shape[1])
+                made = Rows(slice(self.first + rows.start, self.first + rows.stop), self.weight.shape[1])
             return take(made, self, lambda name: Tile(0, i, count))
 
         return TiledRows(tile(i) for i in range(count))
 
 
 class TiledRows(Tiled):
-    """Rows in tiles; those have no others of their own."""
+    """Rows in tiles. Only the whole has `others`, not each tile."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__(tiles)
         self.others: Others | None = None
 
 
-Matrix = Tensor | Rows | TiledRows  # as a parameter of whoever asks, a module, or tiles
+Matrix = Tensor | Rows | TiledRows  # a parameter, a module, or tiles
 
 
 def _others(matrix: Matrix) -> Others | None:
@@ -123,7 +123,7 @@ def _others(matrix: Matrix) -> Others | None:
 
 
 def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor]) -> list[Tensor]:
-    """use(x, first row, weight) for each tile, one after another."""
+    """Call use(x, first row, weight) for each tile, one after another."""
     if isinstance(matrix, Tensor):
         return [use(x, 0, matrix)]
     if isinstance(matrix, Rows):
@@ -133,7 +133,7 @@ def _each(matrix: Matrix, x: Tensor, use: Callable[[Tensor, int, Tensor], Tensor
 
 
 def look_up(tokens: Tensor, matrix: Matrix, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The tokens' rows in `dtype`; None: the matrix's."""
+    """Return the tokens' rows, [..., D], in `dtype` (None: the matrix's dtype)."""
     others = _others(matrix)
     found = _look_up_here(tokens if others is None else others.tokens(tokens), matrix, others)
     found = found if dtype is None else found.to(dtype)
@@ -141,31 +141,31 @@ def look_up(tokens: Tensor, matrix: Matrix, *, dtype: torch.dtype | None = None)
 
 
 def _look_up_here(tokens: Tensor, matrix: Matrix, others: Others | None) -> Tensor:
-    """In the matrix's dtype; where it is not the whole one, zeros for tokens of other ranks."""
+    """Return the tokens' rows in the matrix's dtype, zeros for rows of other ranks."""
 
     def use(tokens: Tensor, first: int, weight: Tensor) -> Tensor:
         weight = weight if others is None else others.columns(weight)
         row, here = _local(tokens, first, weight)
-        return _taken(row, weight) * here.unsqueeze(-1)
+        return _embedded(row, weight) * here.unsqueeze(-1)
 
     if isinstance(matrix, Tensor):
-        return _taken(tokens, matrix)
+        return _embedded(tokens, matrix)
     if isinstance(matrix, Rows) and others is None:
-        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _taken(tokens, weight))
+        rows: Tensor = matrix(tokens, lambda tokens, _, weight: _embedded(tokens, weight))
         return rows
     found = _each(matrix, tokens, use)
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
 
-def _taken(row: Tensor, weight_VD: Tensor) -> Tensor:
+def _embedded(row: Tensor, weight_VD: Tensor) -> Tensor:
     if weight_VD.dtype not in (torch.bfloat16, torch.float16):
         return F.embedding(row, weight_VD)
-    found: Tensor = _Taken.apply(row, weight_VD)
+    found: Tensor = _Embedded16.apply(row, weight_VD)
     return found
 
 
-class _Taken(torch.autograd.Function):
-    """Rows of a 16-bit table; the gradients of a token that comes often are summed in fp32, where torch's own would round each sum."""
+class _Embedded16(torch.autograd.Function):
+    """Look-up in a 16-bit table. Backward sums each token's gradients in fp32; torch's embedding would round each sum to 16 bits."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, weight_VD: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Taken(torch.autograd.Function):
 
 
 def project(x: Tensor, matrix: Matrix, *, recast: bool = False) -> Tensor:
-    """Logits [..., V] in x's dtype; `recast` as in Linear."""
+    """Return logits [..., V] in x's dtype. `recast`: as in Linear."""
     others = _others(matrix)
     x = x if others is None else others.enter(x)
     parts = _each(matrix, x, lambda x, _, weight: _product(x, weight, others, recast=recast))
@@ -196,12 +196,12 @@ def _product(x: Tensor, weight_VD: Tensor, others: Others | None, *, recast: boo
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Logits within plus and minus `cap` (Gemma 2, arXiv 2408.00118); None: as they are."""
+    """Return cap * tanh(logits / cap) (Gemma 2, arXiv 2408.00118), or the logits if `cap` is None."""
     return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor, cap: float | None = None) -> Tensor:
-    """Of the targets, summed over tokens, fp32 at least; a target that is PADDING does not count."""
+    """Return the cross-entropy summed over tokens, fp32. PADDING targets do not count."""
     logits_NV = capped(logits_BLV.flatten(0, 1).float(), cap)
     return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum", ignore_index=PADDING)
 
@@ -219,19 +219,19 @@ def summed_loss(
     cap: float | None = None,
     whole: CrossEntropy = cross_entropy,
 ) -> Tensor:
-    """Cross-entropy of the targets summed over tokens, fp32 at least; a target that is PADDING does not count.
+    """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    In one chunk and without tiles it is `whole` of all logits, or of the ranks' pairs, and `recast` as in Linear.
-    Otherwise the matrix's gradient is never put off: it would take the logits, which are not there, or their product once more.
+    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (as in Linear) needs one chunk and no tiles:
+    otherwise the matrix's gradient is never deferred, because it needs logits, which are freed.
     """
-    others, at_once = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
-    if at_once and others is None:
+    others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)
+    if one_piece and others is None:
         return whole(project(x_BLD, matrix, recast=recast), targets_BL, cap)
     targets_N = (targets_BL if others is None else others.targets(targets_BL)).flatten()
     x_ND = (x_BLD if others is None else others.enter(x_BLD)).flatten(0, 1)
 
     def use(x_ND: Tensor, first: int, weight_VD: Tensor) -> Tensor:
-        if at_once:
+        if one_piece:
             return _kept_scores(_product(x_ND, weight_VD, others, recast=recast), *_local(targets_N, first, weight_VD), cap)
         if others is not None and others.product is not None:
             return _recomputed_scores(x_ND, weight_VD, targets_N, first, chunks, others.product, cap)
@@ -250,29 +250,29 @@ def summed_loss(
 def _recomputed_scores(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, product: Product, cap: float | None
 ) -> Tensor:
-    """[2, N] as _Scores gives it, where a product takes several ranks, which all go through the same runs."""
+    """Return scores [2, N] like _Scores, if the product needs several ranks. All of them compute the same chunks."""
 
     def scores(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _kept_scores(product(x_ND, weight_VD), *_local(targets_N, first, weight_VD), cap)
 
-    return torch.cat([recomputed(scores, x_ND[run], targets_N[run]) for run in _runs(len(x_ND), chunks)], 1)
+    return torch.cat([recomputed(scores, x_ND[chunk], targets_N[chunk]) for chunk in _chunks(len(x_ND), chunks)], 1)
 
 
 def _kept_scores(logits_NV: Tensor, row_N: Tensor, here_N: Tensor, cap: float | None) -> Tensor:
-    """[2, N] as _Scores gives it, of logits that stay until the backward pass."""
+    """Return scores [2, N] like _Scores. The logits stay in memory until the backward pass."""
     logits_NV = capped(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), cap)
     return torch.stack((logits_NV.logsumexp(1), logits_NV.gather(1, row_N.unsqueeze(1)).squeeze(1) * here_N))
 
 
 def _local(tokens: Tensor, first: int, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's row in this tile, 0 where it is in another, and whether it is in this one."""
+    """Return each token's row in this tile (0 if it is in another), and whether it is in this tile."""
     row = tokens - first
     here = (row >= 0) & (row < len(weight_VD))
     return row.masked_fill(~here, 0), here
 
 
 class _Scores(torch.autograd.Function):
-    """[2, N]: the log-sum-exp of each token's logits of one tile, and its target's logit (0 where that is in another tile)."""
+    """Scores [2, N] of one tile: log-sum-exp of each token's logits, and its target's logit (0 if another tile has it)."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, first: int, chunks: int, cap: float | None) -> Tensor:
@@ -280,12 +280,12 @@ class _Scores(torch.autograd.Function):
         row_N, here_N = _local(targets_N, first, weight_VD)
         weight = weight_VD.to(x_ND.dtype)
         scores = x_ND.new_empty(2, len(x_ND), dtype=wide)
-        for run in _runs(len(x_ND), chunks):
-            logits = capped(F.linear(x_ND[run], weight).to(wide), cap)
-            scores[1, run] = logits.gather(1, row_N[run].unsqueeze(1)).squeeze(1) * here_N[run]
+        for chunk in _chunks(len(x_ND), chunks):
+            logits = capped(F.linear(x_ND[chunk], weight).to(wide), cap)
+            scores[1, chunk] = logits.gather(1, row_N[chunk].unsqueeze(1)).squeeze(1) * here_N[chunk]
             largest = logits.amax(1, keepdim=True)
-            scores[0, run] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
-            del logits  # before the next run's are made
+            scores[0, chunk] = logits.sub_(largest).exp_().sum(1).log_() + largest.squeeze(1)
+            del logits  # free them before the next chunk's logits are made
         ctx.save_for_backward(x_ND, weight_VD, row_N, here_N, scores)
         ctx.chunks, ctx.dtype, ctx.cap = chunks, gradient_dtype(weight_VD), cap
         return scores
@@ -294,26 +294,26 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, grad_2N: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weight_VD, row_N, here_N, scores = ctx.saved_tensors
         weight = weight_VD.to(x_ND.dtype)
-        # runs are added up in fp32 at least, also where an engine has gathered the weight in 16 bits
+        # chunks are summed in fp32 or wider, even if an engine has gathered the weight in 16 bits
         wide = torch.promote_types(ctx.dtype, torch.float32) if ctx.chunks > 1 else ctx.dtype
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[1] else None
-        for run in _runs(len(x_ND), ctx.chunks):
-            logits = capped(F.linear(x_ND[run], weight).to(scores.dtype), ctx.cap)
-            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # of c tanh(l / c)
-            logits.sub_(scores[0, run].unsqueeze(1)).exp_().mul_(grad_2N[0, run].unsqueeze(1))
-            logits.scatter_add_(1, row_N[run].unsqueeze(1), (grad_2N[1, run] * here_N[run]).unsqueeze(1))
+        for chunk in _chunks(len(x_ND), ctx.chunks):
+            logits = capped(F.linear(x_ND[chunk], weight).to(scores.dtype), ctx.cap)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square()  # the derivative of c tanh(l / c)
+            logits.sub_(scores[0, chunk].unsqueeze(1)).exp_().mul_(grad_2N[0, chunk].unsqueeze(1))
+            logits.scatter_add_(1, row_N[chunk].unsqueeze(1), (grad_2N[1, chunk] * here_N[chunk]).unsqueeze(1))
             logits = logits if slope is None else logits.mul_(slope)
             grad_logits = logits.to(x_ND.dtype)
-            del logits, slope  # before the next run's are made
-            torch.mm(grad_logits, weight, out=grad_x[run])
+            del logits, slope  # free them before the next chunk's logits are made
+            torch.mm(grad_logits, weight, out=grad_x[chunk])
             if grad_weight is not None and grad_weight.dtype == x_ND.dtype:
-                grad_weight.addmm_(grad_logits.t(), x_ND[run])
+                grad_weight.addmm_(grad_logits.t(), x_ND[chunk])
             elif grad_weight is not None:
-                grad_weight += grad_logits.t() @ x_ND[run]
+                grad_weight += grad_logits.t() @ x_ND[chunk]
             del grad_logits
         return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), None, None, None, None
 
 
-def _runs(count: int, chunks: int) -> list[slice]:
-    return [run for i in range(chunks) if (run := Tile(0, i, chunks).run(count)).stop > run.start]
+def _chunks(count: int, chunks: int) -> list[slice]:
+    return [chunk for i in range(chunks) if (chunk := Tile(0, i, chunks).run(count)).stop > chunk.start]
