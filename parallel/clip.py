@@ -1,8 +1,8 @@
-"""Gradient norm and clipping by ownership: each logical element is counted once, whatever the layout.
+"""Gradient norm and clipping. Each element of the whole model counts once, on every layout.
 
-Every rank gives the squares of the elements it owns (see Layout.is_owner; ZeRO's partitions are owned by nature); one
-sum over the whole world gives the norm, for every family at once. There is no group to choose, so none can be chosen
-wrongly: averaging per-rank norms, or leaving experts out, is the error that several systems carry.
+Every rank sums the squares of the elements that it owns (Layout.is_owner; each ZeRO shard has one owner). One sum over the whole
+world then gives the norms of all families. So no group has to be chosen: some systems average the norms of ranks, or leave experts
+out, by mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel.watchdog import check_tokens
 
 @dataclass(frozen=True)
 class GradientNorm:
-    """2-norms of the whole gradient and of each family; `finite` is the same on every rank."""
+    """2-norms of the whole gradient and of each family. Equal on every rank."""
 
     total: float
     families: dict[str, float]
@@ -36,12 +36,12 @@ class GradientNorm:
 
 
 def gradient_norm(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], world: Axis, device: torch.device) -> GradientNorm:
-    """From the (family, gradient) parts that this rank owns. Collective."""
+    """Return the norms, given the (family, gradient) shards that this rank owns. Collective."""
     return norm_of(squares(owned, families=families, device=device), families=families, world=world)
 
 
 def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], device: torch.device) -> Tensor:
-    """Sums of squares by family, float64 [families]."""
+    """Return the sums of squares by family, float64 [families]."""
     found = torch.zeros(len(families), dtype=torch.float64, device=device)
     for family, grad in owned:
         found[families.index(family)] += torch.linalg.vector_norm(grad, dtype=torch.float32).double() ** 2
@@ -49,7 +49,7 @@ def squares(owned: Iterable[tuple[str, Tensor]], *, families: tuple[str, ...], d
 
 
 def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> GradientNorm:
-    """From every rank's `squares`. Collective. Raises Disagreement on all ranks if two have not made the same collectives until here."""
+    """Return the norms, given every rank's `squares`. Collective. Raise Disagreement on all ranks if earlier collectives differed."""
     record, axis = world.communicator.record, replace(world, label="the gradient norm")
     record = record if 1 < world.size <= MOST_RANKS else None
     if record is not None:
@@ -57,11 +57,11 @@ def norm_of(squares: Tensor, *, families: tuple[str, ...], world: Axis) -> Gradi
     totals: list[float] = sum_over(squares, axis).tolist()
     if record is not None:
         check_tokens(totals.pop())
-    # max(0, nan) is 0 in Python: an unfinite sum must stay unfinite
+    # NaN becomes inf, because max(0, nan) is 0 in Python and would look finite
     roots = [math.sqrt(t) if math.isfinite(t) else math.inf for t in totals]
     return GradientNorm(math.sqrt(sum(totals)) if math.isfinite(sum(totals)) else math.inf, dict(zip(families, roots, strict=True)))
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What to multiply the gradient by so that its norm is at most `limit`; 1 where it is already."""
+    """Return the factor by which the gradient's norm becomes at most `limit`: 1 if it already is, or if `limit` is None."""
     return 1.0 if limit is None or norm <= limit else limit / norm

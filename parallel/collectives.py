@@ -1,19 +1,18 @@
-"""Differentiable collectives over one mesh axis, forward and backward side by side, every call counted.
+"""Differentiable collectives over one mesh axis. Every call is counted.
 
     forward          backward
     all_reduce       identity          (g in Megatron-LM, arXiv 1909.08053)
     identity         all_reduce        (f: `reduce_backward`)
     all_gather       reduce_scatter
     reduce_scatter   all_gather
-    cut_copies       all_gather        of a tensor that all ranks have: each goes on with its part (Megatron-LM's scatter)
-    join_copies      cut_copies        ... and then all have all again (its gather)
-    all_to_all       all_to_all with the splits exchanged          (also started and finished apart, both ways)
-    shift            shift the other way
+    cut_copies       all_gather        of a tensor that all ranks have: each keeps its shard (Megatron-LM's scatter)
+    join_copies      cut_copies        all ranks have the whole tensor again (Megatron-LM's gather)
+    all_to_all       all_to_all with send and receive exchanged    (start and finish can be separate calls)
+    shift            shift in the other direction
 
-On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 at least; the other sums
-are in the tensor's dtype.
-Bytes are counted logically, never from time, per axis and collective: calls, bytes handed to the collective, and bytes that leave
-this rank. The counts belong to the axis's communicator (parallel/communicator.py).
+On an axis of size 1 each is the identity and costs nothing. The reduce_scatter of a backward pass sums in fp32 or wider; all other
+sums are in the tensor's dtype. For each axis and collective, the axis's communicator counts calls, bytes given to the collective, and
+bytes that leave this rank (parallel/communicator.py). Bytes follow from sizes, not from measurements.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from torch import Tensor
 from parallel.mesh import Axis
 from parallel.regions import region
 
-# torch 2.13 gives them these names, and warns of the old ones
+# torch 2.13 renamed these, and warns about the old names
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = None, receive: list[int] | None = None) -> None:
-    """Note one collective with the axis's communicator and in this rank's record before it is made, and in debug mode compare it: for
-    those too that an engine makes.
+    """Count one collective with the axis's communicator, and write it into this rank's record. Call this before the collective.
 
-    `send`, `receive`: rows to and from each rank. "send" is one rank's to another, and nobody else's. Raises Disagreement.
+    Engines that call torch's collectives call this too. In debug mode, compare the call with the other ranks', and raise Disagreement
+    if it differs. `send`, `receive`: rows to and from each rank. The name "send" is a message between two ranks, which is not compared.
     """
     communicator = axis.communicator
     if communicator.agreement is not None and name != "send":
@@ -60,28 +59,28 @@ def count(axis: Axis, name: str, tensor: Tensor, *, send: list[int] | None = Non
     communicator.add(axis.name, name, handed=handed, sent=sent)
 
 
-# --- plain, in place or returning a new tensor; no autograd ---------------------------------------------------------
+# --- without autograd -----------------------------------------------------------------------------------------------
 
 
 def sum_over(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum in place over the axis; returns the tensor."""
+    """Sum in place over the axis; return the tensor."""
     return _reduce(tensor, axis, dist.ReduceOp.SUM)
 
 
 def sum_over_all(tensor: Tensor, axes: Iterable[Axis]) -> Tensor:
-    """Sum in place over the axes, one after the other; returns the tensor."""
+    """Sum in place over the axes, one after the other; return the tensor."""
     for axis in axes:
         tensor = sum_over(tensor, axis)
     return tensor
 
 
 def max_over(tensor: Tensor, axis: Axis) -> Tensor:
-    """Maximum in place over the axis; returns the tensor."""
+    """Take the maximum over the axis in place; return the tensor."""
     return _reduce(tensor, axis, dist.ReduceOp.MAX)
 
 
 def largest(value: float, axis: Axis) -> float:
-    """The largest of the ranks' numbers, sent from the device that their group speaks for: NCCL takes nothing of the host's."""
+    """Return the maximum of `value` over the axis. It is sent as a CUDA tensor if the group is NCCL, which cannot send CPU tensors."""
     nccl = axis.size > 1 and dist.get_backend(axis.group) == "nccl"
     return float(max_over(torch.tensor(value, dtype=torch.float64, device="cuda" if nccl else "cpu"), axis).item())
 
@@ -89,16 +88,16 @@ def largest(value: float, axis: Axis) -> float:
 def _reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
     if axis.size > 1:
         count(axis, "all_reduce", tensor)
-        whole = tensor.contiguous()  # gloo reduces memory as it lies: ranks with other strides would get other sums, and no error
+        dense = tensor.contiguous()  # gloo sums in storage order: with other strides on another rank, sums would be wrong
         with region(f"all_reduce over {axis.name}"):
-            dist.all_reduce(whole, op=op, group=axis.group)
-        if whole is not tensor:
-            tensor.copy_(whole)
+            dist.all_reduce(dense, op=op, group=axis.group)
+        if dense is not tensor:
+            tensor.copy_(dense)
     return tensor
 
 
 def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """Every rank's contiguous `mine`, one after another along dim 0, into `out`; what to wait for, where it is not waited for here."""
+    """Gather every rank's contiguous `mine` along dim 0 into `out`. With `wait=False`, return the work to wait for."""
     count(axis, "all_gather", mine)
     with region(f"all_gather over {axis.name}"):
         work: dist.Work | None = _all_gather(out, mine, group=axis.group, async_op=not wait)
@@ -106,7 +105,7 @@ def gather_into(out: Tensor, mine: Tensor, axis: Axis, *, wait: bool = True) -> 
 
 
 def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = True) -> dist.Work | None:
-    """This rank's part along dim 0 of the sum of the ranks' contiguous `parts` into `out`; what to wait for, where it is not here."""
+    """Sum the ranks' contiguous `parts`, and write this rank's shard along dim 0 into `out`. With `wait=False`, return the work."""
     count(axis, "reduce_scatter", parts)
     with region(f"reduce_scatter over {axis.name}"):
         work: dist.Work | None = _reduce_scatter(out, parts, group=axis.group, async_op=not wait)
@@ -114,7 +113,7 @@ def scatter_sum_into(out: Tensor, parts: Tensor, axis: Axis, *, wait: bool = Tru
 
 
 class Started:
-    """A tensor that a collective is on its way to: not to be read, nor what it comes from (`of`, kept alive) changed, before `wait`."""
+    """The result of a started collective. Before `wait`, do not read it and do not change its input (`of`, kept alive here)."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None, of: Tensor | None = None) -> None:
         self._tensor, self._work, self._of = tensor, work, of
@@ -128,7 +127,7 @@ class Started:
 
 
 def start_broadcast(like: Tensor, axis: Axis, *, root: int) -> Started:
-    """The tensor of the axis's root-th rank to all of them; `like`: that tensor there, and one of its shape and dtype elsewhere."""
+    """Start to broadcast a tensor from the axis's root-th rank. `like`: that tensor on the root, elsewhere one of its shape and dtype."""
     if axis.size == 1:
         return Started(like, None)
     tensor = like.contiguous() if axis.index == root else torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -137,7 +136,7 @@ def start_broadcast(like: Tensor, axis: Axis, *, root: int) -> Started:
 
 
 def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
-    """The sum of the ranks' contiguous tensors, in place, on the root-th alone; what the others have then means nothing."""
+    """Start to sum the ranks' contiguous tensors, in place, on the root-th rank. On the others the content is then undefined."""
     if axis.size == 1:
         return Started(tensor, None)
     count(axis, "reduce", tensor)
@@ -145,7 +144,7 @@ def start_sum_to(tensor: Tensor, axis: Axis, *, root: int) -> Started:
 
 
 def start_sum(tensor: Tensor, axis: Axis) -> Started:
-    """The sum of the ranks' contiguous tensors, in place, on all of them."""
+    """Start to sum the ranks' contiguous tensors, in place, on all ranks."""
     if axis.size == 1:
         return Started(tensor, None)
     count(axis, "all_reduce", tensor)
@@ -153,7 +152,7 @@ def start_sum(tensor: Tensor, axis: Axis) -> Started:
 
 
 def start_gather(mine: Tensor, axis: Axis) -> Started:
-    """The ranks' tensors one after another along dim 0, on every rank."""
+    """Start to gather the ranks' tensors along dim 0, on every rank."""
     mine = mine.contiguous()
     if axis.size == 1:
         return Started(mine, None)
@@ -162,7 +161,7 @@ def start_gather(mine: Tensor, axis: Axis) -> Started:
 
 
 def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
-    """This rank's part along dim 0 of the sum of the ranks' tensors."""
+    """Start to sum the ranks' tensors; each rank gets its shard along dim 0."""
     parts = parts.contiguous()
     if axis.size == 1:
         return Started(parts, None)
@@ -171,12 +170,12 @@ def start_scatter_sum(parts: Tensor, axis: Axis) -> Started:
 
 
 def gathered(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """The ranks' tensors one after another along dim, on every rank."""
+    """Concatenate the ranks' tensors along dim, on every rank."""
     return tensor if axis.size == 1 else _gather(tensor, axis, dim)
 
 
 def scattered_sum(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's part along dim of the sum of the ranks' tensors."""
+    """Sum the ranks' tensors, and return this rank's shard along dim."""
     return tensor if axis.size == 1 else _scatter_sum(tensor, axis, dim)
 
 
@@ -184,7 +183,7 @@ def _gather(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     out = first.new_empty((axis.size * first.shape[0], *first.shape[1:]))
     gather_into(out, first, axis)
-    return out.movedim(0, dim).contiguous()  # once here, and not in each product that reads it
+    return out.movedim(0, dim).contiguous()  # one copy here instead of one in each product that reads it
 
 
 def _scatter_sum(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -207,14 +206,14 @@ def _shift(tensor: Tensor, axis: Axis, steps: int) -> Tensor:
 
 
 class Messages:
-    """Tensors on their way between ranks of an axis; what is sent must not change, nor what comes be read, before `wait`."""
+    """Started messages between ranks of an axis. Before `wait`, do not change sent tensors and do not read received ones."""
 
     def __init__(
         self, axis: Axis, *, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], name: str = "send"
     ) -> None:
-        """`send`: tensors and the places on the axis that they go to; `receive`: what they come into, and from where. Contiguous.
+        """Start the messages. `send`: contiguous tensors with their destinations' indices on the axis. `receive`: buffers with sources.
 
-        Between two ranks messages keep their order. Every rank of an exchange starts it at once with the others.
+        Messages between two ranks keep their order. Every rank of an exchange must start it.
         """
         self.sent, self.received = [tensor for tensor, _ in send], [tensor for tensor, _ in receive]
         for tensor in self.sent:
@@ -224,14 +223,14 @@ class Messages:
         self.requests = dist.batch_isend_irecv(ops) if ops else []
 
     @staticmethod
-    def none(axis: Axis, there: Sequence[Tensor] = ()) -> Messages:
-        """Nothing on its way; `there`: what `wait` gives."""
+    def none(axis: Axis, received: Sequence[Tensor] = ()) -> Messages:
+        """Return a finished exchange; `wait` returns `received`."""
         found = Messages(axis, send=[], receive=[])
-        found.received = list(there)
+        found.received = list(received)
         return found
 
     def wait(self) -> list[Tensor]:
-        """What came."""
+        """Wait for all messages and return the received tensors."""
         with region("wait for a message"):
             for request in self.requests:
                 request.wait()
@@ -240,19 +239,19 @@ class Messages:
 
 
 def start_shift(tensors: Sequence[Tensor], axis: Axis, *, steps: int = 1) -> Messages:
-    """Each rank's tensors to the rank `steps` further round the axis, and another's from as far behind; equal shapes on all ranks."""
+    """Start to send tensors `steps` ranks further on the ring, and to receive from `steps` before. Shapes are equal on all ranks."""
     if steps % axis.size == 0:
-        return Messages.none(axis, there=tensors)
+        return Messages.none(axis, received=tensors)
     send = [(tensor.contiguous(), axis.index + steps) for tensor in tensors]
-    come = [(torch.empty_like(tensor, memory_format=torch.contiguous_format), axis.index - steps) for tensor in tensors]
-    return Messages(axis, send=send, receive=come, name="shift")
+    receive = [(torch.empty_like(tensor, memory_format=torch.contiguous_format), axis.index - steps) for tensor in tensors]
+    return Messages(axis, send=send, receive=receive, name="shift")
 
 
 # --- with autograd ----------------------------------------------------------------------------------------------------
 
 
 def _backward(axis: Axis) -> Axis:
-    """The same axis; where ranks disagree, the line tells forward from backward."""
+    """Return the axis with a label that tells backward from forward in error messages."""
     return replace(axis, label=f"{axis.label} backward".lstrip())
 
 
@@ -334,9 +333,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Flight:
-    """An all_to_all on its way, forward and later backward: between start and finish, others may compute.
+    """A started all_to_all, forward and later backward. Computation between start and finish overlaps with it.
 
-    `buffer` is what arrives, not to be read before `finish_all_to_all`.
+    `buffer`: the tensor to be received, not to be read before `finish_all_to_all`.
     """
 
     def __init__(self, axis: Axis, send: list[int], receive: list[int]) -> None:
@@ -395,7 +394,7 @@ class _Shift(torch.autograd.Function):
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis forward, identity backward: every rank goes on with the same sum and the same gradient."""
+    """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient."""
     out: Tensor = tensor if axis.size == 1 else _AllReduce.apply(tensor, axis)
     return out
 
@@ -413,37 +412,37 @@ def all_gather(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Sum over the axis and keep this rank's part of dim forward, all_gather backward. The dim must divide by the axis."""
+    """Sum over the axis and keep this rank's shard of dim forward, all_gather backward. The axis must divide the dim."""
     out: Tensor = tensor if axis.size == 1 else _ReduceScatter.apply(tensor, axis, dim)
     return out
 
 
 def cut_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's equal part, along dim, of what every rank of the axis has, forward; all_gather of the parts' gradients backward."""
+    """Keep this rank's equal shard, along dim, of a tensor that all ranks have, forward; all_gather of the gradients backward."""
     out: Tensor = tensor if axis.size == 1 else _CutCopies.apply(tensor, axis, dim)
     return out
 
 
 def join_copies(tensor: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Concatenate the ranks' parts along dim forward; this rank's part of the gradient backward, which must be the same on every rank."""
+    """Concatenate the ranks' shards along dim forward; keep this rank's shard of the gradient, equal on all ranks, backward."""
     out: Tensor = tensor if axis.size == 1 else _JoinCopies.apply(tensor, axis, dim)
     return out
 
 
 def all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-    """Rows [sum(send), ...] to the ranks of the axis in order, rows [sum(receive), ...] back; backward exchanges the splits.
+    """Send rows [sum(send), ...] to the ranks of the axis in order, return rows [sum(receive), ...]. Backward sends gradients back.
 
-    `send[i]` rows go to the axis's i-th rank, `receive[i]` come from it; zero is fine. Both sides must agree: the counts
-    are exchanged before (see `exchange.py`).
+    `send[i]` rows go to the axis's i-th rank, `receive[i]` rows come from it; zero is allowed. Both sides must agree, so exchange
+    counts first (exchange.py). Example: `all_to_all(rows_RD, axis, send=[3, 2], receive=[3, 1])`.
     """
     out: Tensor = rows if axis.size == 1 else _AllToAll.apply(rows, send, receive, axis)
     return out
 
 
 def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Flight:
-    """`all_to_all` up to where its rows are on their way; backward, this is where the gradients have arrived.
+    """Start an `all_to_all`. Backward, this waits for the rows' gradients.
 
-    Every rank must start and finish the same ones in the same order. Backward runs in the opposite order of the calls.
+    All ranks must start and finish the same exchanges in the same order. Backward runs in reverse order.
     """
     flight = Flight(axis, send, receive)
     flight.buffer = rows if axis.size == 1 else _Start.apply(rows, flight)
@@ -451,17 +450,17 @@ def start_all_to_all(rows: Tensor, axis: Axis, *, send: list[int], receive: list
 
 
 def finish_all_to_all(flight: Flight) -> Tensor:
-    """The rows [sum(receive), ...] that arrived; backward, this is where their gradients set out. Once for each start."""
-    buffer, flight.buffer = flight.buffer, None  # a buffer kept here would keep its own graph alive
+    """Wait for the rows [sum(receive), ...] and return them. Backward, this starts to send their gradients. Call it once for each start."""
+    buffer, flight.buffer = flight.buffer, None  # a buffer kept here would keep its autograd graph alive
     assert buffer is not None
     out: Tensor = buffer if flight.axis.size == 1 else _Finish.apply(buffer, flight)
     return out
 
 
 def shift(tensor: Tensor, axis: Axis, *, steps: int = 1) -> Tensor:
-    """Each rank's tensor to the rank `steps` further round the axis forward, the other way backward.
+    """Send the tensor to the rank `steps` further on the ring forward, its gradient in the other direction backward.
 
-    Equal shapes on all ranks. A whole turn leaves every tensor where it is.
+    Shapes must be equal on all ranks. A multiple of the axis size returns the tensor itself.
     """
     out: Tensor = tensor if steps % axis.size == 0 else _Shift.apply(tensor, axis, steps)
     return out

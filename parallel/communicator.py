@@ -1,9 +1,8 @@
-"""What one mesh keeps of its collectives: how many there were and of how many bytes, where this rank is among them for the watchdog, and
-in debug mode what ranks compare before each.
+"""A mesh's counts of collectives, with the watchdog's record and the debug mode's comparison.
 
-    mesh.communicator  <-  every axis of the mesh carries it  <-  collectives note each call there      counts(), reset_counts()
+    mesh.communicator  <-  every axis of the mesh has it  <-  collectives report each call      counts(), reset_counts()
 
-It belongs to a mesh and not to the process: two meshes of one process count apart, and compare apart.
+It belongs to a mesh, not to the process: two meshes of one process count and compare separately.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ from parallel.record import Record
 
 @dataclass(frozen=True)
 class Count:
-    """`bytes`: handed to the collective; `sent`: what of them, or of their sums, goes to other ranks (all_reduce, all_gather and
-    reduce_scatter: as in a ring, which no algorithm undercuts)."""
+    """Calls and bytes of one collective on one axis.
+
+    `bytes`: given to the collective. `sent`: sent to other ranks; for all_reduce, all_gather and reduce_scatter as in a ring, which is
+    the minimum of all algorithms.
+    """
 
     calls: int
     bytes: int
@@ -26,8 +28,11 @@ class Count:
 
 
 class Communicator:
-    """`agreement`: has every collective compared over its ranks before it runs (parallel/debug_collectives.py); None: nothing is.
-    `record`: this process's, which the watchdog reads; None where there is none."""
+    """Counts of a mesh's collectives.
+
+    `agreement`: compares every collective over its ranks before it runs (parallel/debug_collectives.py), or None. `record`: this
+    process's record, which the watchdog reads, or None.
+    """
 
     def __init__(self, agreement: Agreement | None = None, record: Record | None = None) -> None:
         self.agreement, self.record = agreement, record
@@ -36,13 +41,13 @@ class Communicator:
         self._sent: Counter[tuple[str, str]] = Counter()
 
     def add(self, axis: str, name: str, *, handed: int, sent: int) -> None:
-        """One call of the collective `name`, of so many bytes."""
+        """Count one call of the collective `name`. `handed`: bytes given to it. `sent`: bytes that leave this rank."""
         self._calls[axis, name] += 1
         self._bytes[axis, name] += handed
         self._sent[axis, name] += sent
 
     def counts(self) -> dict[tuple[str, str], Count]:
-        """Calls and bytes since the last `reset_counts`, by (axis, collective)."""
+        """Return calls and bytes since the last `reset_counts`, by (axis, collective)."""
         return {key: Count(self._calls[key], self._bytes[key], self._sent[key]) for key in self._calls}
 
     def reset_counts(self) -> None:

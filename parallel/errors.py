@@ -7,15 +7,16 @@ import traceback
 import unicodedata
 from collections.abc import Iterable
 
-_LONGEST = 800  # characters of what is shown of an input
+_LONGEST = 800  # characters of an input that an error message shows
 _SOME = 5  # names in a line
 
 
 class BadInput(ValueError):
-    """An error in the user's input; the message is one line that says what to write instead.
+    """An error in the user's input. Its message is one line that says what to write instead.
 
-    The command line prints it and exits with 2; a library caller catches it as a ValueError. `speaker`: on one of several ranks whose
-    watchdog knows of it, whether this rank is the one to print it; None: nobody has settled that.
+    The command line prints it and exits with 2; a library caller catches a ValueError. `speaker`: whether this rank prints it, if the
+    watchdog of several ranks has decided that; None: not decided. Example: `BadInput("degrees.tp", got=3, needed="a divisor of 8",
+    fix="use one of [1, 2, 4, 8]")`.
     """
 
     speaker: bool | None = None
@@ -26,20 +27,20 @@ class BadInput(ValueError):
 
 
 def plain(text: str) -> str:
-    """One line that a terminal shows and does not obey: control characters, line ends and broken characters as \\x1b, \\n, \\udcff."""
+    """Escape control characters, line ends and broken characters as \\x1b, \\n, \\udcff, so that a terminal does not act on them."""
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-_TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # the order in which a terminal shows what follows
+_TURNS = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # change the direction of the text after them
 
 
 def harmless(text: str) -> bool:
-    """Whether a terminal shows it as it is: no control characters, line ends, halves of characters or changes of direction."""
+    """Return whether a terminal shows the text unchanged: no control characters, line ends, surrogates or changes of direction."""
     return text.isprintable() or not any(c in _TURNS or unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
 def cut(shown: object) -> str:
-    """What is shown of it where it is long."""
+    """Return the text of `shown`, shortened if it is long."""
     text = str(shown)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... of {len(text)} characters"
 
@@ -51,14 +52,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The known word most similar to `word`, or None if none is similar. Dashes before words do not count: all flags have them."""
+    """Return the known word most similar to `word`, or None if no word is similar. Dashes before a word do not count."""
     bare = {name.lstrip("-"): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.7)
     return bare[near[0]] if near else None
 
 
 def some(names: Iterable[str], *, rest: str = "") -> str:
-    """Names for a line of text: all up to five, of more the first five and their number. `rest`: the command that prints all."""
+    """Return names for a line of text: at most five, then the number of the others. `rest`: the command that prints all."""
     held = list(names)
     if len(held) <= _SOME:
         return ", ".join(held)
@@ -66,9 +67,9 @@ def some(names: Iterable[str], *, rest: str = "") -> str:
 
 
 class Ended(RuntimeError):
-    """What ended a run on several ranks, in one line that is the same on each of them: a stack trace would add nothing.
+    """The end of a run on several ranks, in one line that is equal on all of them and needs no stack trace.
 
-    `speaker`: whether this rank is the one to print it, where nobody waits for all of them.
+    `speaker`: whether this rank prints it, if no launcher collects the messages of all ranks.
     """
 
     def __init__(self, line: str, *, speaker: bool = True) -> None:
@@ -77,7 +78,7 @@ class Ended(RuntimeError):
 
 
 def where(error: BaseException) -> str:
-    """The innermost line of a program that raised it, "my_train.py, line 12", and what it said."""
+    """Return an error's type and message, and the innermost line that raised it: "ValueError: boom (my_train.py, line 12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno})" if frames else ""
     said = cut(f"{type(error).__name__}: {error}")

@@ -1,13 +1,13 @@
-"""Sends rows to the ranks that own them, and back.
+"""Exchange of rows with the ranks that own them.
 
     counts [ranks, bins]  ->  all_to_all of counts  ->  all_to_all of rows
     rank 0: 3 rows for rank 0, 2 for rank 1        rank 0 gets 3 + 1 rows
     rank 1: 1 row  for rank 0, 4 for rank 1        rank 1 gets 2 + 4 rows
 
-Counts go first: no rank can know how many rows will arrive, and gloo answers inconsistent splits with wrong numbers rather than
-an error. A rank without rows still takes part, or the others would wait forever.
+Counts go first, because ranks cannot know how many rows will arrive. With inconsistent splits, gloo gives wrong numbers and no error.
+A rank without rows still takes part, or the others would wait forever.
 
-Rows may also be in slots, of which some are empty: `spread` puts rows into slots, `collect` takes them out again.
+Rows can also be in slots, some of them empty: `spread` puts rows into slots, `collect` takes them out again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.mesh import Axis
 
 
 def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
-    """From "rows I send to rank r for its bin b" (int64 [ranks, bins]) to "rows rank r sends me for my bin b"."""
+    """Exchange counts, int64 [ranks, bins]: rows to send to bin b of rank r become rows to receive from rank r for bin b here."""
     if axis.size == 1:
         return counts_RB
     count(axis, "counts", counts_RB)
@@ -33,20 +33,20 @@ def exchange_counts(counts_RB: Tensor, axis: Axis) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, axis: Axis, *, send: list[int], receive: list[int]) -> Tensor:
-    """Send rows, sorted by destination rank, to their owners. Returns the rows received, sorted by source rank. Differentiable."""
+    """Send rows [sum(send), ...], sorted by destination rank. Return rows [sum(receive), ...], sorted by source rank. Differentiable."""
     return all_to_all(rows, axis, send=send, receive=receive)
 
 
 def runs(counts_N: Tensor, start_N: Tensor) -> Tensor:
-    """Indices start_n, start_n + 1, ... of each bin, counts_n of them, bin after bin: int64 [sum(counts)]."""
+    """Return counts_n indices start_n, start_n + 1, ... of each bin, bin after bin: int64 [sum(counts)]."""
     before_N = counts_N.cumsum(0) - counts_N
     return torch.repeat_interleave(start_N - before_N, counts_N) + torch.arange(int(counts_N.sum()), device=counts_N.device)
 
 
 def by_bin(counts_RB: Tensor, *, stride: int | None = None) -> Tensor:
-    """Places of the received rows, in order of bin and then of source rank.
+    """Return the indices that sort received rows by (bin, source rank), int64.
 
-    They arrive sorted by (source, bin). Each source's rows follow directly after the last one's, or start at multiples of `stride`.
+    Rows are received sorted by (source, bin). The rows of different sources are contiguous, or start at multiples of `stride`.
     """
     if stride is None:
         flat = counts_RB.flatten()
@@ -79,12 +79,12 @@ class _Collect(torch.autograd.Function):
 
 
 def spread(rows: Tensor, slot_R: Tensor, *, slots: int) -> Tensor:
-    """Put row i into slot slot_R[i] of `slots`, each slot at most once; other slots are zero. Backward: `collect`."""
+    """Put row i into slot slot_R[i] of `slots` slots, each used at most once. Empty slots are zero. Backward: `collect`."""
     out: Tensor = _Spread.apply(rows, slot_R, slots)
     return out
 
 
 def collect(table: Tensor, slot_R: Tensor) -> Tensor:
-    """Row i of the result is slot slot_R[i], each slot at most once. Backward: `spread`."""
+    """Return the rows in slots slot_R, each slot at most once. Backward: `spread`."""
     out: Tensor = _Collect.apply(table, slot_R)
     return out

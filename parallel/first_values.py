@@ -1,11 +1,11 @@
-"""First values of a part of a tensor: each element is a function of (key, its index in the whole tensor) alone.
+"""First values of a shard of a tensor: each element is a function of (key, its index in the whole tensor) only.
 
-    whole [6, 4]     rank 0 draws [0:3, :]        the same 24 numbers, whoever draws which of them:
-                     rank 1 draws [3:6, :]        time and memory are those of the part
+    whole [6, 4]     rank 0 draws [0:3, :]        the same 24 numbers for any shards;
+                     rank 1 draws [3:6, :]        time and memory are proportional to the shard
 
-An element's 64 bits are SplitMix64's at its index (Steele, Lea and Flood, OOPSLA 2014: doi 10.1145/2660193.2660195), a generator
-whose n-th number needs no other one. They become a normal number cut at two sigma by the inverse of its distribution function.
-Only additions, products and one division are used, each rounded as IEEE 754 says, so every processor gives the same bits.
+Each element gets the 64 bits of SplitMix64 at its index (Steele, Lea and Flood, OOPSLA 2014: doi 10.1145/2660193.2660195), a generator
+that computes its n-th number directly. The inverse distribution function turns them into a normal number cut at 2 sigma. It uses
+only additions, products and one division, which IEEE 754 rounds exactly, so every processor gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from parallel.supposed import pretended
 
 # R rows (all dims but the last), C columns (the last dim)
 
-Fill = Callable[..., None]  # fill(name, out, within=None): a parameter's first values, or those of a box of the part that this rank has
+Fill = Callable[..., None]  # fill(name, out, within=None): writes first values of this rank's shard, or of a box of it, into out
 
-_CHUNK = 1 << 15  # numbers drawn at a time: their scratch stays in the processor's cache
-_STRIDE, _MIX, _MIX_AGAIN = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's own
+_CHUNK = 1 << 15  # numbers drawn at a time, so that scratch memory stays in the CPU's cache
+_STRIDE, _MIX, _MIX_2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # SplitMix64's constants
 
-# z(u) = sqrt(2) erfinv(u erf(sqrt(2))), u in [-1, 1], is u P(s) / Q(s) with s = 1 - u^2: a least-maximum fit with relative error
-# 7e-8, below float32's rounding. All coefficients are positive, so nothing cancels. Highest power first.
+# z(u) = sqrt(2) erfinv(u erf(sqrt(2))), u in [-1, 1], is approximated by u P(s) / Q(s) with s = 1 - u^2: a minimax fit with relative
+# error 7e-8, below float32's rounding. All coefficients are positive, so nothing cancels. Highest power first.
 _P = (54.2423591, 74.4911718, 24.256414, 1.99999986)
 _Q = (55.2540454, 52.4260359, 13.8380257, 1.0)
 _P_TOP, _Q_TOP = 4.38453206, 10.7060532
 
 
 class Stored(NamedTuple):
-    """A tensor that has a name of its own, and of it the region that is held at `place` of a parameter."""
+    """A named tensor of a checkpoint, the region of it that this rank holds, and its place in the parameter."""
 
     name: str
     shape: tuple[int, ...]
     region: Box
-    place: int | None  # along dim 0 of a stack; None: the parameter is the tensor
+    place: int | None  # index along dim 0 of a stack; None: the parameter is no stack
 
 
 def stored(name: str, layout: Layout, mesh: Mesh, within: Box | None = None) -> Iterator[Stored]:
-    """The tensors, by global names, that this rank's part of a parameter is made of; `within`: only of this box of the part."""
+    """Yield the named tensors that this rank's shard of a parameter consists of. `within`: only of this box of the shard."""
     region = layout.region(mesh)
     within = within or tuple(slice(0, r.stop - r.start) for r in region)
     wanted = tuple(slice(r.start + w.start, r.start + w.stop) for r, w in zip(region, within, strict=True))
@@ -59,13 +59,13 @@ def stored(name: str, layout: Layout, mesh: Mesh, within: Box | None = None) -> 
 
 
 def key_of_tensor(seed: int, name: str) -> int:
-    """64 bits: with half of them, two of a large model's tensors would have the same key, and so the same values."""
+    """Return a 64-bit key. With 32 bits, two tensors of a large model could have the same key, and so the same values."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little")
 
 
 @torch.no_grad()
 def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: Box, sigma: float) -> None:
-    """Fill `out`, any dtype and device, with that region of a tensor of `shape`: normal with `sigma`, cut at 2 sigma."""
+    """Fill `out`, of any dtype and device, with `region` of a tensor of `shape`: normal numbers with `sigma`, cut at 2 sigma."""
     assert tuple(out.shape) == tuple(r.stop - r.start for r in region), (out.shape, region)
     if not out.numel() or pretended(out):
         return
@@ -83,26 +83,26 @@ def truncated_normal(out: Tensor, *, key: int, shape: tuple[int, ...], region: B
 
 
 def _rows(shape: tuple[int, ...], region: Box) -> NDArray[np.uint64]:
-    """What each row of the region adds to the generator's state: the index of its first element in the whole, in strides."""
+    """Return the generator's state for each row: the index of its first element in the whole tensor, times the stride."""
     row_R = np.zeros(1, np.uint64)
     for size, part in zip(shape[:-1], region[:-1], strict=True):
         row_R = np.add.outer(row_R * np.uint64(size), np.arange(part.start, part.stop, dtype=np.uint64)).ravel()
     row_R *= np.uint64(shape[-1])
-    row_R *= _STRIDE  # modulo 2^64, as an array's products are; numpy warns of a single number's
+    row_R *= _STRIDE  # modulo 2^64; numpy warns about overflow of scalars, not of arrays
     return row_R
 
 
 def _bits(row_R: NDArray[np.uint64], column_C: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """SplitMix64 but for its last step, which leaves the high half, all that a float32 keeps, as it is."""
+    """Compute SplitMix64 without its last step. That step does not change the high half, which is all that a float32 keeps."""
     x = np.add.outer(row_R, column_C)
-    for shift, factor in ((np.uint64(30), _MIX), (np.uint64(27), _MIX_AGAIN)):
+    for shift, factor in ((np.uint64(30), _MIX), (np.uint64(27), _MIX_2)):
         x ^= x >> shift
         x *= factor
     return x.view(np.int64)
 
 
 def _normal(bits: NDArray[np.int64], sigma: float) -> NDArray[np.float32]:
-    """Float32 of the same shape, within 2 sigma; symmetric about 0."""
+    """Return normal numbers of the same shape, float32, within 2 sigma, symmetric about 0."""
     u = bits.astype(np.float32)
     u *= np.float32(2.0**-63)
     s = np.float32(1.0) - u * u

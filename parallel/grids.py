@@ -1,6 +1,6 @@
-"""Kinds of tensor parallelism by the shape of their ranks, and how many ranks a grid takes, as (depth, rows, columns).
+"""Kinds of tensor parallelism by the shape of their grid of ranks: (depth, rows, columns).
 
-Arithmetic, without torch: recipes, planner and layers all ask it.
+Arithmetic without torch, for recipes, planner and layers.
 
 2d   q x q                 3d   q x q x q                 2.5d   d grids of q x q: parallel/tensor/linear_2p5d.py
 """
@@ -11,12 +11,15 @@ from collections.abc import Sequence
 
 from parallel.errors import BadInput
 
-LINES = ("1d", "dtensor")  # ranks on a line, each with heads, hidden units and rows of the vocabulary
+LINES = ("1d", "dtensor")  # ranks in one line, each with shards of heads, hidden units and vocabulary
 GRIDS = ("2d", "2.5d", "3d")
 
 
 def grid_of(kind: str, tp: int, *, sides: Sequence[int]) -> tuple[int, int, int]:
-    """Of 2d or 3d. Raises BadInput with the nearest numbers of ranks that work; `sides`: of a grid that the model can have, above 1."""
+    """Return (depth, rows, columns) of kind 2d or 3d. Raise BadInput if `tp` is no square or cube.
+
+    `sides`: sides above 1 that the model allows, from which the error message suggests values of tp.
+    """
     power, needed = (2, "a square: q * q") if kind == "2d" else (3, "a cube: q * q * q")
     side = round(tp ** (1 / power))
     if side**power != tp or side < 2:
@@ -25,7 +28,7 @@ def grid_of(kind: str, tp: int, *, sides: Sequence[int]) -> tuple[int, int, int]
 
 
 def refused(kind: str, tp: int, needed: str, work: list[int]) -> BadInput:
-    """`work`: numbers of ranks that do, of which the nearest are told."""
+    """Return the error for a `tp` that does not fit. It suggests the nearest numbers of ranks in `work`."""
     near = [max((n for n in work if n < tp), default=0), min((n for n in work if n > tp), default=0)]
     numbers = " or ".join(str(n) for n in near if n)
     fix = f"set degrees.tp to {numbers}, or tensor.kind to 1d" if numbers else "set tensor.kind to 1d"

@@ -1,19 +1,18 @@
-"""The mesh: every rank's place along every parallel axis, in several views of the same ranks.
+"""The mesh: the index of a rank on every parallel axis. Several views arrange the same ranks in different axes.
 
     DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
-                                     3D a cube; sp as rings of ranks that share out heads among their neighbours
-    HEADS    GRID with tp_row (or tp_col) cut again, into heads x copies, where that side has more ranks than there are key-value heads
-    EXPERT   pp x edp x ep x etp                     (the same dp*sp*tp ranks of a stage, cut again for experts)
-    NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within one, for exchanges in two steps
+                                     3D a cube; sp as rings, whose neighbours split heads (sp_heads)
+    HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
+    EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
+    NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
 
-With sp = tp = etp = 1 the expert view cuts dp into edp groups of ep neighbours; with larger sp and tp the same arithmetic
-lets ep fold over them. An axis is named for the number that differs along it: the ranks of one `tp_row` axis stand in
-different rows, so they are one column of the grid. Axes of one view join: `mesh.axis("dp", "sp")` are the ranks over which
-the gradient of a dense weight is summed.
+With sp = tp = etp = 1, the expert view cuts dp into edp groups of ep neighbours. With larger sp and tp, ep folds over them too. The
+coordinate that differs between its ranks names an axis: the ranks of one `tp_row` axis have different rows, so they form one column
+of the grid. Axes of one view can be joined: `mesh.axis("dp", "sp")` has the ranks over which the gradient of a dense weight is summed.
 
-A rank works out its own groups from its own place, and takes part in making those alone: nothing here lists the world, so
-a hundred thousand ranks cost what eight do. Arithmetic only: no process group and no torch; `Mesh.connect` asks its caller.
+A rank computes its own groups from its own coordinates and helps to make only these. Nothing lists the whole world, so a hundred
+thousand ranks cost as much as eight. This file is arithmetic without torch; the caller of `Mesh.connect` makes process groups.
 
 Sources: GShard (arXiv 2006.16668) for experts inside data parallelism; MoE parallel folding (arXiv 2504.14960) for the
 expert view; Optimus (arXiv 2104.05343), Tesseract (arXiv 2105.14500) and 3D (arXiv 2105.14450) for the grid.
@@ -35,7 +34,7 @@ FACTORS = {
     "ep": ("ep_outer", "ep_inner"),
     "tp_row": ("tp_row_heads", "tp_row_copies"),
     "tp_col": ("tp_col_heads", "tp_col_copies"),
-}  # an axis, and those that it is the product of
+}  # an axis -> its factors
 
 
 def _factored(view: tuple[str, ...], *axes: str) -> tuple[str, ...]:
@@ -51,26 +50,25 @@ AXES = tuple(dict.fromkeys(axis for view in VIEWS for axis in view))
 
 
 def view_of(*axes: str) -> tuple[str, ...]:
-    """The first view that has all of these axes."""
+    """Return the first view that has all of these axes."""
     found = next((view for view in VIEWS if set(axes) <= set(view)), None)
     assert found is not None, f"no view has the axes {axes}"
     return found
 
 
 def divisors(n: int) -> list[int]:
-    """Every positive divisor of n, ascending."""
+    """Return every positive divisor of n, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each axis splits the work; the world is dp * pp * tp * sp, and ep * etp divides dp * sp * tp.
+    """Sizes of the parallel axes. The world has dp * pp * tp * sp ranks; ep * etp divides dp * sp * tp. Raises BadInput otherwise.
 
-    `ep_inner` neighbours of the ep axis share a node; it divides ep. `tp_col` and `tp_depth` make a grid of tp: 2D has tp_col = q and
-    tp = q * q, 2.5D also tp_depth = d, 3D all three q; 1D has neither. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on
-    tp_col, hold the same key-value head. `sp_heads` neighbours of the sp axis trade heads for tokens (Ulysses), and rings go over the
-    others; it divides sp.
+    `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
+    tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
+    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses), inside the rings.
     """
 
     dp: int = 1
@@ -119,32 +117,32 @@ class Degrees:
 
     @property
     def edp(self) -> int:
-        """How many copies of each expert there are."""
+        """Number of copies of each expert (expert data parallelism)."""
         return self.dp * self.sp * self.tp // (self.ep * self.etp)
 
     @property
     def ep_outer(self) -> int:
-        """Over how many nodes one set of experts lies."""
+        """Number of nodes that share one set of experts."""
         return self.ep // self.ep_inner
 
     @property
     def sp_ring(self) -> int:
-        """How many parts of a sequence go round a ring."""
+        """Number of ranks in a ring of sequence parallelism."""
         return self.sp // self.sp_heads
 
     @property
     def tp_row(self) -> int:
-        """How many rows the grid of tp has."""
+        """Number of rows of the tp grid."""
         return self.tp // (self.tp_col * self.tp_depth)
 
     @property
     def tp_row_heads(self) -> int:
-        """How many ranks along tp_row hold different key-value heads."""
+        """Number of ranks along tp_row with different key-value heads."""
         return self.tp_row // self.tp_row_copies
 
     @property
     def tp_col_heads(self) -> int:
-        """How many ranks along tp_col do."""
+        """Number of ranks along tp_col with different key-value heads."""
         return self.tp_col // self.tp_col_copies
 
     @property
@@ -155,7 +153,7 @@ class Degrees:
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on every axis of every view."""
+        """Return a rank's index on every axis of every view."""
         place: dict[str, int] = {}
         for view in VIEWS:
             rest = rank
@@ -164,7 +162,7 @@ class Degrees:
         return place
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one on these axes of a view alone, ascending, this one among them."""
+        """Return `rank` and all ranks that differ from it only on these axes of one view, ascending."""
         ranks, stride = [rank], 1
         for axis in reversed(view_of(*axes)):
             size = self.size(axis)
@@ -175,16 +173,16 @@ class Degrees:
         return tuple(ranks)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks along one axis; together they cover the world once. It lists the world: for pictures and tests."""
+        """Return all groups of ranks along one axis; together they cover the world once. Lists the world: only for pictures and tests."""
         return [self.along(rank, axis) for rank in range(self.world) if self.coordinates(rank)[axis] == 0]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One rank's view of one mesh axis: its place among `ranks`, and the process group once connected.
+    """One mesh axis as one rank sees it: the axis's `ranks`, this rank's `index` among them, and the process group.
 
-    `group` is None on an axis of size 1 and before `Mesh.connect`; collectives over such an axis do nothing. `label` says
-    on whose behalf they are called ("layers.3"): it names them where something goes wrong. `communicator`: the mesh's, which counts them.
+    `group` is None on an axis of size 1 and before `Mesh.connect`. Collectives over an axis of size 1 do nothing. `label`: the caller
+    of a collective ("layers.3"), shown in error messages. `communicator`: the mesh's, which counts collectives.
     """
 
     name: str
@@ -201,22 +199,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes as one rank sees them, and the `world` axis over every rank. `communicator`: what they all count with.
+    """All axes as one rank sees them, and the `world` axis over every rank. `communicator` counts the collectives of all axes.
 
-    Making a group is collective over its ranks, and torch names it by how many groups a process has: so all ranks make equally many,
-    in the same order. `connect` makes those of `axes`; the first `axis` of a joint axis and `part` make one more each.
+    To make a group is collective over its ranks, and torch names it by the number of groups in a process. So all ranks must make
+    equally many groups, in the same order. `connect` makes the groups of `axes`; `part`, and the first `axis` call for a joint axis,
+    make one more each. Example: `Mesh.of(Degrees(dp=2, tp=4), rank=5).axis("tp").index` is 1.
     """
 
     degrees: Degrees = Degrees()
     rank: int = 0
     axes: dict[str, Axis] = field(default_factory=dict)
     new_group: Callable[[tuple[int, ...]], Any] | None = None
-    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups so far, by their ranks
+    made: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)  # groups made so far, by their ranks
     more: dict[tuple[str, tuple[int, ...]], Axis | None] = field(default_factory=dict, compare=False)  # made by `part`
     communicator: Communicator = field(default_factory=Communicator, compare=False, repr=False)
 
     @staticmethod
     def of(degrees: Degrees, rank: int = 0, *, communicator: Communicator | None = None) -> Mesh:
+        """Make the mesh of one rank, without process groups. Raise BadInput for a rank outside the world."""
         if not 0 <= rank < degrees.world:
             raise BadInput("rank", got=rank, needed=f"0 to {degrees.world - 1}", fix="start as many processes as the degrees multiply to")
         place, communicator = degrees.coordinates(rank), communicator or Communicator()
@@ -225,9 +225,9 @@ class Mesh:
         return Mesh(degrees, rank, axes, communicator=communicator)
 
     def axis(self, *names: str, label: str = "") -> Axis:
-        """One axis, or several of one view as one: "dp*sp", the ranks of both. One of size 1 adds nothing, also not to the name.
+        """Return an axis, or the joint axis of several axes of one view, named "dp*sp". Axes of size 1 are left out, also of the name.
 
-        The first call for a joint axis makes its group, where no axis of the same ranks has one: collective over all ranks.
+        The first call for a joint axis makes its group, unless an axis of the same ranks has one. Then it is collective over all ranks.
         """
         name = names[0] if len(names) == 1 else self._joined(names)
         return replace(self.axes[name], label=label) if label else self.axes[name]
@@ -241,7 +241,7 @@ class Mesh:
         return name
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The group of these ranks, this one among them; None where it is alone, and before `connect`."""
+        """Return the group of these ranks, which include this one; None for a single rank and before `connect`."""
         if self.new_group is None or len(ranks) == 1:
             return None
         if ranks not in self.made:
@@ -249,40 +249,40 @@ class Mesh:
         return self.made[ranks]
 
     def alone(self) -> Any:
-        """A group of this rank alone, for those who ask for a group where an axis has none. Every rank must ask."""
+        """Return a group of this rank only, for libraries that need a group for an axis of size 1. Every rank must call this."""
         if (self.rank,) not in self.made and self.new_group is not None:
             self.made[self.rank,] = self.new_group((self.rank,))
         return self.made[self.rank,]
 
     def connect(self, new_group: Callable[[tuple[int, ...]], Any], *, world: Any) -> Mesh:
-        """The same mesh with a process group on every axis longer than 1; `world`: the group of all ranks, which is there already.
+        """Return the mesh with a process group on every axis longer than 1. `world`: the existing group of all ranks.
 
-        Every rank calls `new_group` for the groups that it is in, at most one an axis, and all in the order of the axes; axes of equal
-        ranks share one group.
+        Every rank calls `new_group` for its own groups, at most one for each axis, in the order of the axes. Axes with equal ranks share
+        a group.
         """
-        everyone = self.axes["world"].ranks
-        found = replace(self, axes={}, new_group=new_group, made={everyone: world}, more={})
+        all_ranks = self.axes["world"].ranks
+        found = replace(self, axes={}, new_group=new_group, made={all_ranks: world}, more={})
         found.axes.update({name: replace(self.axes[name], group=found._group(self.axes[name].ranks)) for name in (*AXES, "world")})
         return found
 
     def part(self, name: str, places: tuple[int, ...], *, label: str) -> Axis | None:
-        """Those places of an axis as an axis of their own, with a group of its own; None where this rank stands at none of them.
+        """Return the sub-axis of an axis at these indices, with its own group; None if this rank is not in it.
 
-        Every rank must ask for the same parts in the same order. One that was asked for before is there already.
+        Every rank must ask for the same sub-axes in the same order. A second call returns the first one's result.
         """
         if (label, places) not in self.more:
             ranks = tuple(self.axes[name].ranks[place] for place in places)
             held = self.rank in ranks
             group = None
             if self.new_group is not None and len(ranks) > 1:
-                group = self.new_group(ranks if held else (self.rank,))  # who is not in it makes one of its own: equally many on all ranks
+                group = self.new_group(ranks if held else (self.rank,))  # other ranks make a group of one: equally many on all ranks
             found = Axis(name, ranks, ranks.index(self.rank), group, label, self.communicator) if held else None
             self.more[label, places] = found
         return self.more[label, places]
 
 
 def check_world(degrees: Degrees, world_size: int) -> None:
-    """Refuse degrees that do not multiply to the number of processes that were started."""
+    """Raise BadInput if the degrees do not multiply to the number of started processes."""
     if degrees.world == world_size:
         return
     sizes = {name: degrees.size(name) for name in ("dp", "pp", "tp", "sp")}

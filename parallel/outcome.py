@@ -1,9 +1,9 @@
-"""One rank's work on which all must agree: where it raises on one of them, all of them learn it, in the same line, instead of waiting.
+"""An error of one rank is raised on all ranks, with the same line, so that no rank waits for a rank that failed.
 
-    rank 0   work() ----------------------------------.   largest: did any fail, and which first?   -> None: go on
-    rank 1   work() raises ValueError: boom ----------'   sum: that rank's line, in bytes           -> the same line on all ranks
+    rank 0   work() ----------------------------------.   maximum: did a rank fail, and which first?   -> None: continue
+    rank 1   work() raises ValueError: boom ----------'   sum: the bytes of that rank's line           -> the same line on all ranks
 
-Two small collectives where something failed, one where nothing did.
+One small collective if no rank fails, two otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from parallel.errors import BadInput, cut, where
 from parallel.mesh import Axis
 
 T = TypeVar("T")
-_LONGEST = 40_000  # bytes of a line: four fields as cut() leaves them, each character up to 12 bytes of JSON
+_LONGEST = 40_000  # bytes of a line: four fields, shortened by cut(), with up to 12 bytes of JSON for each character
 
 
 @dataclass(frozen=True)
 class Failure:
-    """`line`: what the first rank that failed said; `rank`: its place on the axis; `error`: what was raised here, if anything was."""
+    """`line`: the message of the first rank that failed; `rank`: its index on the axis; `error`: the exception of this rank, or None."""
 
     line: str
     rank: int
@@ -35,14 +35,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """`value` where no rank failed."""
+    """The result of this rank's work, or the failure if any rank failed."""
 
     value: T | None
     failure: Failure | None
 
 
 def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException], str]) -> Outcome[T]:
-    """Do this rank's work; `said`: an error of it in one line. Collective."""
+    """Call work() on every rank. `said` turns an exception into one line. Collective."""
     value, error = None, None
     try:
         value = work()
@@ -51,12 +51,12 @@ def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException],
     first = world.size - int(largest(0.0 if error is None else float(world.size - world.index), world))
     if first == world.size:
         return Outcome(value, None)
-    mine = said(error) if error is not None and first == world.index else ""
-    return Outcome(None, Failure(_told(mine, world), first, error))
+    line = said(error) if error is not None and first == world.index else ""
+    return Outcome(None, Failure(_to_all(line, world), first, error))
 
 
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
-    """What this rank's work gives. Raises BadInput on every rank where it raises on any; `what` it was, where it said nothing itself."""
+    """Return work(). If it raises on any rank, raise BadInput on every rank. `what` names the work for errors that are no BadInput."""
 
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):
@@ -70,10 +70,10 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
     return cast(T, outcome.value)
 
 
-def _told(mine: str, world: Axis) -> str:
-    """The one line that is not empty, on every rank. Collective."""
+def _to_all(line: str, world: Axis) -> str:
+    """Return, on every rank, the line of the one rank whose line is not empty. Collective."""
     nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
-    text = mine.encode(errors="backslashreplace")[:_LONGEST]  # half a character has no bytes
+    text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")
     sent[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     return bytes(sum_over(sent, world).tolist()).rstrip(b"\0").decode(errors="replace")

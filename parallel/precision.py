@@ -1,14 +1,14 @@
-"""One precision policy for dense and sparse models, whichever engine applies it.
+"""One precision policy for dense and sparse models and for all engines.
 
     parameters, gradients, Adam moments    master dtype (fp32; bf16 saves memory and loses updates below 2^-9)
-    matrix products                        compute dtype: a weight is cast where it is used, so its gradient
-                                           comes back cast to master dtype and accumulates there
+    matrix products                        compute dtype: weights are cast at each use, and their gradients
+                                           are cast back to the master dtype and accumulated in it
     router, softmax, norm statistics,
-    losses, reductions                     fp32, named where they happen
+    losses, reductions                     fp32, stated in the code
 
 fp16 has 5 exponent bits: gradients below 6e-8 vanish. So the loss is multiplied by a scale that grows while all gradients are
-finite and halves when one is not (Micikevicius et al., arXiv 1710.03740). All ranks agree on whether the gradients are finite before
-anything steps: a skipped step changes no weight, no moment and not the learning-rate schedule.
+finite and halves if one is not (Micikevicius et al., arXiv 1710.03740). All ranks agree on whether gradients are finite before the
+optimizer's step. A skipped step changes no weight, no optimizer state and no learning-rate schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype in which a weight's gradient is summed: wider than the weight if an engine holds a 16-bit copy of its master weights."""
+    """Return the dtype of a weight's gradient: wider than the weight if an engine holds a 16-bit copy of its master weights."""
     return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
@@ -31,7 +31,7 @@ _FLAGS = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this processor has matrix instructions for a 16-bit dtype. A CPU without them is far slower than in fp32."""
+    """Return whether the device has matrix instructions for a 16-bit dtype. A CPU without them is far slower than in fp32."""
     if device.type == "cuda":
         return dtype == torch.float16 or bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -43,10 +43,10 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass
 class LossScale:
-    """The factor on the loss before the backward pass; dynamic if `growth_interval` is above 0.
+    """Factor of the loss in the backward pass; dynamic if `growth_interval` is above 0.
 
-    `update(finite)` after each step: halve on overflow, double after `growth_interval` good steps in a row, never below
-    `floor`. `at_floor` becomes True when an overflow occurs with the scale already at the floor: then scaling cannot help.
+    Call `update(finite)` after each step. It halves the scale on overflow, never below `floor`, and doubles it after
+    `growth_interval` good steps in a row. `at_floor` is True after an overflow at the floor: then scaling cannot help.
     """
 
     value: float = 1.0
@@ -59,7 +59,7 @@ class LossScale:
 
     @staticmethod
     def of(kind: str | float) -> LossScale:
-        """'none', 'dynamic' (from 2^16, doubling every 1,000 good steps) or a fixed number."""
+        """Make a scale: 'none', 'dynamic' (starts at 2^16, doubles after 1,000 good steps) or a fixed number."""
         if kind == "dynamic":
             return LossScale(2.0**16, growth_interval=1000)
         return LossScale(1.0 if kind == "none" else float(kind))

@@ -1,8 +1,7 @@
-"""Starts and ends the process group, whoever started the processes.
+"""Start and end of the process group, for every launcher.
 
-Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (DeepSpeed's launcher and torchrun set them). Without RANK it reads
-the names of SLURM or Open MPI; without any of them, there is one process and no group. No other file decides which rank
-this process is.
+Reads RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which DeepSpeed's launcher and torchrun set. Without RANK it reads
+the variables of SLURM or Open MPI. Without any of them, there is one process and no group. Only this file reads them.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from parallel.meet import NotMet, meet
 from parallel.mesh import Axis, Degrees, Mesh
 from parallel.record import Record
 
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux: an interface's IPv4 address; for an IPv6 one there is a table
-LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # for how long ranks wait for one another; the second is torch's own
+_ADDRESS_OF = 0x8915  # Linux's SIOCGIFADDR: an interface's IPv4 address; IPv6 addresses are in /proc/net/if_inet6
+LIMITS_S = {"gloo": 120.0, "nccl": 600.0}  # seconds that ranks wait for one another; 600 is torch's default
 
 _NAMES = {
     "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
@@ -44,7 +43,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`; `local_size` of them are on this machine. `place`: cpu or cuda; None: a GPU where torch sees one."""
+    """One process among `size`; `local_size` of them are on this machine. `place`: cpu or cuda; None: cuda if torch sees a GPU."""
 
     rank: int = 0
     size: int = 1
@@ -59,7 +58,10 @@ class World:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> World:
-    """This process's place. A SLURM job step counts only if it has several tasks, since an interactive shell is one process."""
+    """Return this process's rank and world. Raise BadInput for inconsistent variables.
+
+    A SLURM job step counts only if it has several tasks, because an interactive shell is one process.
+    """
     values = {what: next((environment[n] for n in names if n in environment), None) for what, names in _NAMES.items()}
     if "RANK" not in environment and (alone := environment.get("WORLD_SIZE") or "1") != "1" and not _elsewhere(environment):
         fix = "start with moe train --nproc N, or unset WORLD_SIZE"
@@ -81,7 +83,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> World:
 
 
 def _elsewhere(environment: Mapping[str, str]) -> bool:
-    """Whether another launcher's variables say which rank this is."""
+    """Return whether SLURM or Open MPI sets this process's rank."""
     return environment.get("SLURM_NTASKS", "1") != "1" or "OMPI_COMM_WORLD_RANK" in environment
 
 
@@ -93,10 +95,10 @@ def _check_port(world: World) -> None:
 
 
 def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | None = None) -> None:
-    """Join the process group: NCCL on GPUs, gloo on CPUs, under a watchdog. On a CPU, also keep freed memory. A single process joins none.
+    """Join the process group under a watchdog: NCCL on GPUs, gloo on CPUs. On a CPU, also keep freed memory. A single process joins none.
 
-    `timeout_s`: for how long ranks wait for one another, LIMITS_S where it is None, and watchdog.FIRST times as long until the first step
-    is done. `end`: what to do with the watchdog's line before this process ends. Raises NotMet where ranks do not come.
+    `timeout_s`: seconds that ranks wait for one another (None: LIMITS_S), watchdog.FIRST times as long until the first step is done.
+    `end`: called with the watchdog's message before this process ends. Raise NotMet if ranks are missing or do not connect.
     """
     if world.device.type == "cpu":
         keep_freed_memory()
@@ -127,19 +129,19 @@ def start(world: World, *, timeout_s: float | None = None, end: watchdog.End | N
 
 
 def _not_connected(error: RuntimeError, world: World) -> Exception:
-    """What is raised where ranks have met and then do not connect: what another rank says of it, or one line, which the others get too."""
+    """Return the exception for ranks that met in the store but did not connect: another rank's message, or this rank's for all."""
     lines, where = [line.strip() for line in str(error).splitlines() if line.strip()], ""
     if world.device.type == "cpu":
-        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # behind a place in gloo's code; then come frames
+        lines = [line.rpartition("] ")[2] for line in lines[:1]]  # without gloo's source line and stack frames
         if over := os.environ.get("GLOO_SOCKET_IFNAME"):
             where = f" over {over} (GLOO_SOCKET_IFNAME: it must be an interface by which they reach each other)"
-    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's reason stands in its last lines
+    said = cut("; ".join(lines)) or type(error).__name__  # NCCL's last lines have the reason
     own = ConnectionError(f"rank {world.rank} on {socket.gethostname()} met the others and does not connect to them{where}: {said}")
     return watchdog.ended_by(own) or NotMet(str(own))
 
 
 def wrong_interface(environment: Mapping[str, str]) -> str:
-    """What is wrong with the interfaces that gloo is told to take, of which it says nothing that helps; nothing where they are here."""
+    """Return one line if GLOO_SOCKET_IFNAME names an interface that this machine does not have, else "". gloo's own error does not help."""
     asked, here = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     absent = [name for name in asked.split(",") if name and name not in here]
     if not absent:
@@ -148,14 +150,14 @@ def wrong_interface(environment: Mapping[str, str]) -> str:
     by_it = f", which is {found} here" if found else ""
     return (
         f"GLOO_SOCKET_IFNAME: got {asked}, needed interfaces of this machine ({', '.join(here)}); "
-        f"fix: unset it, then the one by which MASTER_ADDR is reached is taken{by_it}"
+        f"fix: unset it, then the interface that reaches MASTER_ADDR is used{by_it}"
     )
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface through which this process reaches a host; None where the system does not tell.
+    """Return the network interface through which this process reaches a host; None if the system does not say.
 
-    gloo asks the name of this machine instead, which on many is a loopback address that no other machine can reach.
+    gloo would use the address of this machine's name, which on many machines is a loopback address.
     """
     try:
         family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
@@ -166,7 +168,7 @@ def interface_to(host: str) -> str | None:
                 return _with_address(ipaddress.IPv6Address(mine.partition("%")[0]))
             for _, name in socket.if_nameindex():
                 asked = struct.pack("256s", name.encode())
-                with contextlib.suppress(OSError):  # one without an address
+                with contextlib.suppress(OSError):  # an interface without an address
                     if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _ADDRESS_OF, asked)[20:24]) == mine:
                         return name
     except OSError:
@@ -175,20 +177,20 @@ def interface_to(host: str) -> str | None:
 
 
 def _with_address(address: ipaddress.IPv6Address) -> str | None:
-    """The interface that has it, in Linux's table: the address in hexadecimal, four numbers, the name."""
+    """Return the interface with this address, from Linux's table. A row has the address in hexadecimal, four numbers, the name."""
     table = Path("/proc/net/if_inet6")
     rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
     return next((row[5] for row in rows if ipaddress.IPv6Address(int(row[0], 16)) == address), None)
 
 
 def _last_resort_s() -> float:
-    """torch's own time limit of a group: later than the watchdog's, which says more."""
+    """Return torch's time limit for a group. It is later than the watchdog's, whose message says more."""
     watching = watchdog.current()
     return 600.0 if watching is None else watchdog.FIRST * watching.limit_s + 60
 
 
 def _communicator(world: World) -> Communicator:
-    """Of a new mesh: it compares collectives before they run where the environment says so (`--debug-collectives`)."""
+    """Make a new mesh's communicator. It compares collectives before they run if the environment asks for it (`--debug-collectives`)."""
     asked, watching = os.environ.get(DEBUG), watchdog.current()
     record = None if watching is None else watching.record
     if not asked or not dist.is_initialized():
@@ -208,12 +210,12 @@ def share_cores(world: World) -> None:
 
 
 def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -> Mesh:
-    """The mesh of this process with its process groups. Every rank must call it."""
+    """Return this process's mesh with its process groups. Every rank must call it."""
     mesh = Mesh.of(degrees, world.rank, communicator=_communicator(world))
     wait = timedelta(seconds=timeout_s or _last_resort_s())
 
     def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Called by its members only: with a hundred thousand ranks, no rank can take part in creating every group."""
+        """Make a group; only its members call this. With a hundred thousand ranks, no rank can help to make every group."""
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True)
         return made
 
@@ -221,12 +223,12 @@ def connect(degrees: Degrees, world: World, *, timeout_s: float | None = None) -
 
 
 def everyone(world: World) -> Axis:
-    """The axis over all ranks, before there is a mesh. Every rank must call it."""
+    """Return the axis over all ranks, for use before a mesh exists. Every rank must call it."""
     return Axis("world", tuple(range(world.size)), world.rank, communicator=_communicator(world))
 
 
 def stop() -> None:
-    """Leave the process group, in good order."""
+    """Stop the watchdog and leave the process group."""
     watchdog.release()
     if dist.is_initialized():
         dist.destroy_process_group()

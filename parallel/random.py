@@ -1,10 +1,10 @@
-"""Random numbers that depend on their purpose, not on who draws them.
+"""Random numbers that depend on their purpose, not on the rank that draws them.
 
-A number is a hash of (key, position, column). The key gives its purpose (seed, step, name); the position is a token's global
-index in the step. So jitter and dropout are the same on one process and on any layout, with any number of micro-batches, and a
-recomputed forward pass draws the same numbers again.
+A number is a hash of (key, position, column). The key gives its purpose (seed, step, name), and the position is a token's global
+index in the step. So jitter and dropout are equal on one process and on any layout, with any number of micro-batches. A recomputed
+forward pass draws the same numbers again.
 
-The mixer is a 32-bit multiply-xorshift hash (two rounds of the murmur3 finaliser's form); integer only, so every device agrees.
+The hash is 32-bit multiply-xorshift (two rounds of the murmur3 finaliser's form), in integers, so all devices give equal numbers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from parallel.supposed import supposed
 
 
 def key_of(*parts: object) -> int:
-    """A 31-bit key from any values, by their text: key_of(seed, step, "layers.3.jitter")."""
+    """Return a 31-bit key for any values, by their text. Example: key_of(seed, step, "layers.3.jitter")."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-_CHUNK = 16384  # numbers hashed at a time: small enough for the processor's cache
+_CHUNK = 16384  # numbers hashed at a time, so that they fit into the CPU's cache
 
 
 def _mix(x: Tensor, spare: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def _mix(x: Tensor, spare: Tensor) -> Tensor:
 
 
 def uniform(key: int, position_T: Tensor, width: int, *, first: int = 0) -> Tensor:
-    """Float32 [T, width] in [0, 1], columns from the `first` on. Row t depends only on key and position_T[t] (int64)."""
+    """Return random numbers in [0, 1], fp32 [T, width], of columns first, first + 1, ... Row t depends only on key and position_T[t]."""
     row_T = position_T.to(torch.int32) * -1640531527 + key  # golden-ratio stride keeps neighbours apart
     row_T = _mix(row_T, torch.empty_like(row_T))
     column_D = torch.arange(first, first + width, dtype=torch.int32, device=position_T.device) * 668265263

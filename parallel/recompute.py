@@ -1,11 +1,11 @@
-"""Activation checkpointing: a part of the model keeps only its input, and runs forward again when its gradient is needed.
+"""Activation checkpointing: a part of the model saves only its input, and computes its forward pass again in the backward pass.
 
-    forward        x --part--> y                  kept: x                  (otherwise: every activation inside the part)
+    forward        x --part--> y                  saved: x                 (otherwise: every activation inside the part)
     backward       x --part--> y', then its gradient                       costs about one more forward pass of the part
 
-What a pass *decided* (which expert a token went to) must not be decided again. Slightly different bits, from another kernel or
-another order of a sum, could change the choice, and the gradient would be that of another function. `Replay` keeps decisions by
-name: the first pass makes them, the second reuses them. Source: Chen et al., arXiv 1604.06174.
+The second forward pass must not choose other experts. Slightly different bits, from another kernel or another order of a sum, could
+change the choice, and the gradient would belong to another function. `Replay` stores decisions by name: the first pass makes them,
+the second reuses them. Source: Chen et al., arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Value = TypeVar("Value")
 
 
 def recomputed(part: Callable[..., Value], *args: Any) -> Value:
-    """part(*args), whose activations are computed again in the backward pass. Without gradients it is a plain call.
+    """Return part(*args). Its activations are computed again in the backward pass. Without gradients it is a plain call.
 
-    Random numbers inside must be functions of their place (parallel/random.py), since torch's generator is not rewound. The
-    second pass runs to the part's end, so that ranks whose parts contain collectives run the same ones in the same order.
+    Random numbers inside must be functions of the position (parallel/random.py), because torch's generator is not rewound. The second
+    pass runs to the part's end, so that all ranks call the same collectives in the same order.
     """
     if not torch.is_grad_enabled():
         return part(*args)
@@ -38,8 +38,10 @@ def recomputed(part: Callable[..., Value], *args: Any) -> Value:
 
 
 class _Return(torch.autograd.Function):
-    """Identity on the part's result. Its backward asks for what it saved, so that the second pass runs here, before anything inside the
-    part is prepared for its backward pass: engines free a module's weights after each forward pass, even if just gathered for backward."""
+    """Identity on the part's result. Its backward reads its saved tensor, which triggers the second forward pass at this point.
+
+    This must come before engines gather weights for the part's backward pass: they free weights after each forward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -53,13 +55,13 @@ class _Return(torch.autograd.Function):
 
 
 class Replay:
-    """The decisions of one pass, by name. One object per forward pass: it must not outlive that pass, nor serve another."""
+    """Decisions of one forward pass, by name. Use one object for one forward pass and its recomputation."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, decide: Callable[[], Value]) -> Value:
-        """The value that the first call of `decide` for this name gave."""
+        """Return decide(), called only once for each name."""
         if name not in self._made:
             self._made[name] = decide()
         value: Value = self._made[name]

@@ -1,9 +1,9 @@
-"""Names for the parts of a step, for torch's profiler: a trace shows them as bars around their operations.
+"""Named regions of a step for torch's profiler: a trace shows them as bars around their operations.
 
-    @in_region("route")                       the function's calls
+    @in_region("route")                       every call of the function
     with region("all_to_all over ep"): ...    a block
 
-Where nothing records, a region is a question and nothing else. Who reads the names: moe/train/profile.py.
+Without a running profiler, a region only checks a flag. moe/train/profile.py reads the names.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NONE: AbstractContextManager[None] = nullcontext()
 
 
 def region(name: str) -> AbstractContextManager[object]:
-    """A block of that name in a profiler's trace."""
+    """Return a context that is a region of this name in the profiler's trace."""
     return record_function(PREFIX + name) if _profiler_enabled() else _NONE  # type: ignore[no-untyped-call]
 
 
 def in_region(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Every call of the function is a region of that name."""
+    """Make every call of the decorated function a region of this name."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -1,13 +1,13 @@
-"""The backward pass in two parts, as zero-bubble schedules need it [2401.10241, section 2]: I with put_off(), W with Owed.pay().
+"""Deferred weight gradients: the backward pass in two parts, I and W, for zero-bubble schedules (arXiv 2401.10241, section 2).
 
-    y = x W     I   dx = dy W^T      the stage before waits for it       with put_off() as owed: torch.autograd.backward(y, dy)
+    y = x W     I   dx = dy W^T      the previous stage waits for it     with put_off() as owed: torch.autograd.backward(y, dy)
                 W   dW = x^T dy      only the update waits for it        owed.pay()
 
-In I, a matrix product hands over a function that computes its weight's gradient, and returns no gradient. Only x and dy of each product
-stay alive until W, not the rest of the graph. W is also a backward pass, of a graph that contains only the weights: gradients are
-added to the weights as autograd always does, in their gradient's dtype, and those of tiles or runs of one weight are summed first.
+In I, a matrix product returns no weight gradient, but adds a function that computes it to `owed`. Until W, only x and dy of each
+product stay in memory, not the rest of the graph. W is a backward pass of a graph that contains only the weights. So autograd adds
+gradients to the weights as usual, in their gradient dtype, and first sums the gradients of tiles or chunks of one weight.
 
-Only large products defer: small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
+Only large products defer. Small weights (gains, biases, rows of the embedding) get their gradients in I. Hooks on a weight run
 in I without a gradient and again in W, so code that reduces gradients in hooks must wait for the last W.
 """
 
@@ -33,11 +33,14 @@ class Owed:
         self._entries: list[tuple[tuple[Tensor, ...], Gradients]] = []
 
     def add(self, weights: tuple[Tensor, ...], compute: Gradients) -> None:
-        """`weights`: those given to owed_for. compute(): their gradients; it should hold inputs and output gradients only, and no ctx."""
+        """Defer compute(), which returns the gradients of `weights`, the arguments of owed_for.
+
+        Its closure should hold only inputs and output gradients, no ctx, which would keep the graph in memory.
+        """
         self._entries.append((weights, compute))
 
     def pay(self) -> None:
-        """Compute the gradients, add them to each weight's .grad, and free what was kept. Works once: afterwards nothing is owed."""
+        """Compute the gradients, add them to each weight's .grad, and free the saved tensors. A second call does nothing."""
         if self in _open:
             raise RuntimeError("pay after the backward pass, not inside put_off()")
         entries, self._entries = self._entries, []
@@ -47,12 +50,12 @@ class Owed:
             torch.autograd.backward(passes)
 
 
-_open: list[Owed] = []  # at most one per process, not per thread: autograd runs GPU tensors' backward pass in a thread of its own
+_open: list[Owed] = []  # at most one in a process, for all threads: autograd runs the backward pass of GPU tensors in another thread
 
 
 @contextmanager
 def put_off() -> Iterator[Owed]:
-    """A context: products whose backward pass runs inside defer their weights' gradients. Must not be nested, in any thread."""
+    """Return a context in which backward passes defer weight gradients. Raise RuntimeError if nested, also in another thread."""
     if _open:
         raise RuntimeError("put_off() inside put_off(): one backward pass at a time")
     owed = Owed()
@@ -64,24 +67,24 @@ def put_off() -> Iterator[Owed]:
 
 
 def owed_for(*weights: Tensor) -> Owed | None:
-    """The place to defer these weights' gradients to, or None. They must be parameters, or views of them (a run of experts)."""
-    return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_part(w)) for w in weights) else None
+    """Return the open Owed, or None if gradients are not deferred or a weight is neither a parameter nor a view of one."""
+    return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 
-def _is_part(weight: Tensor) -> bool:
+def _is_view(weight: Tensor) -> bool:
     return weight._base is not None and weight._base.is_leaf
 
 
 def gradient_or_later(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-    """What the backward pass of an autograd.Function returns for a weight: its gradient, or None if that is deferred.
+    """Return a weight's gradient, or defer it and return None: the result for the weight in an autograd.Function's backward.
 
-    `weight` is the tensor to which the Function was applied, kept as an attribute of ctx: saved tensors may come back as other objects.
+    `weight`: the tensor to which the Function was applied. Keep it as an attribute of ctx, because saved tensors can be other objects.
     """
     return gradients_or_later((weight,), lambda: (compute(),))[0]
 
 
 def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Sequence[Tensor | None]:
-    """The same of several weights at once: their gradients, or so many None."""
+    """Return the gradients of several weights, or defer them and return a None for each."""
     owed = owed_for(*weights)
     if owed is None:
         return compute()
@@ -90,7 +93,7 @@ def gradients_or_later(weights: tuple[Tensor, ...], compute: Gradients) -> Seque
 
 
 class _Pay(torch.autograd.Function):
-    """A zero that depends on some weights; its backward pass gives their gradients."""
+    """A zero that depends on some weights. Its backward pass returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, compute: Gradients, *weights: Tensor) -> Tensor:
@@ -99,7 +102,7 @@ class _Pay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        compute, ctx.compute = ctx.compute, None  # frees what was kept, product by product
+        compute, ctx.compute = ctx.compute, None  # frees the saved tensors of each product in turn
         return None, *compute()
 
 
@@ -107,13 +110,13 @@ class _Pay(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T in x's dtype. Saves nothing of the weight's size but the weight itself, which is cast again in the backward pass."""
+    """Return x W^T in x's dtype; W is [out, in]. The cast weight is not saved: the backward pass casts it again."""
     y: Tensor = _Product.apply(x, weight_OI, True)
     return y
 
 
 def product(x: Tensor, weight_IO: Tensor) -> Tensor:
-    """x W in x's dtype; see `linear`."""
+    """Return x W in x's dtype; W is [in, out]. See `linear`."""
     y: Tensor = _Product.apply(x, weight_IO, False)
     return y
 
@@ -131,7 +134,7 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         left, right = (grad, x) if ctx.transposed else (x, grad)
         grad_x = later = None
-        if ctx.needs_input_grad[1]:  # not where it is frozen
+        if ctx.needs_input_grad[1]:  # False for a frozen weight
             dtype = gradient_dtype(ctx.weight)
             later = gradient_or_later(ctx.weight, lambda: (left.flatten(0, -2).t() @ right.flatten(0, -2)).to(dtype))
         if ctx.needs_input_grad[0]:
@@ -143,7 +146,7 @@ class _Product(torch.autograd.Function):
 def splittable(model: nn.Module) -> None:
     """Make every module with the attribute `recast` multiply with the products of this file.
 
-    torch's own products compute both gradients at once. Only for schedules with I and W, since small products are slower this way.
+    torch's products compute both gradients together. Only for schedules with I and W, because small products are slower this way.
     """
     for module in model.modules():
         if hasattr(module, "recast"):
