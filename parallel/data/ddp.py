@@ -1,9 +1,8 @@
-"""DDP: every rank holds the whole dense model; gradients are summed over dp and sp while the backward pass still runs.
+"""DDP: every rank holds the whole dense model; gradients are summed over dp and sp during the backward pass.
 
-torch's DistributedDataParallel buckets and overlaps the gradients of what is summed over those axes (in 2.5D tensor parallelism over depth
-too); its usual average is replaced by a sum in fp32. What is summed over others (experts: edp), it leaves alone, and flat sums follow
-the last backward pass.
-Gradients live in the parameters' (master) dtype and accumulate there over micro-batches.
+torch's DistributedDataParallel puts these gradients into buckets and overlaps their sums (with 2.5D tensor parallelism also over
+depth). Its average is replaced by a sum in fp32. It ignores parameters that are summed over other axes (experts: edp); flat sums of
+their gradients follow the last backward pass. Gradients have the parameters' (master) dtype and accumulate in it over micro-batches.
 Source: PyTorch Distributed (arXiv 2006.15704).
 """
 
@@ -30,10 +29,10 @@ from parallel.mesh import Axis, Mesh
 
 
 class DDP:
-    """`layouts` by module parameter name. `backward` must see the same number of micro-batches on every rank.
+    """The engine of DDP. `layouts` by module parameter name. Every rank must run the same number of micro-batches.
 
-    `forward`: what stands for the model in the forward pass of training, in one process (parallel/data/dp.py). Where the model is
-    cut into stages, torch's buckets are not used: sums begin when `start_sums` says so, at the latest after each rank's last action.
+    `forward`: replaces the model in the training forward pass of a single process (parallel/data/dp.py). With pipeline stages, torch's
+    buckets are not used: sums start in `start_sums`, or else in `reduce`.
     """
 
     def __init__(
@@ -44,17 +43,17 @@ class DDP:
         wholes = {id(p): whole for n, p in self.parameters.items() if (whole := Whole.of(layouts[n], mesh)) is not None}
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(self.parameters.items()), wholes)
         self.module, self.model = model, forward or model
-        self.flying: deque[Started] = deque()  # sums that began beside a pipeline's actions, oldest first
-        self.started: set[str] = set()  # whose sums began in this batch
+        self.flying: deque[Started] = deque()  # sums started during a pipeline's actions, oldest first
+        self.started: set[str] = set()  # parameters with a started sum in this batch
         dp, staged = dense_axis(layouts, mesh), mesh.axis("pp").size > 1
         self.apart = [name for name, layout in layouts.items() if staged or data_axis(layout, mesh).ranks != dp.ranks]
         if dp.size > 1 and not staged and any(p.requires_grad for name, p in self.parameters.items() if name not in self.apart):
-            buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal on all ranks, without a message a pass
+            buffers = [name for name, _ in model.named_buffers()]  # the trainer keeps them equal, without a broadcast
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*self.apart, *buffers])
             self.model = DistributedDataParallel(model, process_group=dp.group, gradient_as_bucket_view=True, init_sync=False)
             sums = _Sums(dp, {id(p): name for name, p in self.parameters.items()})
             self.model.register_comm_hook(sums, _sum_bucket)
-            if dp.size > 2:  # a sum of two does not depend on where in a bucket it is made
+            if dp.size > 2:  # a sum of two numbers does not depend on the position in a bucket
                 _settle_buckets(self.model, [p for name, p in self.parameters.items() if name not in self.apart and p.requires_grad], sums)
 
     def forward(self, *args: Any, last: bool) -> Any:
@@ -112,7 +111,7 @@ class DDP:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """DDP's buckets are its gradients' memory, so those are zeroed; others are freed: zeroing and adding cost two passes over them."""
+        """Zero the gradients in DDP's buckets, which share their memory. Free all others, since zeroing them would cost memory traffic."""
         freed = set(self.apart if isinstance(self.model, DistributedDataParallel) else self.parameters)
         for name, parameter in self.parameters.items():
             if name in freed:
@@ -142,7 +141,7 @@ class DDP:
 
 
 def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
-    """The ranks over which the gradients of most dense elements are summed."""
+    """Return the axis over which the gradients of most dense elements are summed."""
     axes: dict[tuple[int, ...], Axis] = {}
     elements: Counter[tuple[int, ...]] = Counter()
     for layout in (layout for layout in layouts.values() if layout.family == "dense"):
@@ -154,7 +153,7 @@ def dense_axis(layouts: Mapping[str, Layout], mesh: Mesh) -> Axis:
 
 @dataclass
 class _Sums:
-    """What DDP's hook needs: the axis, and the name of each parameter by id. `still`: nothing is sent."""
+    """State of DDP's communication hook: the axis, and parameter names by id. `still`: send nothing."""
 
     axis: Axis
     names: dict[int, str]
@@ -162,10 +161,10 @@ class _Sums:
 
 
 def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Parameter], sums: _Sums) -> None:
-    """Have torch put gradients into the buckets in which they stay, by a backward pass of zeros of which nothing is sent.
+    """Make torch rebuild its buckets now, by a backward pass of zeros that sends nothing.
 
-    It does so after the first backward pass of a process. All-reduces in a ring add up each run of a buffer from another rank on, so the
-    first step would round otherwise than the same step of a run that was not started anew.
+    torch rebuilds them after the first backward pass of a process. In a ring all-reduce, the order of a sum depends on the position in
+    the buffer. So the first step of a resumed run would otherwise round differently from the same step of a run without interruption.
     """
 
     class Touch(nn.Module):
@@ -180,17 +179,17 @@ def _settle_buckets(model: DistributedDataParallel, parameters: Sequence[nn.Para
 
 
 def _sum_bucket(sums: _Sums, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum one bucket in fp32; DDP would average."""
+    """Sum one bucket in fp32. DDP would average."""
     buffer = bucket.buffer()
     if sums.still:
-        there: torch.futures.Future[Tensor] = torch.futures.Future()
-        there.set_result(buffer)
-        return there
+        ready: torch.futures.Future[Tensor] = torch.futures.Future()
+        ready.set_result(buffer)
+        return ready
     wide = buffer.float()
     future = start_flat(wide, sums.axis, first=sums.names[id(bucket.parameters()[0])]).get_future()
 
     def summed(arrived: torch.futures.Future[Any]) -> Tensor:
-        arrived.wait()  # raises what went wrong; the sum is in place
+        arrived.wait()  # raises if the sum failed; the sum is in place
         return wide if buffer is wide else buffer.copy_(wide)
 
     done: torch.futures.Future[Tensor] = future.then(summed)

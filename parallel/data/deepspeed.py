@@ -1,8 +1,8 @@
-"""DeepSpeed as this project starts it: imported quietly, its ops compiled once, told of stages and of experts.
+"""Start of DeepSpeed: import without output, compilation of its ops, process groups of stages and experts.
 
-Over whom a parameter's gradients are summed, layouts say. DeepSpeed is always told its data-parallel group (`tell_groups`), that of
-dense weights; every other group is one of experts to it, under the name of its axis, and it makes none itself. With
-parallel/data/zero.py and zero3.py the only files of `parallel` that import it.
+Layouts define over which ranks gradients are summed. DeepSpeed gets the axis of dense weights as its data-parallel group
+(`tell_groups`). Every other axis is a group of experts to it, named like the axis. It makes no groups itself. In `parallel`, only this
+file, zero.py and zero3.py import DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _DEFINED_TWICE = ("c_library_name", "c_block_size", "c_io_queue_depth")  # const
 
 
 def load_deepspeed() -> Any:
-    """Import DeepSpeed, quiet and with its communication through torch alone.
+    """Import DeepSpeed without output, with all communication by torch.
 
-    Its CPU backend would compile a shared-memory op on first use (80 to 120 s) that training does not need, and whose
-    kernels fault on processors without AVX2: it is marked as unavailable before anything asks for it.
+    Its CPU backend would compile a shared-memory op on first use (80 to 120 s). Training does not need it, and its kernels crash on
+    processors without AVX2, so it is marked as unavailable.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
-    with suppress(ImportError):  # what the first engine imports (1.2 s), now: ranks forked after this have it
+    with suppress(ImportError):  # the first engine would import these (1.2 s); ranks forked later already have them
         import deepspeed.runtime.zero.muon.muon_optimizer
         import deepspeed.runtime.zero.stage3  # noqa: F401
 
@@ -51,9 +51,9 @@ def load_deepspeed() -> Any:
 
 
 def compile_async_io(say: Callable[[str], None]) -> None:
-    """What reads and writes a disk: compiled once for each version of torch and DeepSpeed. Every rank must call it before an engine starts.
+    """Compile async_io, which reads and writes a disk, once for each version of torch and DeepSpeed. Raise BadInput if that fails.
 
-    Raises BadInput where it does not compile.
+    Every rank must call it before an engine starts. `say` gets a message before the compilation.
     """
     load_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -62,16 +62,16 @@ def compile_async_io(say: Callable[[str], None]) -> None:
     if not (folder / "async_io" / "async_io.so").exists():
         say(f"compiling DeepSpeed's async_io for offload to a disk: once, a minute or two; it stays in {folder} ...")
     try:
-        with redirect_stdout(StringIO()):  # what is printed: each compiler's command
-            _take_built(folder)
+        with redirect_stdout(StringIO()):  # hides the compilers' commands
+            _use_compiled(folder)
             try:
                 with each_op_as_one_file(folder):
                     get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
-            except RuntimeError:  # another version's files may not go together
+            except RuntimeError:  # files of another version may not compile as one file
                 get_accelerator().create_op_builder("AsyncIOBuilder").load(verbose=False)
     except (RuntimeError, ImportError, OSError) as failed:
         lines = str(failed).splitlines()
-        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # among the commands
+        why = next((line.strip() for line in lines if " error: " in line or "out of memory" in line), lines[0])  # the rest is commands
         raise BadInput(
             "sharding.offload",
             got=f"nvme, whose async_io does not compile ({why})",
@@ -82,9 +82,9 @@ def compile_async_io(say: Callable[[str], None]) -> None:
 
 @contextmanager
 def each_op_as_one_file(folder: Path) -> Iterator[None]:
-    """Have torch compile an op's files as one that includes them all, and without the debug information that DeepSpeed asks for.
+    """Make torch compile an op's files as one file that includes them all, without the debug information that DeepSpeed asks for.
 
-    That takes 47 seconds of a processor for the twelve of async_io, nearly all for torch's headers, which each file would read for itself.
+    The twelve files of async_io then take 47 CPU seconds, nearly all for torch's headers, which each file would read separately.
     """
     from torch.utils import cpp_extension
 
@@ -94,7 +94,7 @@ def each_op_as_one_file(folder: Path) -> Iterator[None]:
     def load_one(*, name: str, sources: Sequence[str], extra_cflags: Sequence[str], **rest: Any) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         one = folder / f"{name}.cpp"
-        mine = folder / f".{name}.{os.getpid()}"  # other ranks write the same: each puts a whole file in place
+        mine = folder / f".{name}.{os.getpid()}"  # other ranks write the same file: each renames a complete one
         mine.write_text(as_one_file(sources))
         mine.replace(one)
         return load(name=name, sources=[str(one)], extra_cflags=[flag for flag in extra_cflags if flag != "-g"], **rest)
@@ -107,7 +107,7 @@ def each_op_as_one_file(folder: Path) -> Iterator[None]:
 
 
 def as_one_file(sources: Sequence[str]) -> str:
-    """A file of C++ that includes these. Headers come first, once each (some have no guard); what two files define has two names."""
+    """Return C++ code that includes these files. Headers come first, once each (some have no guard). Names defined twice are renamed."""
     headers = {header for source in sources for header in Path(source).parent.glob("*.h")}
     lines = [f'#import "{header}"' for header in sorted(headers)]
     for number, source in enumerate(sources):
@@ -116,16 +116,16 @@ def as_one_file(sources: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _take_built(folder: Path) -> None:
-    """Have DeepSpeed use the extensions in a folder, which is of one version of everything, as they are.
+def _use_compiled(folder: Path) -> None:
+    """Make DeepSpeed use the compiled extensions in a folder, which belongs to one set of versions.
 
-    By itself it looks each time whether they must be compiled again, which needs a compiler and its memory, and compiles them again for
-    every environment of the same versions.
+    Otherwise it checks each time whether to compile them, which needs a compiler and memory, and compiles them for every environment of
+    the same versions.
     """
     from deepspeed.ops.op_builder import PinMemoryBuilder
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    with suppress(ImportError, OSError):  # not there yet, or not whole: it is compiled
+    with suppress(ImportError, OSError):  # missing or incomplete: it is compiled later
         for name in ("pin_memory", "async_io"):
             spec = spec_from_file_location(name, folder / name / f"{name}.so")
             assert spec is not None and spec.loader is not None
@@ -133,46 +133,46 @@ def _take_built(folder: Path) -> None:
             spec.loader.exec_module(module)
             OpBuilder._loaded_ops[name] = module
             if name == "pin_memory":
-                PinMemoryBuilder().load(verbose=False)  # async_io takes its symbols
+                PinMemoryBuilder().load(verbose=False)  # async_io needs its symbols
 
 
 def start_deepspeed() -> Any:
-    """DeepSpeed with its communication up."""
+    """Return DeepSpeed with its communication initialised."""
     deepspeed = load_deepspeed()
-    if not dist.is_initialized():  # one process: DeepSpeed wants a group all the same
+    if not dist.is_initialized():  # a single process: DeepSpeed needs a group anyway
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_init_required=False)
     return deepspeed
 
 
 def group_of(axis: Axis, mesh: Mesh) -> Any:
-    """The axis's process group; a rank that is alone on it has one of its own: DeepSpeed takes None for all ranks."""
+    """Return the axis's process group; on an axis of size 1, a group of this rank, because None means all ranks to DeepSpeed."""
     if axis.group is not None:
         return axis.group
     return mesh.alone() if dist.get_world_size() > 1 else dist.group.WORLD
 
 
 def tell_groups(mesh: Mesh, layouts: Iterable[Layout]) -> Any:
-    """Have DeepSpeed use these groups and make none; what it asks of who cuts a model (`mpu`), with the data-parallel one. Collective."""
+    """Make DeepSpeed use the layouts' groups instead of its own. Return the `mpu` object for its engine. Collective."""
     from deepspeed.utils import groups
 
     if dist.get_world_size() > 1:
-        mesh.alone()  # on every rank, whether or not its stages have something for it: all make equally many groups
+        mesh.alone()  # on every rank, even if it is not needed there: all ranks must make equally many groups
     axes = {axis.name: group_of(axis, mesh) for axis in (data_axis(layout, mesh) for layout in layouts)}
-    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: nothing is exchanged by DeepSpeed
+    groups._EXPERT_PARALLEL_GROUP = dict(axes)  # never used: DeepSpeed exchanges no tokens
     groups._EXPERT_DATA_PARALLEL_GROUP = dict(axes)
-    groups.mpu = _Told(mesh, dense_axis(mesh))
+    groups.mpu = _Mpu(mesh, dense_axis(mesh))
     return groups.mpu
 
 
 def dense_axis(mesh: Mesh) -> Axis:
-    """The ranks that dense weights' gradients are summed over."""
+    """Return the axis over which gradients of dense weights are summed."""
     return data_axis(dense(()), mesh)
 
 
 @dataclass(frozen=True)
-class _Told:
-    """Megatron's names for a mesh with stages outermost. Of tensor parallelism DeepSpeed need not know: those ranks it leaves alone."""
+class _Mpu:
+    """The mesh with the names of Megatron's `mpu`. DeepSpeed does not need to know about tensor parallelism, so its size is 1 here."""
 
     mesh: Mesh
     axis: Axis
@@ -203,7 +203,7 @@ class _Told:
 
 
 def marked(model: nn.Module) -> nn.Module:
-    """The model with an empty layer of DeepSpeed's MoE class beside it, by which the engine learns that there are other groups."""
+    """Wrap the model together with an empty layer of DeepSpeed's MoE class, so that the engine looks for groups of experts."""
     from deepspeed.moe.layer import MoE
 
     class Mark(MoE):  # type: ignore[misc]
@@ -212,7 +212,7 @@ def marked(model: nn.Module) -> nn.Module:
             self.num_experts = 1
 
         def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            return None  # its groups are there
+            return None  # tell_groups has set the groups
 
     class Wrapped(nn.Module):
         def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""DP: one process, n replicas, each with its part of every micro-batch, as torch's DataParallel has it. Kept to read and to compare.
+"""DP: one process with n replicas, each with a shard of every micro-batch, like torch's DataParallel. For study and comparison.
 
-    batch --scatter--> parts       weights --broadcast--> replica 1 .. n-1        (replica 0 is the model itself)
-    parts --n threads: forward--> outputs --gather--> one output on the first device
-    backward: the broadcast's own backward pass adds the replicas' gradients up on the first device
+    batch --scatter--> shards      weights --broadcast--> replica 1 .. n-1        (replica 0 is the model itself)
+    shards --n threads: forward--> outputs --gather--> one output on the first device
+    backward: autograd of the broadcast sums the replicas' gradients on the first device
 
-Every micro-batch sends all weights out and all gradients back, (n - 1) P each way through one device, which also holds the
-only optimizer; the threads share one interpreter. So it costs 2 (n - 1) P a micro-batch where DDP's ranks send 2 (n - 1) / n P
-a step each. Losses are shares of the global mean: gradients are sums, never averages. Source: torch.nn.DataParallel.
+Every micro-batch sends all weights and all gradients, (n - 1) P each, through one device, which also holds the only optimizer. The
+threads share one interpreter. So it sends 2 (n - 1) P a micro-batch; each DDP rank sends 2 (n - 1) / n P a step. Losses are shares of
+the global mean, so gradients are summed, never averaged. Source: torch.nn.DataParallel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Together = Callable[[Any, Tensor], Tensor]  # (name, a replica's part) -> its sum over all replicas of this pass
+Together = Callable[[Any, Tensor], Tensor]  # (name, a replica's tensor) -> its sum over all replicas of this forward pass
 Scatter = Callable[[tuple[Any, ...], Sequence[torch.device], Sequence[Together]], list[tuple[Any, ...]]]
 Gather = Callable[[tuple[Any, ...], Sequence[Any], torch.device], Any]
 
 
 class Replicas(nn.Module):
-    """Stands for `model` in the forward pass of training. `scatter(args, devices, together)` gives each replica's arguments,
-    `gather(args, outputs, device)` makes one output of theirs. `sent`: bytes of "broadcast" and "reduce" so far."""
+    """Replicas that replace `model` in the training forward pass.
+
+    `scatter(args, devices, together)` returns each replica's arguments. `gather(args, outputs, device)` returns one output. `sent`:
+    bytes of "broadcast" and "reduce" so far.
+    """
 
     def __init__(self, model: nn.Module, *, devices: Sequence[torch.device], scatter: Scatter, gather: Gather) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Replicas(nn.Module):
 
 
 def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.Module:
-    """The module with copies of its weights, through which gradients flow back to it; everything else is the module's own."""
+    """Copy the module with its weights on `device`. Gradients flow through the copies to the module's weights."""
     made: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -52,7 +55,7 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
         sent["broadcast"] += copy.nbytes
         if copy.requires_grad:
             copy.register_hook(lambda grad: sent.update(reduce=grad.nbytes))
-        setattr(made, name, copy)  # no parameter: it is a result
+        setattr(made, name, copy)  # a plain tensor, because it is no leaf
     for name, buffer in module._buffers.items():
         made._buffers[name] = None if buffer is None else buffer.to(device)
     for name, child in module._modules.items():
@@ -61,10 +64,10 @@ def _replica(module: nn.Module, device: torch.device, sent: Counter[str]) -> nn.
 
 
 def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], meeting: _Meeting) -> list[Any]:
-    """Each replica on its part, all at once; the first error in order of replicas is raised once all have ended."""
+    """Run all replicas in threads. After all have ended, raise the error of the first replica that failed."""
     outputs: list[Any] = [None] * len(replicas)
     errors: list[BaseException | None] = [None] * len(replicas)
-    grad = torch.is_grad_enabled()  # a thread begins with its own
+    grad = torch.is_grad_enabled()  # a setting of each thread
 
     def one(i: int) -> None:
         try:
@@ -80,13 +83,13 @@ def _applied(replicas: Sequence[nn.Module], parts: Sequence[tuple[Any, ...]], me
     for thread in threads:
         thread.join()
     failed = [error for error in errors if error is not None]
-    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # who waited in vain is not the cause
+    for error in sorted(failed, key=lambda e: isinstance(e, threading.BrokenBarrierError)):  # a broken barrier is not the cause
         raise error
     return outputs
 
 
 class _Meeting:
-    """Where the replicas of one pass add up what they must know of each other. A part that is computed again has its answer already."""
+    """Sums over the replicas of one forward pass. A recomputed layer gets the stored result."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count)

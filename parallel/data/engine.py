@@ -1,10 +1,10 @@
-"""What the trainer asks of every kind of data parallelism.
+"""The interface between the trainer and every kind of data parallelism (an engine).
 
     loss of a micro-batch  --backward-->  gradients accumulate; after the last micro-batch they are summed over all copies
     owned_gradients()      --clip----->   scale_gradients(factor)  -->  step(lr)      or      drop_gradients()
 
-The loss a rank hands in is its share of the global mean, so gradients are summed, never averaged: an expert that has
-seen the tokens of its whole ep group needs no correction, and ep never changes them.
+Each rank's loss is its share of the global mean, so gradients are summed, never averaged. An expert, which gets tokens of its whole
+ep group, needs no correction factor: gradients do not depend on ep.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from parallel.data.whole import Whole
 from parallel.layout import Box, Layout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
-Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or a moment, box of what its layout gives this rank) -> that box
-Kept = Mapping[str, int | None]  # what an optimizer keeps of a parameter, by name: None, a tensor of its shape; a dim: a mean over that dim
+Load = Callable[[str, str, Box], Tensor]  # (parameter, "weight" or an optimizer state, box of this rank's shard) -> that box
+Kept = Mapping[str, int | None]  # a parameter's optimizer states by name. None: of its shape; a dim: a mean over that dim
 
 
 class Rule(ABC):
-    """An optimizer as data: what it does with each parameter, and what it keeps of it. `decays(name, parameter)`: who has weight decay."""
+    """An optimizer as data: its settings and its states. `decays(name, parameter)`: whether a parameter has weight decay."""
 
     weight_decay: float
     decays: Callable[[str, Tensor], bool]
 
     def kept(self, name: str, num_dims: int) -> Kept:
-        """The tensors beside a parameter with so many dims, as checkpoints have them."""
+        """Return the optimizer states of a parameter with `num_dims` dims, by their names in checkpoints."""
         return dict.fromkeys(MOMENTS)
 
     @abstractmethod
     def build(self, groups: list[dict[str, Any]], wholes: Mapping[int, Whole] | None = None) -> torch.optim.Optimizer:
-        """torch's optimizer. `wholes`: by a parameter's id, how its matrices lie, where ranks hold copies or parts of them."""
+        """Make torch's optimizer. `wholes`: parameter id -> how to gather its matrices, if ranks hold copies or shards of them."""
 
     def groups(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """torch's parameter groups, with and without decay; an empty one is left out, and so is what is frozen."""
+        """Return torch's parameter groups, with and without decay, without empty groups and frozen parameters."""
         parts: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in (pair for pair in parameters if pair[1].requires_grad):
             parts[self.decays(name, parameter)].append(parameter)
@@ -51,7 +51,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class AdamW(Rule):
-    """Decoupled weight decay (arXiv 1711.05101). `make`: torch's class, or one of its kind."""
+    """AdamW: decoupled weight decay (arXiv 1711.05101). `make`: torch's class or a class with the same interface."""
 
     betas: tuple[float, float]
     eps: float
@@ -64,9 +64,10 @@ class AdamW(Rule):
 
 
 class Engine(Protocol):
-    """Where the model is cut into stages, `backward_from` for each stage and micro-batch and then `reduce` take the place of `backward`.
+    """Data parallelism of one kind: DDP, DP, FSDP, ZeRO.
 
-    `start_sums` may come between, once for each stage whose gradients are whole.
+    With pipeline stages, `backward_from` for each stage and micro-batch, followed by `reduce`, replaces `backward`. Between them
+    `start_sums` may be called once for each stage after its last micro-batch.
     """
 
     module: nn.Module
@@ -74,60 +75,64 @@ class Engine(Protocol):
     rule: Rule
 
     def forward(self, *args: Any, last: bool) -> Any:
-        """The model's forward pass in training; `last`: its backward ends the step. Evaluation calls `module` itself."""
+        """Run the model's forward pass in training. `last`: the batch's last micro-batch. Evaluation calls `module` directly."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None: ...
 
     def backward_from(self, output: GradientEdge, gradient: Tensor | None) -> None:
-        """Backward of one stage and micro-batch; `gradient`: of the stage's output, None where that is the loss."""
+        """Run the backward pass of one stage and micro-batch. `gradient`: of the stage's output; None if the output is the loss."""
         ...
 
     def start_sums(self, names: Sequence[str]) -> None:
-        """Begin what `reduce` would do for these parameters, which get no more gradients in this batch, and put in place what has arrived
-        of sums begun before. An engine that cannot leaves it all to `reduce`. Collective."""
+        """Start the sums of `reduce` for these parameters, and store the sums that have finished. Their gradients must be complete.
+
+        An engine may do nothing here and leave all sums to `reduce`. Collective.
+        """
         ...
 
     def reduce(self) -> None:
-        """Sum over all copies what `backward_from` has added up; once a batch."""
+        """Sum the accumulated gradients over all copies. Call it once a batch, after the last `backward_from`."""
         ...
 
     def owned_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(family, summed gradient) of every element this rank owns, once over the whole world."""
+        """Yield (family, summed gradient) of all elements that this rank owns. Each element has one owner in the world."""
         ...
 
     def tensors(self) -> Iterator[Held]:
-        """Every tensor in memory that this rank keeps from step to step: weights, and what the optimizer keeps; with who holds the same
-        bits. In the same order on all ranks that hold copies."""
+        """Yield this rank's weights and optimizer states, with the axes that hold copies of the same bits. States on a disk are left out.
+
+        Ranks that hold copies must yield in the same order.
+        """
         ...
 
     def summed_gradients(self) -> Iterator[Held]:
-        """The same of the summed gradients, before a step."""
+        """Yield the summed gradients in the same form, before a step."""
         ...
 
     def copy_again(self) -> bool:
-        """Make the weights that the model reads again from those that the optimizer keeps; False where they are the same. Collective."""
+        """Copy the optimizer's master weights to the model's weights again; return False if both are the same tensors. Collective."""
         ...
 
     def scale_gradients(self, factor: float) -> None: ...
 
     def step(self, lr: float) -> None:
-        """One optimizer step; the gradients are gone after it."""
+        """Make one optimizer step and drop the gradients."""
         ...
 
     def drop_gradients(self) -> None: ...
 
     def gradient(self, name: str) -> Tensor:
-        """This rank's part of one parameter's summed gradient, by module name; every rank must call it."""
+        """Return this rank's shard, by the layout, of a parameter's summed gradient. Every rank must call it."""
         ...
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """This rank's part of a parameter's master weight ("weight") and of what the optimizer keeps; every rank must call it."""
+        """Return this rank's shard, by the layout, of a parameter's master weight ("weight") and optimizer states. Collective."""
         ...
 
     def load_state(self, names: Iterable[str], load: Load, *, steps: int) -> None:
-        """Replace the state of these parameters by what `state` gave, and the optimizer's step counter; every rank must call it.
+        """Load weights and optimizer states of these parameters, and set the optimizer's step counter. Every rank must call it.
 
-        `load` is asked for what this rank keeps of each, one box after another (parallel/data/load.py).
+        `load` is called for one box after another of the elements that this rank keeps (parallel/data/load.py).
         """
         ...

@@ -1,14 +1,13 @@
-"""FSDP: every rank keeps 1/N of each parameter, gradient and moment; a unit's parameters are whole only while it runs.
+"""FSDP: every rank keeps 1/N of each parameter, gradient and optimizer state; a unit's parameters are whole only while it runs.
 
-    forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: what was gathered is freed after use
-    backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered once more here
-    step       each rank its own elements: 16 P / N bytes in fp32, and nothing to send
+    forward    gather unit 0 | run 0, gather 1 | run 1, gather 2 | ...         `reshard`: gathered parameters are freed after use
+    backward   ... | gather 1 | run 1, gather 0, reduce-scatter 1 | ...        and gathered again here
+    step       each rank its own elements: 16 P / N bytes in fp32, nothing is sent
 
-A unit is a module of the model, a parameter a tensor cut along one dim over the ranks that its gradient is summed over (dp and sp;
-of experts edp), so both kinds of model need nothing more. Gathers are in the unit's dtype, gradients are summed in fp32 at least, those of
-every micro-batch at once: no rank ever keeps a whole one. Parameters of no unit, the small ones that a model reads in fp32, stay
-whole on every rank, and their gradients are summed as DDP's are. torch's fully_shard does the work, and this is the one file
-that knows it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
+A unit is a module of the model. Each parameter is cut along one dim over the ranks that sum its gradient (dp and sp; for experts edp).
+Gathers are in the unit's dtype. Gradients are summed in fp32 or wider, after each micro-batch, so no rank keeps a whole one. Parameters
+of no unit, small ones that the model reads in fp32, stay whole on every rank, and their gradients are summed as in DDP. torch's
+fully_shard does the work; only this file uses it. Source: PyTorch FSDP (arXiv 2304.11277), ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from parallel.mesh import Axis, Mesh
 class Unit:
     """Parameters (module names) that are gathered together, before the module `path` runs and before its backward pass.
 
-    `dtype`: they are gathered in it; None: as they live. `backward` False: the backward pass does not read them. `ahead` False:
-    never gathered before its turn, which is a tile's purpose; nor is a unit that runs twice in a pass, whose turn is not one.
+    `dtype`: of the gathered parameters; None: the parameters' own. `backward` False: the backward pass does not read them. `ahead`
+    False: never prefetched: a tile, which must not be in memory with its neighbours, or a unit that runs twice in a forward pass.
     """
 
     path: str
@@ -66,12 +65,12 @@ def shard(
     prefetch: int,
     fill: Fill,
 ) -> None:
-    """Cut a model that is on the meta device, then make what is left of it on `device` and give it its first values.
+    """Cut a model on the meta device, then allocate this rank's shards on `device` and set their first values.
 
-    `units` in the order in which they start to run, one inside another after it. `prefetch`: so many outermost units are gathered
-    ahead, with those inside them.
+    `units` in the order in which they start to run; a unit inside another follows it. `prefetch`: number of outermost units to gather
+    ahead, with the units inside them.
     """
-    # torch warns of a unit whose output is a view, which must not be changed in place: ours never are
+    # torch warns about units that return a view, which must not be changed in place; this project never does that
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     meshes: dict[str, DeviceMesh] = {}
     cut: dict[str, FSDPModule] = {}
@@ -86,7 +85,7 @@ def shard(
         whole = {p for p in model.parameters() if not isinstance(p, DTensor)}
         fully_shard(model, mesh=next(reversed(meshes.values())), ignored_params=whole)
         _look_ahead([u for u in units if u.path in cut], cut, prefetch)
-    model.to_empty(device=device)  # no rank ever has more than its parts
+    model.to_empty(device=device)  # allocates shards only
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             fill(name, parameter.data)
@@ -95,7 +94,7 @@ def shard(
 
 
 def _box(parameter: DTensor, axis: Axis) -> Box:
-    """What this rank holds of a cut parameter, as a box of what the ranks of the axis hold together."""
+    """Return this rank's shard of a cut parameter, as a box of the tensor that the ranks of the axis hold together."""
     dim = parameter.placements[0].dim  # type: ignore[attr-defined]
     size = parameter.shape[dim]
     each = -(-size // axis.size)
@@ -116,7 +115,7 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
         ignored_params={p for p in module.parameters() if p not in mine},
     )
     assert isinstance(module, FSDPModule)
-    # losses are shares of the global mean: gradients are summed. The factor alone would ask for an operation that gloo has not
+    # losses are shares of the global mean: gradients are summed. With the factor only, torch would use an operation that gloo lacks
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_unshard_in_backward(unit.backward)
@@ -127,40 +126,40 @@ def _cut(model: nn.Module, unit: Unit, axis: Axis, on: DeviceMesh, *, reshard: b
 
 
 def _sum_uses_in(dtype: torch.dtype, model: nn.Module, unit: Unit) -> None:
-    """Gradients of a weight's several uses are summed in this dtype on each rank too, as where weights are not gathered in 16 bits."""
+    """Sum the gradients of a weight's several uses in this dtype, even if the weight is gathered in 16 bits."""
 
     def when_gathered(module: nn.Module, _: Any) -> None:
         for name in unit.parameters:
             model.get_parameter(name).grad_dtype = dtype
-        first.remove()  # the whole parameter is an object that stays; its memory comes and goes
+        first.remove()  # once is enough: the object of the whole parameter stays, only its memory is freed
 
     first = model.get_submodule(unit.path).register_forward_pre_hook(when_gathered)
 
 
 def dim_to_cut(shape: tuple[int, ...], ranks: int) -> int:
-    """The first dim that divides by the ranks (a rank may hold fewer experts than its stack has copies), else 0, with padding."""
+    """Return the first dim that `ranks` divides, else 0, with padding. A stack of experts can be shorter than the number of ranks."""
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _look_ahead(units: list[Unit], cut: dict[str, FSDPModule], prefetch: int) -> None:
-    """Name for each unit those that are gathered as soon as it is there itself: torch's own order ends where passes run again."""
+    """Set for each unit the units to prefetch when it has been gathered. torch's own order fails with recomputed forward passes."""
     for module in cut.values():
-        module.set_modules_to_backward_prefetch([module])  # which is there already; with an empty list torch would choose one itself
-    groups: list[list[Unit]] = []  # an outermost unit and those inside it
+        module.set_modules_to_backward_prefetch([module])  # itself: already gathered; with an empty list torch would choose one
+    groups: list[list[Unit]] = []  # an outermost unit and the units inside it
     for unit in units:
         if groups and unit.path.startswith(f"{groups[-1][0].path}."):
             groups[-1] += [unit] if unit.ahead else []
         elif unit.ahead:
             groups.append([unit])
     for i, (first, *inside) in enumerate(groups if prefetch else ()):
-        # those inside ask for nothing: run again in the backward pass, they would ask for what comes after them in the forward one
+        # units inside prefetch nothing: recomputed in the backward pass, they would prefetch the next units of the forward pass
         module, later, earlier = cut[first.path], groups[i + 1 : i + 1 + prefetch], groups[max(0, i - prefetch) : i]
         module.set_modules_to_forward_prefetch([cut[u.path] for u in chain(inside, *later)])
         module.set_modules_to_backward_prefetch([module, *(cut[u.path] for u in chain(inside, *reversed(earlier)))])
 
 
 class _OnAxis:
-    """Counts a unit's collective and compares it in debug mode, as every other; torch's own would not be seen."""
+    """A unit's collective by this project's functions, so that it is counted, and compared in debug mode."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -170,7 +169,7 @@ class _OnAxis:
 
 
 class _Gather(_OnAxis, AllGather):
-    """On a CPU too it runs beside the computation, where it was asked for ahead."""
+    """All-gather. On a CPU it is asynchronous too, so that a prefetch overlaps with computation."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         return gather_into(output_tensor, input_tensor, self.axis, wait=not (async_op or input_tensor.device.type == "cpu"))
@@ -186,14 +185,14 @@ class _ScatterSum(_OnAxis, ReduceScatter):
 
 
 class FSDP:
-    """The engine of a model that `shard` has cut, or of any that has nothing to cut. `layouts` by module parameter name."""
+    """The engine of FSDP, for a model that `shard` has cut, or that has nothing to cut. `layouts` by module parameter name."""
 
     def __init__(self, model: nn.Module, *, layouts: dict[str, Layout], mesh: Mesh, optimizer: Rule) -> None:
         self.module, self.layouts, self.mesh = model, layouts, mesh
         named = dict(model.named_parameters())
         self.cut = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         self.whole = {name: p for name, p in named.items() if name not in self.cut}
-        # what this rank steps: the whole ones, and its part of each cut one as a plain tensor of the same memory
+        # parameters for the optimizer: whole ones, and this rank's shards as plain tensors with the same memory
         self.held = {
             name: nn.Parameter(p.to_local().detach(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named.items()
         }
@@ -202,13 +201,13 @@ class FSDP:
         self.rule, self.optimizer = optimizer, optimizer.build(optimizer.groups(stepped), wholes)
 
     def _whole(self, name: str) -> Whole | None:
-        """How a parameter's matrices are put together: what this engine cut, then what the layout did. The same answer on every rank."""
+        """Return how to gather a parameter's matrices: undo this engine's cut, then the layout's. Equal on every rank."""
         whole = Whole.of(self.layouts[name], self.mesh)
         if name not in self.cut:
             return whole
         own = self._cut_of(name)
         cuts = (*((own,) if own.dim >= -2 and own.axis.size > 1 else ()), *(whole.cuts if whole else ()))
-        return Whole(cuts) if cuts else None  # no copies: the ranks that have seen other tokens hold parts
+        return Whole(cuts) if cuts else None  # no copies: the ranks that saw other tokens hold shards
 
     def forward(self, *args: Any, last: bool) -> Any:
         return self.module(*args)
@@ -222,13 +221,13 @@ class FSDP:
         torch.autograd.backward(output, gradient)
 
     def start_sums(self, names: Sequence[str]) -> None:
-        return  # cut parameters' gradients are scattered in each micro-batch, and whole ones are few
+        return  # gradients of cut parameters are summed in each micro-batch, and whole ones are few
 
     def reduce(self) -> None:
         sum_gradients({n: p.grad for n, p in self.whole.items() if p.grad is not None}, self.layouts, self.mesh)
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank holds of each summed gradient."""
+        """Yield (name, this rank's shard of the summed gradient)."""
         for name, parameter in (self.whole | self.cut).items():
             if parameter.grad is not None:
                 yield name, parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -248,7 +247,7 @@ class FSDP:
         return (self._copies_of(name, "gradient", grad) for name, grad in self._gradients())
 
     def _copies_of(self, name: str, kind: str, tensor: Tensor) -> Held:
-        """Of a cut parameter the ranks that it is cut over have other parts."""
+        """Return the tensor with the axes of its copies. The ranks over which a parameter is cut hold no copies."""
         layout = self.layouts[name]
         return copies_of(name, kind, tensor, layout, but=layout.summed_over() if name in self.cut else ())
 
@@ -288,13 +287,13 @@ class FSDP:
                 fill_stepped(held, self.optimizer, partial(load, name), kept=kept, steps=steps, start=self._start(name))
 
     def _reshard(self) -> None:
-        """Forget what is still gathered: it holds the old values."""
+        """Free gathered parameters, which have old values."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _start(self, name: str) -> list[int]:
-        """Where this rank's part begins in what `_gathered` gives."""
+        """Return the index of this rank's first element in the result of `_gathered`."""
         start = [0] * self.held[name].ndim
         if name in self.cut:
             cut = self._cut_of(name)
@@ -302,13 +301,13 @@ class FSDP:
         return start
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """A parameter's tensor as its layout has it, from every rank's part. Collective."""
+        """Gather a parameter's shard by its layout from the shards of this engine. Collective."""
         if name not in self.cut:
             return part
         return Whole((self._cut_of(name),)).gathered(part)
 
     def _cut_of(self, name: str) -> Cut:
-        """How this engine cut a parameter, of what its layout leaves; the last ranks may have less."""
+        """Return this engine's cut of a parameter's shard by its layout. The last ranks may have fewer elements."""
         axis, shape = data_axis(self.layouts[name], self.mesh), self.cut[name].shape
         dim: int = self.cut[name].placements[0].dim  # type: ignore[attr-defined]
         return Cut(dim - len(shape), -(-shape[dim] // axis.size), shape[dim], replace(axis, label=name))

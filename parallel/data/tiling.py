@@ -1,14 +1,14 @@
-"""Memory-centric tiling: one big operator as a sum of small ones, so that a layer larger than the device's memory trains.
+"""Memory-centric tiling: one large operator as a sum of small ones, to train a layer larger than the device's memory.
 
-    y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a run of the F hidden units
+    y = act(x W1) W2,  W1 [D, F], W2 [F, D]      y = sum_i act(x W1_i) W2_i       tile i: a chunk of the F hidden units
 
     untiled   gather | W1 ------------- W2 -------------- | free           weight and gradient alive: 2 * out * in
     q tiles   gather | W1_0 W2_0 | free, gather | W1_1 W2_1 | free, ...                               2 * out * in / q
 
-A tile is a module of its own, so whatever gathers, frees, offloads or shards weights by module (FSDP, ZeRO-3) does it tile by
-tile. Tiles run one after another, in the backward pass last tile first. Partial results, and the gradient of x, are added in
-fp32 at least. In checkpoints and for first values tiles do not exist: `layers.0.ffn.tiles.1.w1.weight` is a part of
-`layers.0.ffn.w1.weight`, which its Layout names. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
+A tile is a separate module, so engines that gather, free, offload or shard weights by module (FSDP, ZeRO-3) do it tile by tile. Tiles
+run one after another, last tile first in the backward pass. Partial results, and the gradient of x, are summed in fp32 or wider.
+Checkpoints and first values do not see tiles: `layers.0.ffn.tiles.1.w1.weight` is a chunk of `layers.0.ffn.w1.weight`, as its Layout
+says. Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch import Tensor, nn
 
 from parallel.layout import Tile
 
-Slot = Callable[[Tensor], Tensor]  # what a layer's input or output passes, where ranks share the layer
-Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # of one x with the matrices of several modules, where x travels once
+Slot = Callable[[Tensor], Tensor]  # a replaceable function of a layer's input or output, for communication in tensor parallelism
+Products = Callable[[Tensor, Sequence[nn.Module]], Sequence[Tensor]]  # x times the matrices of several modules; can send x once for all
 
 _TILE = re.compile(r"(?:^|\.)tiles\.(\d+)(?=\.|$)")
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """A slot that nobody has filled."""
+    """Return x: the default of a Slot."""
     return x
 
 
 def one_by_one(x: Tensor, modules: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """The same of products."""
+    """Return module(x) for each module: the default of Products."""
     return [module(x) for module in modules]
 
 
 class Tiled(nn.Module):
-    """The sum of its tiles, modules that map x to something of one shape. The slots are its own: x enters once, and the sum leaves."""
+    """The sum of its tiles, modules with outputs of one shape. `enter` is applied once to x, and `leave` once to the sum."""
 
     def __init__(self, tiles: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -52,26 +52,26 @@ class Tiled(nn.Module):
 
 
 def summed(tiles: Iterable[nn.Module], x: Tensor, apply: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    """The sum of apply(tile, x) over tiles in x's dtype; it and the gradient of x are added up in fp32 at least."""
+    """Return the sum of apply(tile, x) over tiles, in x's dtype. It and the gradient of x are summed in fp32 or wider."""
     total = None
-    for tile, x_here in with_branches(tiles, x):
-        part = apply(tile, x_here)
-        part = part.to(torch.promote_types(part.dtype, torch.float32))
-        total = part if total is None else total + part
+    for tile, branch in with_branches(tiles, x):
+        y = apply(tile, branch)
+        y = y.to(torch.promote_types(y.dtype, torch.float32))
+        total = y if total is None else total + y
     assert total is not None, "no tiles"
     return total.to(x.dtype)
 
 
 def with_branches(tiles: Iterable[nn.Module], x: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Each tile with x for it alone, whose gradients are added up in fp32 at least before they are x's."""
+    """Yield each tile with its own copy of x in the graph. The copies' gradients are summed in fp32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     for tile in tiles:
-        x_here, wide = _Branch.apply(wide, x.detach())
-        yield tile, x_here
+        branch, wide = _Branch.apply(wide, x.detach())
+        yield tile, branch
 
 
 class _Branch(torch.autograd.Function):
-    """x for one tile, and `wide` for those to come; backward: their wide gradient plus this tile's."""
+    """Return x for one tile, and `wide` for the tiles after it. Backward: their wide gradient plus this tile's."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ class _Branch(torch.autograd.Function):
 
 
 def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Module:
-    """The tile, with its part of each of the whole's parameters in the place of its own; `cut(name)`: which part."""
+    """Set the tile's parameters to chunks of the whole's parameters, and return the tile. `cut(name)`: which chunk."""
     for name, parameter in whole.named_parameters():
         module, _, last = name.rpartition(".")
         setattr(
@@ -96,17 +96,17 @@ def take(tile: nn.Module, whole: nn.Module, cut: Callable[[str], Tile]) -> nn.Mo
 
 
 def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Every tile, in the order in which they run: the units that an engine gathers and frees."""
+    """Yield all tiles in the order in which they run. They are the units that an engine gathers and frees."""
     return (module for name, module in model.named_modules() if (found := _last(name)) is not None and found.end() == len(name))
 
 
 def without_tiles(name: str) -> str:
-    """The name of the whole that a tile's parameter is a part of."""
+    """Return the name of the whole parameter, given a tile's."""
     return _TILE.sub("", name).lstrip(".")
 
 
 def tile_of(model: nn.Module, name: str, *, dim: int) -> tuple[Tile, tuple[int, ...]] | None:
-    """Which tile a parameter is, and the shape of the whole tensor, whose dim `dim` the tiles cut; None if it is no tile."""
+    """Return a parameter's tile and the shape of the whole tensor, which tiles cut along `dim`; None if it is not in a tile."""
     found = _last(name)
     if found is None:
         return None

@@ -1,9 +1,9 @@
-"""How a parameter's whole matrices lie on ranks, for an optimizer that needs whole ones (parallel/optim/shared.py).
+"""How to gather a parameter's whole matrices from ranks, for optimizers that need them (parallel/optim/shared.py).
 
-    parts over the ranks that an engine cut it over    -->  a rank's part by its layout
-    parts over the axes that its layout names          -->  whole matrices
+    shards over the ranks of an engine                 -->  the rank's shard by its layout
+    shards over the axes of its layout                 -->  whole matrices
 
-What stacks matrices (experts) is never gathered along the stack: each of them is a matrix of its own.
+Stacks of experts are never gathered along the stack, because each expert is a separate matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallel.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim, counted from the end, of `size` elements, of which a rank of the axis holds `each`; the last may hold less."""
+    """A cut of a dim (negative, from the end) of `size` elements: each rank of the axis holds `each`, the last ones may hold less."""
 
     dim: int
     each: int
@@ -31,36 +31,36 @@ class Cut:
     axis: Axis
 
     def run(self, place: int) -> tuple[int, int]:
-        """Where the part of a place of the axis begins, and how long it is."""
+        """Return (start, length) of the shard of the axis's rank `place`."""
         first = min(place * self.each, self.size)
         return first, min(self.each, self.size - first)
 
     def part_shape(self, shape: tuple[int, ...], place: int) -> tuple[int, ...]:
-        """Of a tensor that has this shape on another place."""
+        """Return a tensor's shape on the axis's rank `place`, given its shape on another rank."""
         dim = self.dim % len(shape)
         return *shape[:dim], self.run(place)[1], *shape[dim + 1 :]
 
 
 @dataclass(frozen=True)
 class Whole:
-    """`cuts` in the order in which they are undone; `copies`: the ranks that hold the same parts, where there are several, and have
-    summed their gradients."""
+    """How to gather whole matrices. `cuts`: in the order in which to undo them. `copies`: axis of ranks with the same shards and the same
+    summed gradients, or None."""
 
     cuts: tuple[Cut, ...]
     copies: Axis | None = None
 
     @staticmethod
     def of(layout: Layout, mesh: Mesh) -> Whole | None:
-        """By its layout alone; None for what is no matrix, and where this rank alone holds it, whole."""
+        """Return how to undo a layout's cuts; None for a parameter that is no matrix, or that only this rank holds, whole."""
         if len(layout.shape) < 2:
             return None
-        cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _undone(layout, dim, mesh))
+        cuts = tuple(cut for dim in range(len(layout.shape) - 2, len(layout.shape)) for cut in _cuts_of_dim(layout, dim, mesh))
         copies = data_axis(layout, mesh)
         return Whole(cuts, copies if copies.size > 1 else None) if cuts or copies.size > 1 else None
 
     @torch.no_grad()
     def gathered(self, part: Tensor) -> Tensor:
-        """Whole matrices, from every rank's part. Collective."""
+        """Return whole matrices, given every rank's shard. Collective."""
         for cut in self.cuts:
             missing = cut.each - part.shape[cut.dim]
             part = F.pad(part, [0, 0] * (-1 - cut.dim) + [0, missing]) if missing else part
@@ -68,8 +68,8 @@ class Whole:
         return part
 
 
-def _undone(layout: Layout, dim: int, mesh: Mesh) -> Iterator[Cut]:
-    """The axis that cut last comes first: it made the smallest parts."""
+def _cuts_of_dim(layout: Layout, dim: int, mesh: Mesh) -> Iterator[Cut]:
+    """Yield the cuts of a dim, the last one (with the smallest shards) first."""
     axes = [axis for axis in map(mesh.axis, layout.cut_by(dim)) if axis.size > 1]
     size = layout.shape[dim]
     sizes = []

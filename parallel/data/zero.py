@@ -1,17 +1,17 @@
-"""ZeRO through DeepSpeed's engine: optimizer state, then gradients, then parameters are sharded over data-parallel ranks.
+"""ZeRO with DeepSpeed's engine: optimizer states, then gradients, then parameters are sharded over data-parallel ranks.
 
-    stage 1   every rank keeps all weights and gradients, and the optimizer's state for 1/N of them
-    stage 2   and the gradients of 1/N: each is summed as soon as the backward pass has it, and kept by its owner alone
-    stage 3   and the weights of 1/N (parallel/data/zero3.py)
+    stage 1   every rank keeps all weights and gradients, and optimizer states for 1/N of them
+    stage 2   also shards gradients: each is summed as soon as the backward pass has made it, and only its owner keeps it
+    stage 3   also shards weights (parallel/data/zero3.py)
 
-A parameter is sharded over the ranks that its gradient is summed over (Layout.summed_over): dense ones over dp and sp, experts over
-edp. Ranks that hold copies and saw the same tokens shard them among themselves, and the first of them count. The policy stays ours:
-precision, loss scale, gradient norm and clipping by ownership (an engine that averages per-rank expert norms is wrong), checkpoints
-by global names. DeepSpeed reduces, partitions, steps and gathers. Source: ZeRO (arXiv 1910.02054).
+A parameter is sharded over the ranks that sum its gradient (Layout.summed_over): dense parameters over dp and sp, experts over edp. If
+several groups of ranks hold copies and saw the same tokens, the first group's shards count in norms. DeepSpeed reduces, partitions,
+steps and gathers. This project does the rest: precision, loss scale, gradient norm and clipping by ownership (an engine that averages
+experts' norms over ranks is wrong), and checkpoints by global names. Source: ZeRO (arXiv 1910.02054).
 
-16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights; then the flat groups that the
-model reads in 16 bits are replaced by 16-bit copies. Their gradients are summed in fp32 all the same (Tensor.grad_dtype), over
-uses, micro-batches and ranks. A copy of the master equals a master cast where it is used: no number changes.
+16-bit weights: DeepSpeed starts from the fp32 model, so its partitions are exact master weights. Then 16-bit copies replace the flat
+groups that the model reads in 16 bits. Their gradients are still summed in fp32 (Tensor.grad_dtype), over uses, micro-batches and
+ranks. A 16-bit copy equals a master weight cast at its use, so no number changes.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from parallel.gradients import data_axis
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 
-Working = Callable[[str], torch.dtype]  # of a parameter by name: what the model reads it in
-BUCKET_ELEMENTS = 8 * 2**20  # gradients that travel together, 32 MiB in fp32
+Working = Callable[[str], torch.dtype]  # parameter name -> the dtype in which the model reads it
+BUCKET_ELEMENTS = 8 * 2**20  # gradients summed together, 32 MiB in fp32
 
 
 class DeepSpeed(ABC):
-    """What all stages share. `layouts` by module parameter name."""
+    """The common part of the engines of all ZeRO stages. `layouts` by module parameter name."""
 
     module: nn.Module
     engine: Any
@@ -49,7 +49,7 @@ class DeepSpeed(ABC):
 
     def forward(self, *args: Any, last: bool) -> Any:
         if self.mesh.axis("pp").size > 1:
-            return self.module(*args)  # DeepSpeed's own hooks follow one loss through the whole model
+            return self.module(*args)  # DeepSpeed's hooks would expect one loss of the whole model
         self.engine.set_gradient_accumulation_boundary(last)
         return self.engine(*args)
 
@@ -63,7 +63,7 @@ class DeepSpeed(ABC):
         torch.autograd.backward(output, gradient)
 
     def start_sums(self, names: Sequence[str]) -> None:
-        return  # DeepSpeed's sums have their rank wait, so they would delay its other stages' actions
+        return  # DeepSpeed's sums block the rank, which would delay its other stages
 
     def reduce(self) -> None:
         self.engine.set_gradient_accumulation_boundary(True)
@@ -92,7 +92,7 @@ class DeepSpeed(ABC):
 
 
 class Zero(DeepSpeed):
-    """Stages 1 and 2; the model's weights are in the master dtype, and afterwards in the one that `working` says (None: as they are)."""
+    """The engine of stages 1 and 2. Takes a model in the master dtype and casts its weights to the dtypes `working` (None: no cast)."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Zero(DeepSpeed):
         self.offloads = offload.optimizer != "none"
         told, more = tell_groups(mesh, layouts.values()), offload.sections(None, largest=0)
         if mesh.axis("pp").size > 1:
-            more["overlap_comm"] = False  # sums follow the last micro-batch of all stages here, in `reduce`
+            more["overlap_comm"] = False  # `reduce` sums after the last micro-batch of all stages
         self.engine, _, _, _ = deepspeed.initialize(
             model=marked(model) if any("moe" in group for group in groups) else model,
             optimizer=optimizer.build(groups),
@@ -125,20 +125,20 @@ class Zero(DeepSpeed):
         )
         self.zero = self.engine.optimizer
         assert not self.zero.gradient_average, "losses are shares of the global mean: gradients are summed"
-        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # the norm is ours; its own would take time and a collective
+        self.zero.scaled_global_norm = lambda *_, **__: torch.zeros(())  # unused, and would cost a collective: clip.py has the norm
         if working is not None:
             for number, group in enumerate(made):
                 self._narrow(number, group.dtype)
-        for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() can be asked before the first step
+        for partition in self.zero.single_partition_of_fp32_groups:  # now, so that state() works before the first step
             zeros = {m: torch.zeros_like(partition) for m in MOMENTS}
             self.zero.optimizer.state[partition] = zeros | {"step": torch.zeros((), device=partition.device)}
         self.zero._lazy_init_hp_params_optimizer_state()
         if mesh.axis("pp").size > 1:
-            for hook in self.zero._grad_acc_hooks:  # they would sum each micro-batch; `reduce` does, once
+            for hook in self.zero._grad_acc_hooks:  # they would sum after each micro-batch; `reduce` sums once
                 hook.remove()
 
     def _narrow(self, number: int, dtype: torch.dtype) -> None:
-        """Replace one flat group of working weights by its copy in this dtype; the fp32 partitions of it stay."""
+        """Replace one flat group of working weights by a copy in this dtype. Its fp32 partitions do not change."""
         zero = self.zero
         if zero.bit16_groups_flat[number].dtype == dtype:
             return
@@ -152,13 +152,13 @@ class Zero(DeepSpeed):
         for parameter in zero.bit16_groups[number]:
             parameter.grad_dtype = torch.float32
             fragment = parameter._hp_mapping
-            if fragment is not None:  # a view of the old flat group, which would keep all of it
+            if fragment is not None:  # a view of the old flat group would keep all of it in memory
                 at = fragment.lp_fragment_address
                 fragment.lp_fragment = parameter.data.flatten().narrow(0, at.start, at.numel)
 
     def forward(self, *args: Any, last: bool) -> Any:
-        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # stages add up on the device
-            self._make_room()
+        if self.offloads and not last and self.mesh.axis("pp").size == 1:  # with stages, gradients accumulate on the device
+            self._add_accumulators()
         return super().forward(*args, last=last)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -166,11 +166,11 @@ class Zero(DeepSpeed):
         if not self.shards_gradients or not last:
             return
         for number, parts in self.zero.averaged_gradients.items():
-            if parts:  # of a parameter that two ranks share, a view would keep the whole gradient
+            if parts:  # a view of a parameter that two ranks share would keep its whole gradient in memory
                 self.zero.averaged_gradients[number] = [p.clone() if p.untyped_storage().nbytes() > p.nbytes else p for p in parts]
 
-    def _make_room(self) -> None:
-        """Host buffers in which gradients of several micro-batches add up: DeepSpeed's own would be in the weights' dtype."""
+    def _add_accumulators(self) -> None:
+        """Add fp32 buffers on the host for gradients of several micro-batches. DeepSpeed's would be in the weights' dtype."""
         zero = self.zero
         for params in zero.params_in_partition:
             for parameter in params:
@@ -192,7 +192,7 @@ class Zero(DeepSpeed):
         return ((self.groups[number].family, part) for number, part in self._partitions() if self.groups[number].owned)
 
     def tensors(self) -> Iterator[Held]:
-        """The model's weights are copies; partitions are cut by what a rank's groups are, so no other rank's can be compared."""
+        """Yield weights and partitions. Only weights have copies on other ranks: partitions depend on a rank's parameter groups."""
         for name, parameter in self.parameters.items():
             yield copies_of(name, "weight", parameter, self.layouts[name])
         for number, partition in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -214,7 +214,7 @@ class Zero(DeepSpeed):
         for number in zero.averaged_gradients:
             zero.averaged_gradients[number] = None
             zero.all_grad_tensors[number] = None
-        zero.micro_step_id = -1  # as DeepSpeed's own step leaves it
+        zero.micro_step_id = -1  # as after DeepSpeed's step
         if self.offloads:
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
@@ -240,7 +240,7 @@ class Zero(DeepSpeed):
             if not parameter.requires_grad:
                 fill(parameter.data, partial(load, name, "weight"))
                 continue
-            fragment = parameter._hp_mapping  # what this rank's partition has of the flattened parameter; None: nothing
+            fragment = parameter._hp_mapping  # this rank's shard of the flattened parameter; None: empty
             for kind in ("weight", *MOMENTS) if fragment is not None else ():
                 part = fragment.get_hp_fragment(None if kind == "weight" else kind)
                 fill_run(part.data, partial(load, name, kind), shape=tuple(parameter.shape), first=fragment.lp_fragment_address.start)
@@ -250,16 +250,16 @@ class Zero(DeepSpeed):
 
 
 def in_partition(number: int, master: Tensor, optimizer: torch.optim.Optimizer) -> Iterator[Held]:
-    """A flat partition of master weights, and what the optimizer keeps of it."""
+    """Yield a flat partition of master weights, and its optimizer states."""
     for kind, tensor in held_of(master, optimizer):
         yield Held(f"partition {number}", kind, tensor)
 
 
 def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration: it is told to clip nothing and to scale nothing, and takes whatever optimizer it is given."""
+    """Return DeepSpeed's configuration: no clipping, no loss scale, any optimizer."""
     sharded = {"stage": stage, "contiguous_gradients": True, "reduce_bucket_size": BUCKET_ELEMENTS}
-    sharded["overlap_comm"] = torch.cuda.is_available()  # sums on a stream of their own; without streams a second buffer would be all
-    sharded["use_multi_rank_bucket_allreduce"] = False  # each gradient to its owner alone: half the bytes of all to all
+    sharded["overlap_comm"] = torch.cuda.is_available()  # needs CUDA streams; without them it only costs a second buffer
+    sharded["use_multi_rank_bucket_allreduce"] = False  # sums each gradient on its owner only: half the bytes of an all-reduce
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -270,9 +270,9 @@ def settings(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Group(NamedTuple):
-    """Parameters that DeepSpeed flattens together. `owned`: they count here, and not on other ranks that hold the same shards."""
+    """Parameters that DeepSpeed flattens together. `owned`: this rank's shards count in norms, not their copies on other ranks."""
 
-    settings: dict[str, Any]  # torch's parameter group, with what DeepSpeed knows experts by
+    settings: dict[str, Any]  # torch's parameter group, with DeepSpeed's marks for experts
     family: str
     dtype: torch.dtype
     owned: bool
@@ -281,13 +281,13 @@ class Group(NamedTuple):
 def group_parameters(
     parameters: dict[str, nn.Parameter], layouts: dict[str, Layout], optimizer: AdamW, *, working: Working | None, mesh: Mesh, told: bool
 ) -> list[Group]:
-    """The optimizer's groups, each of one family, one dtype, one axis to be summed over and one answer to who counts it.
+    """Return the optimizer's groups. Parameters of a group share family, dtype, weight decay, summation axis and ownership.
 
-    `told`: DeepSpeed is told by groups which parameters are not summed over its data-parallel group: `allreduce` False, and a name, here
-    the axis's. Dims are read from layouts: a sharded parameter has none of its own.
+    `told`: mark parameters that are not summed over DeepSpeed's data-parallel group with `allreduce` False and the axis's name. Shapes
+    are read from layouts, because a sharded parameter has lost its shape.
     """
     keyed: dict[tuple[str, torch.dtype, bool, bool, str], list[nn.Parameter]] = {}
-    everyone = dense_axis(mesh)
+    default = dense_axis(mesh)
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
@@ -295,7 +295,7 @@ def group_parameters(
         dtype = parameter.dtype if working is None else working(name)
         decays = optimizer.decays(name, torch.empty(layout.shape, device="meta"))
         axis = data_axis(layout, mesh)
-        other = axis.name if axis.ranks != everyone.ranks else ""
+        other = axis.name if axis.ranks != default.ranks else ""
         keyed.setdefault((layout.family, dtype, decays, layout.shard_counts(mesh), other), []).append(parameter)
         if other and told:
             parameter.allreduce, parameter.group_name = False, other  # type: ignore[attr-defined]

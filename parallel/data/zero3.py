@@ -1,14 +1,13 @@
-"""ZeRO stage 3 through DeepSpeed: a rank holds 1/N of every weight, gradient and state, and the whole of a weight only while it is used.
+"""ZeRO stage 3 with DeepSpeed: a rank holds 1/N of every weight, gradient and optimizer state, and a whole weight only during its use.
 
     forward, backward of a module    all-gather its weights | compute | free them
     backward                         and reduce-scatter its gradients to their owners
-    step                             each rank on its own part; nothing is gathered
+    step                             each rank on its own shard; nothing is gathered
 
-A parameter says itself over which ranks it is sharded (`ds_zero_partition_process_group`), as its layout has it: experts over edp, the
-rest over dp and sp.
-DeepSpeed's MoE layers refuse this stage; experts that are ordinary parameters of another group do not need them. Weights are
-sharded module by module as they are born, so no rank ever holds the whole model. Sources: ZeRO (arXiv 1910.02054),
-ZeRO-Infinity (arXiv 2104.07857).
+Each parameter has the process group over which it is sharded (`ds_zero_partition_process_group`), from its layout: experts over edp,
+the others over dp and sp. DeepSpeed's MoE layers refuse this stage, but they are not used here: experts are ordinary parameters with
+another group. Weights are sharded module by module as they are made, so no rank ever holds the whole model. Sources: ZeRO
+(arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from parallel.mesh import Mesh
 
 
 class Birth:
-    """Makes a model that is on the meta device on `device`, module by module: `fill` gives a rank the first values of its own 1/N, and
-    nothing is sent. The rest of each weight is memory that was asked for and never written, for as long as DeepSpeed cuts it.
+    """Turns a model on the meta device into sharded weights on `device`, module by module. Sends nothing.
+
+    `fill` writes the first values of this rank's 1/N. While DeepSpeed cuts a weight, the rest of it is allocated but never written.
     """
 
     def __init__(self, layouts: dict[str, Layout], mesh: Mesh, *, device: torch.device, fill: Fill, offload: Offload | None = None) -> None:
@@ -60,7 +60,7 @@ class Birth:
         parameter = nn.Parameter(torch.empty_like(module.get_parameter(name), device=self.device))
         axis = data_axis(self.layouts[full], self.mesh)
         parameter.ds_zero_partition_process_group = group_of(axis, self.mesh)  # type: ignore[attr-defined]
-        parameter.birth = self  # type: ignore[attr-defined]  # the engine will find it there
+        parameter.birth = self  # type: ignore[attr-defined]  # Zero3 reads it there
         each, flat = -(-parameter.numel() // axis.size), parameter.data.view(-1)
         for at, box in boxes(tuple(parameter.shape), axis.index * each, min((axis.index + 1) * each, parameter.numel())):
             shape = [part.stop - part.start for part in box]
@@ -70,7 +70,7 @@ class Birth:
         self.first = parameter
 
     def _cutter(self) -> Callable[[nn.Parameter], None]:
-        """Leaves a rank its part of a parameter. DeepSpeed's own way begins by sending the first rank's whole weight to all others."""
+        """Return a function that cuts a parameter to this rank's shard. DeepSpeed's own Init would first broadcast the whole weight."""
 
         class Init(self.deepspeed.zero.Init):  # type: ignore[misc, name-defined]
             def _zero_init_param(self, parameter: Any) -> None:
@@ -82,23 +82,23 @@ class Birth:
             config_dict_or_path=self.settings,
             mem_efficient_linear=False,
             mpu=self.told,
-        )  # its own `dtype` is not fp32 on every processor, whatever is asked for: settings without 16 bits say so
-        assert init.dtype == torch.float32, f"{init.dtype} would round what lies on a disk"
+        )  # without `dtype`, which is not respected on every processor: settings without 16 bits give fp32
+        assert init.dtype == torch.float32, f"{init.dtype} would round weights on a disk"
         if init.param_swapper is not None:
-            _ask_once(init.param_swapper)
+            _read_each_once(init.param_swapper)
         return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 
 _LIMITS = {
     "stage3_param_persistence_threshold": 0,  # no weight stays gathered, however small
-    "stage3_max_reuse_distance": 0,  # nor because it will be used again soon
+    "stage3_max_reuse_distance": 0,  # even if it will be used again soon
     "stage3_prefetch_bucket_size": BUCKET_ELEMENTS,
-    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered at once, unless one layer is larger: each module asks for a bucket more
+    "stage3_max_live_parameters": 2 * BUCKET_ELEMENTS,  # gathered together, unless one layer is larger: each module prefetches a bucket
 }
 
 
 class Zero3(DeepSpeed):
-    """A Birth has seen every module of the model."""
+    """The engine of stage 3, for a model made by Birth."""
 
     def __init__(
         self,
@@ -128,31 +128,31 @@ class Zero3(DeepSpeed):
         self.zero = zero = self.engine.optimizer
         model.register_forward_hook(self._no_backward_pass)
         zero._gradient_averaging_world_size = lambda params, ranks: 1  # losses are shares of the global mean: gradients are summed
-        zero._get_norm_groups = lambda: [torch.zeros(())]  # the norm is ours
+        zero._get_norm_groups = lambda: [torch.zeros(())]  # unused: clip.py computes the norm
         self.of_sub_group = [groups[zero.sub_group_to_group_id[i]] for i in range(len(zero.fp16_groups))]
         if working is not None:
             self._narrow([group.dtype for group in self.of_sub_group])
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() can be asked before the first step
-            with self._brought_in(number, write=True):
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # now, so that state() works before the first step
+            with self._swapped_in(number, write=True):
                 zeros = {m: torch.zeros_like(master, requires_grad=False) for m in MOMENTS}
                 zero.optimizer.state[master] = zeros | {"step": torch.zeros((), device=master.device)}
 
     def _no_backward_pass(self, *_: Any) -> None:
-        """Free what was gathered ahead for it."""
+        """Free weights that were prefetched for a backward pass, if there is none."""
         if not torch.is_grad_enabled():
             self.zero._partition_all_parameters()
 
-    def _brought_in(self, number: int, *, write: bool) -> _BroughtIn:
-        return _BroughtIn(self.zero, number, write=write)
+    def _swapped_in(self, number: int, *, write: bool) -> _SwappedIn:
+        return _SwappedIn(self.zero, number, write=write)
 
     def _narrow(self, dtypes: list[torch.dtype]) -> None:
-        """Replace flat groups of working weights by their copies in these dtypes; what is on a disk stays as it is."""
+        """Replace flat groups of working weights by copies in these dtypes. Weights on a disk do not change."""
         zero = self.zero
         masters = {flat.data_ptr() for flat in zero.fp32_partitioned_groups_flat}
         for number, dtype in enumerate(dtypes):
             flat = zero.fp16_partitioned_groups_flat[number]
             if flat is None or (flat.dtype == dtype and flat.data_ptr() in masters):
-                continue  # fp32 weights that are read in fp32 are their own masters
+                continue  # weights that are read in fp32 are also the master weights
             narrow = flat.to(dtype, copy=True)
             zero.fp16_partitioned_groups_flat[number] = narrow.pin_memory() if flat.is_pinned() else narrow
             zero._unflatten_partitioned_parameters(number)
@@ -165,7 +165,7 @@ class Zero3(DeepSpeed):
             zero.param_groups_fp16_flat_cpu_memory = []
 
     def _gradients(self) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-        """(group, parameter, this rank's part of its summed gradient), as they lie in one buffer."""
+        """Yield (group, parameter, this rank's shard of its summed gradient), in the order of their common buffer."""
         zero, at = self.zero, 0
         for number, params in enumerate(zero.fp16_groups):
             for parameter in params:
@@ -177,7 +177,7 @@ class Zero3(DeepSpeed):
         return ((group.family, part) for group, _, part in self._gradients() if group.owned)
 
     def tensors(self) -> Iterator[Held]:
-        """Nothing here has a copy, but for a part's weights in 16 bits beside those in 32. What lies on a disk is not read."""
+        """Yield partitions of master weights with optimizer states, and of working weights. No rank has copies. Disks are not read."""
         zero = self.zero
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             if not zero._swappable_optimizer_subgroup(number):
@@ -199,10 +199,10 @@ class Zero3(DeepSpeed):
         zero.grad_partitions_flat_buffer.mul_(factor)
         if self.offload.optimizer == "none":
             return
-        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's copies on the host
+        for number, master in enumerate(zero.fp32_partitioned_groups_flat):  # the optimizer's gradients on the host
             if not zero._swappable_optimizer_subgroup(number):
                 master.grad.mul_(factor)
-        if zero.swap_optimizer:  # and on a disk: as they are read for the step
+        if zero.swap_optimizer:  # gradients on a disk are scaled when the step reads them
             zero.override_loss_scale((zero.external_loss_scale or 1.0) / factor)
 
     def step(self, lr: float) -> None:
@@ -234,7 +234,7 @@ class Zero3(DeepSpeed):
         if not parameter.requires_grad:
             return {"weight": self._whole(parameter, parameter.ds_tensor)}  # type: ignore[attr-defined]
         number, first, size = zero.grad_position[zero.get_param_id(parameter)]
-        with self._brought_in(number, write=False):
+        with self._swapped_in(number, write=False):
             master = zero.fp32_partitioned_groups_flat[number]
             held = {"weight": master.detach()} | {m: zero.optimizer.state[master][m] for m in MOMENTS}
             return {kind: self._whole(parameter, tensor.narrow(0, first, size)) for kind, tensor in held.items()}
@@ -251,11 +251,11 @@ class Zero3(DeepSpeed):
                 fill_run(part, partial(load, name, "weight"), shape=tuple(frozen.ds_shape), first=begin)
         for number, params in enumerate(zero.fp16_groups):
             master = zero.fp32_partitioned_groups_flat[number]
-            with self._brought_in(number, write=True):
+            with self._swapped_in(number, write=True):
                 for parameter in (p for p in params if id(p) in given):
                     _, first, size = zero.grad_position[zero.get_param_id(parameter)]
                     begin = dist.get_rank(parameter.ds_process_group) * size
-                    length = max(0, min(size, parameter.ds_numel - begin))  # the last ranks may hold less, or nothing
+                    length = max(0, min(size, parameter.ds_numel - begin))  # the last ranks may hold fewer elements, or none
                     for kind in ("weight", *MOMENTS):
                         held = master.data if kind == "weight" else zero.optimizer.state[master][kind]
                         part, wanted = held.narrow(0, first, length), partial(load, given[id(parameter)], kind)
@@ -264,8 +264,8 @@ class Zero3(DeepSpeed):
                 zero._reassign_or_swap_out_partitioned_parameters(number)
 
 
-def _ask_once(swapper: Any) -> None:
-    """Have each weight read once that DeepSpeed asks of the disk ahead of time: it asks twice for one that is soon used twice, and ends."""
+def _read_each_once(swapper: Any) -> None:
+    """Remove duplicates from DeepSpeed's prefetches: it would read a weight that is soon used twice two times, and fail."""
     read = swapper.swap_in
 
     def swap_in(params: list[nn.Parameter], **options: Any) -> None:
@@ -275,16 +275,15 @@ def _ask_once(swapper: Any) -> None:
 
 
 def _hook_dataclass(module: Any, _: Any, output: Any) -> Any:
-    """DeepSpeed gathers a module's weights when the gradient of a tensor that it gave arrives. It finds tensors in tuples; here they
-    also come in dataclasses."""
+    """Hook the tensors of a dataclass output. DeepSpeed, which gathers weights for the backward pass by such hooks, finds only tuples."""
     if not is_dataclass(output) or isinstance(output, type):
         return output
     tensors = {f.name: value for f in fields(output) if isinstance(value := getattr(output, f.name), Tensor) and value.requires_grad}
     return replace(output, **{name: module.pre_bwd_fn.apply(tensor) for name, tensor in tensors.items()})
 
 
-class _BroughtIn:
-    """While it lasts, a group's optimizer state is in memory if it lies on a disk; `write`: changes go back there."""
+class _SwappedIn:
+    """Context in which a group's optimizer states on a disk are in memory. `write`: changes are written back."""
 
     def __init__(self, zero: Any, number: int, *, write: bool) -> None:
         self.zero, self.number, self.write = zero, number, write
