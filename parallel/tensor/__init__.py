@@ -1,1 +1,1 @@
-"""Tensor parallelism: how a layer lies on several ranks, and what it computes there."""
+"""Tensor parallelism: layers split over ranks, with their layouts and their products."""

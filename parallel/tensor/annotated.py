@@ -1,14 +1,14 @@
-"""An annotated graph on real ranks: torch's DTensor carries out the program of parallel/plan/partition.py, forward and backward.
+"""An annotated graph on real ranks: torch's DTensor runs the program of parallel/plan/partition.py, forward and backward.
 
-    value --redistribute--> as the operator reads it --to_local--> part --compute--> made --from_local, redistribute--> value
+    value --redistribute--> as the operator needs it --to_local--> shard --compute--> output --from_local, redistribute--> value
 
-Each operator works on plain local tensors. What it needs of its inputs, and how it makes its output, are placements: Shard(dim) for each
-axis that cuts a dim, Partial for an axis over which the ranks have shares. The gradient of a local input is told by placements too:
-Partial over every axis that cuts a factor which the input lacks. So DTensor finds every sum, gather and exchange, both ways, and nothing
-here names one. DTensor cuts a dim by its mesh's axes in their order alone: a sharding with another order is refused.
+Each operator works on plain local tensors. Placements say which inputs it needs and which output it makes: Shard(dim) for each axis that
+cuts a dim, Partial for an axis over which ranks have partial sums. The gradient of a local input has placements too: Partial over every
+axis that cuts a factor which the input lacks. So DTensor derives every sum, gather and exchange, forward and backward. DTensor cuts a
+dim by mesh axes only in the mesh's order; a sharding with another order is refused.
 
-`compute(op, inputs, rank)` is what the caller's operators do; `product` is there. Of a cut factor `rank.region` says which part is here,
-and `rank.total` sums a statistic of it, as a norm needs. Sources: GSPMD (arXiv 2105.04663), section 4; torch.distributed.tensor.
+`compute(op, inputs, rank)` computes an operator; `product`, for einsums, is the default. `rank.region` gives this rank's shard of a cut
+factor, and `rank.total` sums a statistic over it, for norms. Sources: GSPMD (arXiv 2105.04663), section 4; torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def device_mesh(sizes: Sizes, *, device: str = "cpu") -> DeviceMesh:
-    """The ranks that are running as a mesh, the last axis varying fastest."""
+    """Make a DeviceMesh of the running ranks; the last axis varies fastest."""
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What an operator may ask about its part."""
+    """One rank's position in an operator's work."""
 
     mesh: DeviceMesh
     sizes: Sizes
@@ -46,7 +46,7 @@ class Rank:
     factors: Mapping[str, int]
 
     def region(self, letter: str) -> slice:
-        """Which elements of a factor are here."""
+        """Return this rank's slice of a factor."""
         axes = self.work.cuts.get(letter, ())
         place = 0
         for axis in axes:
@@ -55,15 +55,15 @@ class Rank:
         return slice(place * part, (place + 1) * part)
 
     def total(self, local: Tensor, letters: str, *, read: Literal["in parts", "in copies"]) -> Tensor:
-        """The sum over all parts of these factors.
+        """Sum `local` over all shards of these factors.
 
-        What is made of it is cut by these factors too, as a norm's output (in parts: its gradient is a sum over ranks), or every rank
-        makes the same, as a loss (in copies: each has the whole gradient).
+        `read`: how later operators use the sum. "in parts": their output is cut by these factors too (a norm), so the gradient is summed
+        over ranks. "in copies": every rank computes the same (a loss), so each already has the whole gradient.
         """
         return self._over(local, letters, "sum", read)
 
     def largest(self, local: Tensor, letters: str) -> Tensor:
-        """The largest of all parts', without a gradient."""
+        """Return the maximum over all shards, without gradient."""
         return self._over(local.detach(), letters, "max", "in copies")
 
     def _over(self, local: Tensor, letters: str, how: str, read: str) -> Tensor:
@@ -83,12 +83,12 @@ Compute = Callable[[Operator, Sequence[Tensor], Rank], Tensor]
 
 
 def product(op: Operator, inputs: Sequence[Tensor], rank: Rank) -> Tensor:
-    """An einsum of the parts."""
+    """Compute an operator as an einsum of its local inputs."""
     return torch.einsum(op.rule, *inputs)
 
 
 class Annotated:
-    """A program on the ranks that are running; `mesh` has its axes in their order. Raises BadInput for axes of a dim in another order."""
+    """A program on the running ranks; `mesh` has its axes, in its order. Raises BadInput if a dim is cut by axes in another order."""
 
     def __init__(self, program: Program, mesh: DeviceMesh, compute: Compute = product) -> None:
         self.program, self.mesh, self.compute = program, mesh, compute
@@ -100,7 +100,7 @@ class Annotated:
                 self.placements(sharding, work.operator.name)
 
     def placed(self, name: str, whole: Tensor) -> DTensor:
-        """This rank's part of an input or a parameter, which every rank has whole; a leaf that asks for a gradient if it is a float."""
+        """Shard an input or a parameter that every rank has whole. Return a leaf DTensor, with requires_grad for floating-point dtypes."""
         from torch.distributed.tensor import DTensor
 
         sharding = self.program.shardings[name]
@@ -113,7 +113,7 @@ class Annotated:
         return made
 
     def __call__(self, values: Mapping[str, DTensor]) -> dict[str, DTensor]:
-        """Every operator's output, of inputs and parameters as `placed` gives them."""
+        """Run the program. `values`: inputs and parameters made by `placed`. Return every operator's output."""
         from torch.distributed.tensor import DTensor
 
         held, sizes = dict(values), {letter: dim.size for letter, dim in self.program.graph.dims.items()}
@@ -132,7 +132,7 @@ class Annotated:
         return {op.name: held[op.name] for op in self.program.graph.operators}
 
     def placements(self, sharding: Sharding, tensor: str) -> list[Placement]:
-        """One for each axis of the mesh."""
+        """Return a sharding as placements, one for each mesh axis."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         order = list(self.program.mesh)
@@ -148,6 +148,6 @@ def _in_order(axes: Axes, order: list[str], tensor: str) -> None:
         raise BadInput(
             f"sharding of {tensor}",
             got="+".join(axes),
-            needed=f"the order of the mesh's axes, {', '.join(order)}: DTensor cuts a dim by no other",
+            needed=f"the order of the mesh's axes, {', '.join(order)}, in which DTensor cuts a dim",
             fix=f"annotate {'+'.join(wanted)}",
         )

@@ -1,16 +1,16 @@
-"""1D tensor parallelism by torch's DTensor: the weights of linear_1d.py, and torch decides what travels from how tensors are placed.
+"""1D tensor parallelism by torch's DTensor: the layouts of linear_1d.py, but torch derives the communication from placements.
 
-    x  Replicate, or slices Shard(1)  --> Replicate                                                 layer.enter
-    W1 Shard(0)                       x W1   Shard(-1), local again for attention and activation    module.product
-    W2 Shard(1)                       h W2   Partial: sums of shares are due                        module.product
-    y                                 Partial --> Replicate, or slices Shard(1)                     layer.leave
+    x  Replicate, or sliced: Shard(1) --> Replicate                                                 layer.enter
+    W1 Shard(0)                       x W1   Shard(-1), then local for attention and activation     module.product
+    W2 Shard(1)                       h W2   Partial: not yet summed over ranks                     module.product
+    y                                 Partial --> Replicate, or sliced: Shard(1)                    layer.leave
 
-That is what ColwiseParallel, RowwiseParallel and PrepareModuleInput of torch's `parallelize_module` do at the edges of modules. They
-take torch's own linears and make parameters DTensors; here parameters stay plain local tensors, as engines and checkpoints have them,
-and are placed where they are used. Embedding, head and loss are those of 1D (parallel/tensor/vocabulary.py), norms those of sliced.py.
+ColwiseParallel, RowwiseParallel and PrepareModuleInput of torch's `parallelize_module` do the same at module boundaries. They need
+torch's linears and make parameters DTensors. Here parameters stay plain local tensors, as engines and checkpoints need them, and become
+DTensors at each use. Embedding, head and loss are in parallel/tensor/vocabulary.py, norms in sliced.py.
 
-Cost: the sums of linear_1d.py, or the gathers and reduce-scatters of sliced.py, whose sums of the backward pass are then in the compute
-dtype too; and torch's own time for each operation. The project's counts do not see them: torch's CommDebugMode does.
+Cost: the sums of linear_1d.py, or the gathers and reduce-scatters of sliced.py, here also with backward sums in the compute dtype; and
+torch's overhead for each operation. The project's counters do not see these collectives; torch's CommDebugMode does.
 Sources: torch.distributed.tensor; Megatron-LM (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198).
 """
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DTensorColumn:
-    """Outputs of a product over tp: Shard(0) of a weight [out, in]. Fills `product` of the module, and `enter` of its layer.
+    """Splits a product's outputs over tp: Shard(0) of a weight [out, in]. Fills `product` of the module, and `enter` of its layer.
 
-    `dim` 1: of a table by heads, which no product takes and whose layer alone has a slot.
+    `dim` 1: a table by heads, which is in no product, so only `enter` is filled.
     """
 
     dim: int = 0
@@ -57,7 +57,7 @@ class DTensorColumn:
 
 @dataclass(frozen=True)
 class DTensorRow:
-    """Inputs of a product over tp: Shard(1) of a weight [out, in]. Fills `product` of the module, and `leave` of its layer."""
+    """Splits a product's inputs over tp: Shard(1) of a weight [out, in]. Fills `product` of the module, and `leave` of its layer."""
 
     sliced: bool = False
 
@@ -73,14 +73,14 @@ class DTensorRow:
 
 
 class Ranks:
-    """An axis as torch's DeviceMesh, which is made when a tensor is first placed: a plan is laid out without process groups."""
+    """An axis as torch's DeviceMesh. The DeviceMesh is made at the first use, because plans are made without process groups."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._meshes: dict[str, DeviceMesh] = {}  # by type of device: one
+        self._meshes: dict[str, DeviceMesh] = {}  # by device type
 
     def placed(self, local: Tensor, placement: Placement) -> DTensor:
-        """What each rank has as one tensor of them all; its gradient, if any, is placed as torch chooses for this placement."""
+        """Return a DTensor made of each rank's local tensor. torch chooses the placement of its gradient."""
         from torch.distributed.tensor import DTensor  # here, because it takes a second to import
 
         return DTensor.from_local(local, self._device_mesh(local.device.type), [placement], run_check=False)
@@ -92,7 +92,7 @@ class Ranks:
 
 
 def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
-    """x on all ranks, as a DTensor. Backward: the products' shares of its gradient become one sum, or of it this rank's slice."""
+    """Return x, whole on all ranks, as a DTensor. Backward: sum the partial gradients, and with `sliced` keep this rank's shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not sliced:
@@ -101,7 +101,7 @@ def enter(x_BLD: Tensor, *, ranks: Ranks, sliced: bool) -> Tensor:
 
 
 def column_product(x: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
-    """x W^T of this rank's outputs, a plain tensor, of x as `enter` gives it."""
+    """Return this rank's outputs of x W^T, as a plain tensor. x is a DTensor from `enter`."""
     from torch.distributed.tensor import DTensor, Shard
 
     y = F.linear(x, ranks.placed(weight_OI.to(x.dtype), Shard(0)))
@@ -110,14 +110,14 @@ def column_product(x: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
 
 
 def row_product(h: Tensor, weight_OI: Tensor, *, ranks: Ranks) -> Tensor:
-    """h W^T of this rank's inputs, a DTensor of shares, for `leave`."""
+    """Return the partial sums of h W^T over this rank's inputs, as a DTensor for `leave`."""
     from torch.distributed.tensor import Shard
 
     return F.linear(ranks.placed(h, Shard(h.ndim - 1)), ranks.placed(weight_OI.to(h.dtype), Shard(1)))
 
 
 def leave(y_BLD: Tensor, *, sliced: bool) -> Tensor:
-    """The sum of the ranks' shares, or of it this rank's slice, a plain tensor. Backward: all ranks have the whole gradient."""
+    """Sum partial sums over ranks, and with `sliced` keep this rank's shard: a plain tensor. Backward: all ranks get the whole gradient."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     assert isinstance(y_BLD, DTensor)

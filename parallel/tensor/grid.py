@@ -1,10 +1,10 @@
-"""What the grids of 2D, 2.5D and 3D tensor parallelism share: between layers a rank has some sequences, and of their channels some.
+"""Common parts of 2D, 2.5D and 3D tensor parallelism. Between layers, a rank has some sequences and a shard of their channels.
 
     x [B, L, D / q]     sequences over tp_depth and tp_row (moe/data/token_shard.py); channels over tp_col
 
-    norm          its statistics are of all channels: two numbers a token are exchanged along tp_col
-    MoE layer     a token is routed whole: channels of all against sequences of all (parallel/tensor/exchanged.py)
-    3D inside     a layer's inner sequences are others (parallel/tensor/linear_3d.py): what is known of them turns from tp_row to tp_col
+    norm          needs all channels: two numbers a token are exchanged along tp_col
+    MoE layer     needs whole tokens: shards of channels are exchanged for whole sequences (parallel/tensor/exchanged.py)
+    3D inside     inside a layer a rank has other sequences (parallel/tensor/linear_3d.py): `Turn` moves data about them accordingly
 
 Sources: Optimus (arXiv 2104.05343), section 3; 3D parallelism (arXiv 2105.14450), section 3.2.
 """
@@ -29,13 +29,13 @@ from parallel.tensor.style import Shape
 # B sequences, L length, D channels here, N tokens here
 
 
-Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x W^T of one x and each of several W
+Multiply = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]  # x, several W -> x W^T for each W
 
 
 def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], *, of_layer: bool = True) -> None:
-    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of the layer around it, if it has one.
+    """Fill the slot `product` of the module at `path`, and with `of_layer` the slot `products` of its layer, if the layer has one.
 
-    `made(label)`: what multiplies, with a name for where ranks disagree.
+    `made(label)` returns the function that multiplies; `label` is for error messages.
     """
     around = path.rpartition(".")[0]
     layer = model.get_submodule(around)
@@ -45,29 +45,29 @@ def fill_products(model: nn.Module, path: str, made: Callable[[str], Multiply], 
 
 
 def of_one(multiply: Multiply) -> Callable[[Tensor, Tensor], Tensor]:
-    """Its product with one matrix."""
+    """Return the product of x with a single matrix."""
     return lambda x, weight: multiply(x, [weight])[0]
 
 
 def _of_modules(x: Tensor, modules: Sequence[Any], *, multiply: Multiply) -> Sequence[Tensor]:
-    """Their weights are read here, in their layer: ZeRO-3 finds that out and gathers them with it."""
+    """Multiply x with the modules' weights. They are read inside the layer, so ZeRO-3 learns to gather them with it."""
     return multiply(x, [module.weight for module in modules])
 
 
 def together(tensors: Sequence[Tensor], *, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """One after another along dim, in this dtype; a single one is not copied for it."""
+    """Concatenate tensors along dim, in this dtype. A single tensor is not copied."""
     cast = [tensor.to(dtype or tensor.dtype) for tensor in tensors]
     return cast[0] if len(cast) == 1 else torch.cat(cast, dim)
 
 
 def apart(y: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Runs of its last dim, each in memory of its own: one that is kept keeps no other."""
+    """Split the last dim. Each result has its own memory, so that saving one does not keep the others."""
     return (y,) if len(sizes) == 1 else tuple(part.contiguous() for part in y.split(list(sizes), -1))
 
 
 @dataclass(frozen=True)
 class Channels:
-    """A parameter of which dim `dim` is channels, or heads, over `axis`, and which every other rank of tp holds too."""
+    """A parameter whose dim `dim`, channels or heads, is split over `axis`. The other axes of tp hold copies."""
 
     axis: str = "tp_col"
     dim: int = 0
@@ -81,7 +81,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class ChannelsNorm:
-    """A norm of what lies between layers. Fills its slot `normed`, and `first_channel` of the block that has it, if any."""
+    """A norm between layers. Fills its slot `normed`, and `first_channel` of its block, if it is in a block."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Channels().layout(name, shape)
@@ -97,9 +97,9 @@ class ChannelsNorm:
 
 
 def normed(x: Tensor, gain_D: Tensor, *, centred: bool, eps: float, axis: Axis) -> Tensor:
-    """RMSNorm, or LayerNorm (`centred`), of tokens [..., D] whose other channels are on the other ranks of the axis, in x's dtype.
+    """Apply RMSNorm, or LayerNorm (`centred`), to tokens [..., D]; other ranks of the axis have the other channels. Keep x's dtype.
 
-    Statistics and the gain are in fp32 at least. One exchange of one or two numbers a token forward, and one backward.
+    Statistics and the gain are in fp32 or wider. One exchange of one or two numbers a token forward, and one backward.
     """
     wide = torch.promote_types(torch.promote_types(x.dtype, gain_D.dtype), torch.float32)
     y: Tensor = _Normed.apply(x, gain_D.to(wide), centred, eps, axis)
@@ -128,12 +128,12 @@ class _Normed(torch.autograd.Function):
 
 
 def _means(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Of each part over all channels [parts, ..., 1]; one sum over the axis for all."""
+    """Return the mean of each tensor over all channels, [parts, ..., 1], with one sum over the axis."""
     return sum_over(torch.stack([x.sum(-1, keepdim=True) for x in parts]), axis) / (parts[0].shape[-1] * axis.size)
 
 
 def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all channels, [..., 1], from each rank's: a difference of large sums would lose digits (Chan et al., 1979)."""
+    """Return mean and variance over all channels, [..., 1], merged from each rank's (Chan et al., 1979), which does not lose digits."""
     mean = x.mean(-1, keepdim=True)
     both = gathered(torch.stack((mean, (x - mean).square().mean(-1, keepdim=True))).unsqueeze(0), axis)
     means, variances = both.unbind(1)
@@ -143,13 +143,13 @@ def _moments(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Turn:
-    """3D: from sequences over `held`, in copies over `other`, to sequences over `other`, in copies over `held`; backward the way back."""
+    """3D: moves sequences from `held` (copies over `other`) to `other` (copies over `held`). Backward moves gradients back."""
 
     held: Axis
     other: Axis
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's equal part, along dim 0, of what the ranks of `held` have together."""
+        """Gather dim 0 over `held`, and keep this rank's shard over `other`."""
         turned: Tensor = _Turned.apply(x, self.held, self.other)
         return turned
 
@@ -170,7 +170,7 @@ class _Turned(torch.autograd.Function):
 
 
 def transposed(x: Tensor, grid: Axis) -> Tensor:
-    """Each rank (row, column)'s tensor to rank (column, row), forward and backward; `grid`: the q x q ranks, row by row."""
+    """Send the tensor of rank (row, column) to rank (column, row), forward and backward. `grid`: the q x q ranks, row by row."""
     y: Tensor = _Transposed.apply(x, grid)
     return y
 

@@ -1,20 +1,20 @@
-"""1D tensor parallelism: a layer's two products cut so that between them no rank needs another's numbers.
+"""1D tensor parallelism: a layer's two products are split so that nothing is sent between them.
 
             x, the same on all ranks        f: identity forward, sum of gradients backward        layer.products
           /                          \\
-      x W1_0                        x W1_1      Column   W1 [hidden, in], dim 0: some hidden units, or heads, each
-    activation                    activation             (attention mixes within a head, an activation within a unit)
-      h_0 W2_0                      h_1 W2_1    Row      W2 [out, hidden], dim 1: the same ones' share of every output
+      x W1_0                        x W1_1      Column   W1 [hidden, in], split along dim 0: each rank has some hidden units, or heads
+    activation                    activation             (attention works within a head, an activation within a unit)
+      h_0 W2_0                      h_1 W2_1    Row      W2 [out, hidden], split along dim 1: partial sums of every output
           \\                          /
-            y = sum of the shares           g: sum forward, identity backward                     layer.leave
+            y = sum of partial sums         g: sum forward, identity backward                     layer.leave
 
-Cost: 1/t of the layer's weights, products and inner activations a rank; x and y stay whole. One sum of b s h elements in
-f and one in g, so 4 a Transformer layer and micro-batch, each of 2 (t - 1) / t of its bytes sent by every rank (a ring);
-a recomputed forward pass repeats g's. f's goes on while the weights' gradients are computed (parallel/tensor/overlapped.py).
-Partial products are rounded to the compute dtype once, and so is their sum.
+Cost on t ranks: 1/t of the layer's weights, products and inner activations a rank; x and y stay whole. One sum of b s h elements in
+f and one in g, so 4 for a Transformer layer and micro-batch. In a ring, every rank sends 2 (t - 1) / t of the bytes of each. A
+recomputed forward pass repeats g's sum. f's sum overlaps with the weights' gradients (parallel/tensor/overlapped.py). Partial products
+are rounded to the compute dtype once, and so is their sum.
 
-Fewer key-value heads than ranks: t / heads neighbours hold a copy of the same one (`Column("tp_row_heads")`, of a mesh whose
-tp_row_copies is t / heads). Each copy serves other heads of queries, so its gradient is a part, and parts are summed over the copies.
+With fewer key-value heads than ranks, t / heads neighbours hold copies of the same head (`Column("tp_row_heads")`, with a mesh whose
+tp_row_copies is t / heads). Each copy serves other query heads, so the gradients are summed over the copies.
 Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
@@ -37,10 +37,10 @@ from parallel.tensor.style import Shape
 
 @dataclass(frozen=True)
 class Column:
-    """Outputs of a product over an axis: dim 0 of a weight [out, in]. Fills the slot `products` of the layer that holds it, or where the
-    layer is a sum of tiles `enter`: the gradient of x is summed when those of all tiles are there.
+    """Splits a product's outputs over an axis: dim 0 of a weight [out, in].
 
-    `sliced`: between layers a rank has a slice of each sequence (parallel/tensor/sliced.py). `chunks` as in parallel/tensor/overlapped.py.
+    Fills the slot `products` of the layer. For a sum of tiles it fills `enter`, so that the gradient of x is summed over ranks once, after
+    all tiles. `sliced`: sequence parallelism between layers (parallel/tensor/sliced.py). `chunks`: see parallel/tensor/overlapped.py.
     """
 
     axis: str = "tp"
@@ -63,9 +63,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Inputs of a product over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer that holds the product.
+    """Splits a product's inputs over an axis: dim 1 of a weight [out, in]. Fills the slot `leave` of the layer.
 
-    `chunks` above 1: the sum begins before the product ends (parallel/tensor/overlapped.py), so it fills `product` of the module instead.
+    `chunks` above 1: fills `product` of the module instead, so that the sum starts before the product ends
+    (parallel/tensor/overlapped.py).
     """
 
     axis: str = "tp"
@@ -85,22 +86,22 @@ class Row:
 
     def _overlap(self, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
         for name in layouts:
-            assert without_tiles(name) == name, f"{name} is a tile: the sum of tiles is what is summed over ranks"
+            assert without_tiles(name) == name, f"{name} is a tile: only the sum of all tiles is summed over ranks"
             axis = tensor_axis(mesh, name.rsplit(".", 2)[0])
             product = partial(row_product, axis=axis, chunks=self.chunks, sliced=self.sliced)
             model.get_submodule(name.rpartition(".")[0]).product = product  # type: ignore[assignment]
 
 
 def _products_of(x: Tensor, modules: Sequence[Any], *, axis: Axis, chunks: int, sliced: bool) -> Sequence[Tensor]:
-    weights = [module.weight for module in modules]  # read in their layer, with which engines gather them
+    weights = [module.weight for module in modules]  # read inside their layer, because engines gather weights by layer
     return column_products(x, weights, axis=axis, chunks=chunks, sliced=sliced, recast=modules[0].recast)
 
 
 def layers_of(layouts: Mapping[str, Layout]) -> list[str]:
-    """The layers that hold these products: `layers.0.ffn` of `layers.0.ffn.tiles.1.w1.weight`."""
+    """Return the paths of the layers that hold these weights: `layers.0.ffn` for `layers.0.ffn.tiles.1.w1.weight`."""
     return list(dict.fromkeys(without_tiles(name).rsplit(".", 2)[0] for name in layouts))
 
 
 def tensor_axis(mesh: Mesh, label: str) -> Axis:
-    """The ranks that share a layer, with its name for where they disagree."""
+    """Return the tp axis, labelled with the layer's name for error messages."""
     return replace(mesh.axis("tp"), label=label)

@@ -1,17 +1,17 @@
-"""2D tensor parallelism: x and every weight lie in blocks on a grid of q x q ranks, and products go by SUMMA.
+"""2D tensor parallelism: x and every weight are split into blocks on a grid of q x q ranks; SUMMA computes the products.
 
     x = [ x_00 x_01 ]    sequences by row       W^T = [ W_00 W_01 ]    inputs by row         y_ij = sum over t of x_it W_tj
         [ x_10 x_11 ]    channels by column           [ W_10 W_11 ]    outputs by column
 
-    step t      x_it goes along row i, W_tj along column j, both multiply; those of step t + 1 are on their way meanwhile
+    step t      broadcast x_it along row i and W_tj along column j, then multiply; meanwhile the blocks of step t + 1 are sent
     backward    dx_it = sum over j of dy_ij W_tj^T, summed to column t       dW_tj = sum over i of x_it^T dy_ij, summed to row t
 
-The outputs lie as the inputs do, so nothing is gathered between layers: 1/q^2 of the weights, of their gradients and of all activations
-a rank, and one block of another rank's beside them at a time (two, with the one on its way). Several products of one x (q, k and v; w1
-and w3) are one, of their matrices together, so x travels once for all.
+Outputs are split like inputs, so nothing is gathered between layers. A rank holds 1/q^2 of the weights, gradients and activations, and
+one or two blocks of other ranks at a time. Several products of one x (q, k and v; w1 and w3) are computed as one, with concatenated
+matrices, so x is sent once for all.
 
-Cost of a product, sent by a rank: (q - 1) of its blocks of x and W forward, twice as much backward. A row's ranks have the same tokens,
-a column's have others: the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
+Cost of a product, sent by a rank: (q - 1) times its blocks of x and W forward, twice as much backward. Ranks of a row have the same
+tokens; the loss is summed over rows. Sources: SUMMA (van de Geijn and Watts, 1997); Optimus (arXiv 2104.05343).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
 from parallel.weight_gradient import gradients_or_later
 
-# N tokens of this rank's row, I inputs and O outputs of this rank's block; X, Y the same of others
+# N tokens of this rank's row, I inputs and O outputs of this rank's block
 
 
 @dataclass(frozen=True)
 class Block:
     """A weight [out, in] in blocks: outputs over tp_col, inputs over tp_row. Fills `product` of its module and `products` of its layer.
 
-    `outputs` tp_col_heads: of fewer key-value heads than columns, neighbours in a row hold the same block. A product sees no difference.
+    `outputs` tp_col_heads: with fewer key-value heads than columns, neighbours in a row hold the same block. Products do not change.
     """
 
     outputs: str = "tp_col"
@@ -54,15 +54,15 @@ class Block:
 
 
 def products_of(mesh: Mesh, label: str) -> partial[Sequence[Tensor]]:
-    """`products` on this rank's row and column of the grid."""
+    """Return `products` with this rank's row and column of the grid."""
     row, column = (replace(mesh.axis(axis), label=label) for axis in ("tp_col", "tp_row"))  # ranks of a row differ in their column
     return partial(products, row=row, column=column)
 
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, row: Axis, column: Axis) -> Sequence[Tensor]:
-    """Of each W x W^T [..., O] in x's dtype, of blocks x [..., I] and W [O, I] in any dtype; `row`, `column`: the ranks of this rank's.
+    """Return x W^T [..., O] for each W, in x's dtype, given blocks x [..., I] and W [O, I] of any dtype. `row`, `column`: of this rank.
 
-    Partial products are added up in fp32 at least. Kept for the backward pass are the rank's own blocks.
+    Partial products are summed in fp32 or wider. Only this rank's own blocks are saved for the backward pass.
     """
     found: tuple[Tensor, ...] = _Summa.apply(x, row, column, *weights_OI)
     return found
@@ -97,17 +97,17 @@ class _Summa(torch.autograd.Function):
 
 
 def blocks(mine: Tensor, axis: Axis) -> Iterator[Tensor]:
-    """The tensors of the axis's ranks in turn, the next one on its way while one is used."""
-    coming = start_broadcast(mine, axis, root=0)
+    """Yield the tensors of the axis's ranks in turn. The next one is sent while one is used."""
+    following = start_broadcast(mine, axis, root=0)
     for place in range(axis.size):
-        block = coming.wait()
+        block = following.wait()
         if place + 1 < axis.size:
-            coming = start_broadcast(mine, axis, root=place + 1)
+            following = start_broadcast(mine, axis, root=place + 1)
         yield block
 
 
 def summed(shares: Iterable[Tensor], axis: Axis) -> Tensor:
-    """Of one share for each rank of the axis the sum of all ranks' shares for this one, each sum on its way while the next is computed."""
+    """Sum share i of all ranks on rank i, and return this rank's sum. Each sum overlaps with the computation of the next share."""
     mine = before = None
     for place, share in enumerate(shares):
         if before is not None:

@@ -1,18 +1,18 @@
-"""3D tensor parallelism: a cube of q x q x q ranks, and of every tensor a rank holds 1/q^3 and nothing twice.
+"""3D tensor parallelism: a cube of q x q x q ranks. A rank holds 1/q^3 of every tensor, without copies.
 
-    rank (i, j, k)       x   sequences over i, then j; channels over k            between layers, and what a first product takes
-                         y   sequences over i, then k; channels over j            what it gives: j and k have changed places
+    rank (i, j, k)       x   sequences over i, then j; channels over k            between layers: input of a first product
+                         y   sequences over i, then k; channels over j            output of a first product: j and k exchanged
                          W   first: inputs over k, then i; outputs over j         second: inputs over j; outputs over k, then i
 
-    forward     gather x over j | gather W over i | multiply | sum over k, of the sequences those that are this rank's
+    forward     gather x over j | gather W over i | multiply | sum over k, keep this rank's sequences
     backward    gather dy over k | gather W over i | multiply | sum dx over j          gather x over j | multiply | sum dW over i
 
-A second product (a layer's last one) has j and k the other way round, so it gives what lies as x did. What is gathered for a product is
-freed after it and gathered again in the backward pass, so no activation stays at more than 1/q^3. Several products of one x (q, k and v;
-w1 and w3) are one, of their matrices together, so x is gathered once for all.
+In a second product (the last of a layer), j and k are exchanged, so its output is split like x. Gathered tensors are freed after the
+product and gathered again in the backward pass, so 1/q^3 of each activation stays in memory. Several products of one x (q, k and v; w1
+and w3) are computed as one, with concatenated matrices, so x is gathered once for all.
 
-Cost of a product, sent by a rank, in its parts of x, W and y: (q - 1) (x + W + y) forward and (q - 1) (2 x + 2 W + y) backward; a part is
-1/q^3 of the tensor, so a rank sends less than in two dimensions on as many ranks. Source: 3D parallelism (arXiv 2105.14450).
+Cost of a product, sent by a rank, with x, W and y for its shards: (q - 1) (x + W + y) forward and (q - 1) (2 x + 2 W + y) backward. A
+shard is 1/q^3 of the tensor, so a rank sends less than in 2D on equally many ranks. Source: 3D parallelism (arXiv 2105.14450).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from parallel.tensor.grid import apart, fill_products, together
 from parallel.tensor.style import Shape
 from parallel.weight_gradient import gradients_or_later
 
-# i, j, k are places on tp_depth, tp_row and tp_col; I inputs, O outputs of a weight that was gathered
+# i, j, k are indices on tp_depth, tp_row and tp_col; I inputs, O outputs of a gathered weight
 
-# over what x is gathered, and y is scattered; the dim of the weight that depth cuts too: that of what lies between layers
+# (axis over which x is gathered, axis over which y is scattered, dim of the weight that tp_depth cuts too)
 FACES = {"first": ("tp_row", "tp_col", 1), "second": ("tp_col", "tp_row", 0)}
 
 
 @dataclass(frozen=True)
 class Cube:
-    """A weight [out, in] over the whole cube; `place`: of the products between two norms, a first one or the second.
+    """A weight [out, in] split over the whole cube. `place`: a first or the second of the products between two norms.
 
-    Fills `product` of its module, and `products` of the layer if it is a first one: those of one x. `copied`: a first one's outputs are
-    fewer key-value heads than rows, so neighbours along tp_row hold the same. A product sees no difference.
+    Fills `product` of its module, and for a first product `products` of its layer. `copied`: with fewer key-value heads than rows,
+    neighbours along tp_row hold the same outputs. Products do not change.
     """
 
     place: Literal["first", "second"]
@@ -63,17 +63,17 @@ class Cube:
 
 
 def products_of(mesh: Mesh, place: str, label: str) -> partial[Sequence[Tensor]]:
-    """`products` on this rank's lines of the cube."""
+    """Return `products` with this rank's axes of the cube."""
     *faces, deep = FACES[place]
     into, out, depth = (replace(mesh.axis(str(axis)), label=label) for axis in (*faces, "tp_depth"))
     return partial(products, into=into, out=out, depth=depth, deep=deep)
 
 
 def products(x: Tensor, weights_OI: Sequence[Tensor], *, into: Axis, out: Axis, depth: Axis, deep: int) -> Sequence[Tensor]:
-    """Of each W x W^T in x's dtype, of parts [B, ..., channels] of x and of W [O, I], its dim `deep` in q parts, in any dtype.
+    """Return x W^T for each W, in x's dtype, given shards of x [B, ..., channels] and of W [O, I], of any dtype.
 
-    `into`: the ranks whose sequences are gathered; `out`: those over which the result is summed and its sequences are shared out, so
-    that the sequences of the result are others.
+    `into`: axis over which the sequences of x are gathered. `out`: axis over which the result is summed and its sequences are scattered,
+    so the result has other sequences than x. `depth`: axis over which dim `deep` of W is gathered.
     """
     found: tuple[Tensor, ...] = _Products.apply(x, into, out, depth, deep, *weights_OI)
     return found
@@ -86,7 +86,7 @@ class _Products(torch.autograd.Function):
         ctx.weights, ctx.axes, ctx.deep = weights_OI, (into, out, depth), deep
         matrix_OI = gathered(together(weights_OI, dtype=x.dtype), depth, dim=deep)
         y = scattered_sum(F.linear(gathered(x, into), matrix_OI), out)
-        return apart(y, [len(weight) for weight in weights_OI])  # whose outputs are whole: depth cuts a first product's inputs
+        return apart(y, [len(weight) for weight in weights_OI])  # only first products have several W, and depth cuts their inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

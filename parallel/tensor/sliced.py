@@ -1,13 +1,13 @@
-"""Megatron-LM's sequence parallelism: between layers each rank of tp has a slice of every sequence, and norms and dropout work on that.
+"""Megatron-LM's sequence parallelism: between layers, each rank of tp has a shard of every sequence, for norms and dropout too.
 
-    1D       norm x, all tokens   --f--> products of a rank's heads --g--> y, all tokens, on every rank the same
-    sliced   norm x, tokens of a slice --gather--> ............ --reduce-scatter--> y, tokens of the slice
+    1D       norm x, all tokens   --f--> products of a rank's heads --g--> y, all tokens, equal on every rank
+    sliced   norm x, tokens of a shard --gather--> ............ --reduce-scatter--> y, tokens of the shard
 
-    gather          forward: all slices of x       backward: sum of the gradients, and of it this rank's slice        enter
-    reduce-scatter  forward: sum, this rank's slice       backward: all slices of the gradient                        leave
+    gather          forward: gather the shards of x       backward: sum gradients, keep this rank's shard        enter
+    reduce-scatter  forward: sum, keep this rank's shard  backward: gather the shards of the gradient            leave
 
-Cost: an all-reduce is a reduce-scatter and a gather, so the bytes are those of 1D; activations between layers, norms' and
-dropout's among them, are 1/t. A norm has seen other tokens on each rank: its gradient is summed over tp.
+Cost: a reduce-scatter and a gather send as many bytes as 1D's all-reduce. Activations between layers, including norms and dropout, are
+1/t. Each rank's norm sees other tokens, so its gradient is summed over tp.
 Source: Korthikanti et al. (arXiv 2205.05198), section 4.2.2.
 """
 
@@ -25,7 +25,7 @@ from parallel.tensor.style import Shape
 
 @dataclass(frozen=True)
 class Sliced:
-    """A norm of what lies between layers, on each rank of other tokens. Fills the slot `places` of the block that has it, if any."""
+    """A norm between layers, with other tokens on each rank. Fills the slot `places` of its block, if it is in a block."""
 
     family: str = "dense"
 
@@ -40,7 +40,7 @@ class Sliced:
 
 
 class SlicePlaces:
-    """Which columns of [B, whole length] this rank has."""
+    """A function from the whole length L to this rank's columns of [B, L], as a slice."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

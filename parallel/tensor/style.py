@@ -1,12 +1,12 @@
-"""A plan of styles: how a model's parameters lie on the mesh, as data that is applied from outside.
+"""A plan: the parallel style of each parameter, as data that is applied to a model from outside.
 
-    layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style, the first that fits
+    layers.*.moe.experts.*      Stacked("ep", hidden="etp", ...)       pattern of a parameter's path -> style; the first match counts
     layers.*.moe.router.**      Copied("router")
     anything else               Copied()
 
-A style says how a parameter is laid out, and puts into the slots of the layers that it fits what they need to compute with a part.
-Cutting is the same for all and happens here, on the meta device: from then on the layouts alone say what a rank holds. In a pattern
-`*` is any one word between dots and `**` any number of them; a tile (parallel/data/tiling.py) has the path of its whole.
+A style returns a parameter's layout. It also fills the slots (replaceable functions) of the layers that hold its parameters, so that
+they compute with shards. `apply` then cuts all parameters on the meta device. In a pattern, `*` is one word between dots, and `**` any
+number of words. A tile (parallel/data/tiling.py) has the path of its whole.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 class Style(Protocol):
-    """`layout`: of a parameter of the whole model, by its path. `fill`: the slots of the layers that hold these parameters here."""
+    """A style. `layout` returns a parameter's layout, given its whole shape. `fill` fills the slots of the layers with these parameters."""
 
     def layout(self, name: str, shape: Shape) -> Layout: ...
 
@@ -37,7 +37,7 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Copied:
-    """Every rank of a stage holds it whole, and its layer computes as it does alone: all of tp the same, unless `alike` says other."""
+    """Every rank of a stage holds the whole parameter, and its layer computes as on one rank. `alike`: axes with equal tokens."""
 
     family: str = "dense"
     alike: tuple[str, ...] = ("tp",)
@@ -51,10 +51,10 @@ class Copied:
 
 @dataclass(frozen=True)
 class Stacked:
-    """A stack of networks over `axis` by dim 0, and of each its hidden units over the axis `hidden`: dim `hidden_dim[its last word]`.
+    """A stack of networks, split along dim 0 over `axis`, and along its hidden units over the axis `hidden`.
 
-    `name_of`: what checkpoints call the tensors of a stack, with `{}` for the number. The slot: `module.hold(numbers, hidden=units)`,
-    which of the networks, and of their hidden units, are here.
+    `hidden_dim`: the dim of hidden units, by the last word of a parameter's path. `name_of`: the names of a stack's tensors in
+    checkpoints, with `{}` for the index. Calls `module.hold(indices, hidden=units)` with this rank's networks and hidden units.
     """
 
     axis: str
@@ -75,18 +75,18 @@ class Stacked:
             model.get_submodule(path).hold(whole.stacked(mesh), hidden=whole.region(mesh)[dim])  # type: ignore[operator]
 
     def _dim(self, name: str) -> int | None:
-        """None: all of its ranks hold it whole, as no dim of it is that of hidden units."""
+        """Return the dim of hidden units, or None if the parameter has none and is not split over `hidden`."""
         return self.hidden_dim.get(name.rpartition(".")[2])
 
     def modules(self, layouts: Mapping[str, Layout]) -> dict[str, tuple[str, Layout]]:
-        """Each stack by its path, with one of its parameters that have hidden units."""
+        """Return each stack's path, with the name and layout of one of its parameters that have hidden units."""
         held = ((name, layout) for name, layout in layouts.items() if self._dim(name) is not None)
         return {without_tiles(name).rpartition(".")[0]: (name, layout) for name, layout in held}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """(pattern, style) in order; a parameter that none fits is copied. Printed, it is a table."""
+    """Rows of (pattern, style). A parameter without a matching row is copied. str(plan) is a table."""
 
     rows: tuple[tuple[str, Style], ...] = ()
 
@@ -94,7 +94,7 @@ class Plan:
         return next(style for pattern, style in self._all() if fits(pattern, name))
 
     def by_style(self, layouts: Mapping[str, Layout]) -> Iterator[tuple[Style, dict[str, Layout]]]:
-        """Each style, once, with the parameters of its rows."""
+        """Yield each style once, with the layouts of its parameters."""
         for style in {id(style): style for _, style in self._all()}.values():
             mine = {name: layout for name, layout in layouts.items() if self.style_of(name) is style}
             if mine:
@@ -112,7 +112,7 @@ _REST = Copied()
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether the path of a parameter or module has this form."""
+    """Return whether the path of a parameter or module matches the pattern."""
     return _regex(pattern).fullmatch(without_tiles(name)) is not None
 
 
@@ -122,7 +122,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) -> dict[str, Layout]:
-    """Every parameter's layout by its path, of a model that is whole. `tiled_dim`: the dim that tiles of a parameter cut."""
+    """Return every parameter's layout by its path, for a whole model. `tiled_dim`: path -> the dim that tiles cut."""
     layouts = {}
     for name, parameter in model.named_parameters():
         tile, shape = tile_of(model, name, dim=tiled_dim(name)) or (None, tuple(parameter.shape))
@@ -131,7 +131,7 @@ def lay_out(model: nn.Module, plan: Plan, *, tiled_dim: Callable[[str], int]) ->
 
 
 def apply(model: nn.Module, plan: Plan, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Leave this rank its parts of a model that is on the meta device, and fill its layers' slots."""
+    """Fill the layers' slots, and cut a model on the meta device to this rank's shards."""
     for style, mine in plan.by_style(layouts):
         style.fill(model, mine, mesh)
     for name, parameter in list(model.named_parameters()):

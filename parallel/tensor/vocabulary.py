@@ -1,14 +1,14 @@
-"""Matrices with one row for each token of the vocabulary, their rows over an axis: embedding, head, and the loss between them.
+"""Vocabulary parallelism: embedding, head and loss, with the rows of the matrices split over an axis.
 
     tokens 3, 9      rank 0: rows 0..4   [row 3, 0]        rank 1: rows 5..9   [0, row 9]       sum: [row 3, row 9]
 
-    x, the same      x W_0^T -> m_0, s_0, logit of a target among 0..4   |   x W_1^T -> m_1, s_1, logit of one among 5..9
-    on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: the logits of other ranks' rows are never sent
+    x, equal         x W_0^T -> m_0, s_0, logit of a target in 0..4   |   x W_1^T -> m_1, s_1, logit of a target in 5..9
+    on all ranks     loss = log sum over ranks of exp(m_r) s_r - target's logit: ranks never exchange logits
 
-Cost: V h / t elements of each matrix and of its gradient a rank, and the logits of V / t tokens. One sum of b s h elements for the
-embedding, one of the gradient before the head, and for the loss three numbers a token: the largest of the log-sum-exps, then the sum
-of their exponentials beside the target's logit. Where t does not divide V, runs differ by one row: nothing is padded, and a
-checkpoint has the rows that there are. Source: Megatron-LM (arXiv 1909.08053), section 3.
+Cost on t ranks: V h / t elements of each matrix and of its gradient a rank, and V / t logits a token. One sum of b s h elements for the
+embedding and one for the gradient before the head. For the loss three numbers a token: the maximum of the log-sum-exps, then the sum of
+their exponentials and the target's logit. If t does not divide V, shards differ by one row. There is no padding, also not in
+checkpoints. Source: Megatron-LM (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from parallel.tensor.style import Shape
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """Dim 0 of [V, D] over an axis. Fills the module's slot `others`, and `first`, the row that it, or each of its tiles, begins with."""
+    """Splits dim 0 of [V, D] over an axis. Fills the module's slot `others`, and `first`: the first row of the module or of each tile."""
 
     axis: str = "tp"
     sliced: bool = False
@@ -50,7 +50,7 @@ class VocabularyRows:
 
 
 class OtherRows:
-    """The ranks of an axis, each with a run of `size` rows. `sliced`: of what is looked up, and of x, each has a slice of the sequences."""
+    """The exchange between ranks with shards of `size` rows (`Others` of moe/nn/vocabulary.py). `sliced`: x is a shard of the sequences."""
 
     def __init__(self, axis: Axis, size: int, *, sliced: bool) -> None:
         self.axis, self.size, self.sliced = axis, size, sliced
@@ -82,23 +82,23 @@ class OtherRows:
 
 
 def merged(scores_2N: Tensor, axis: Axis) -> Tensor:
-    """Log-sum-exps and targets' logits [2, N] of all rows of the axis from those of each rank's, on every rank of it."""
+    """Merge each rank's log-sum-exps and targets' logits [2, N] into the values for all rows, on every rank."""
     found: Tensor = _Merged.apply(scores_2N, axis)
     return found
 
 
 def joined(logits: Tensor, axis: Axis, size: int) -> Tensor:
-    """[..., size] of each rank's run of them. Runs are sent at the longest one's length: gathers have equal parts."""
-    counts = [(run := Tile(0, i, axis.size).run(size)).stop - run.start for i in range(axis.size)]
+    """Gather each rank's shard of the logits to [..., size]. Shards are padded to the longest, because gathers need equal sizes."""
+    counts = [(rows := Tile(0, i, axis.size).run(size)).stop - rows.start for i in range(axis.size)]
     padded = F.pad(logits, (0, max(counts) - logits.shape[-1]))
     parts = join_copies(padded, axis, dim=-1).split(max(counts), -1)
     return torch.cat([part[..., :count] for part, count in zip(parts, counts, strict=True)], -1)
 
 
 class _Merged(torch.autograd.Function):
-    """[2, N] of log-sum-exps and target's logits on each rank to those of all rows, the same on every rank, and so is the gradient.
+    """Merge scores [2, N] over ranks. The result and its gradient are equal on every rank.
 
-    Backward: what a rank's rows have of the softmax, and nothing to send.
+    Backward: the gradient times the softmax's share of this rank's rows. Nothing is sent.
     """
 
     @staticmethod

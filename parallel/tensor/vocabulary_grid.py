@@ -1,14 +1,14 @@
-"""Matrices with one row for each token of the vocabulary, in blocks on the grids of 2D, 2.5D and 3D tensor parallelism.
+"""Vocabulary parallelism on the grids of 2D, 2.5D and 3D: embedding, head and loss, with the matrices split into blocks.
 
     2D, 2.5D   rows over tp_col, channels over tp_row           3D   rows over tp_row, channels over tp_col, then tp_depth
 
-As the head they are an ordinary weight: logits come out of a product with their rows over the ranks that share tokens, and the loss
-merges three numbers a token (parallel/tensor/vocabulary.py). As the embedding, a rank looks up the tokens of all ranks that hold
-its channels, with zeros for rows that it does not have, and the sum goes to the ranks whose sequences they are. In two dimensions those
-are the wrong way round then, batch by column and channels by row, so each rank (row, column) sends what it has to (column, row).
+The head is an ordinary weight: its product gives logits split by rows over ranks with the same tokens, and the loss merges three numbers
+a token (parallel/tensor/vocabulary.py). For the embedding, a rank looks up the tokens of all ranks that hold its channels, with zeros
+for rows of other ranks, and a reduce-scatter sums them on the ranks of these tokens. In 2D the result is transposed, sequences by column
+and channels by row, so each rank (row, column) sends it to rank (column, row).
 
-Cost beside a product's: looked-up rows are summed once, (q - 1) of a rank's x, and turned, 1 more in two dimensions; in three the channels
-of the table are gathered over depth. The vocabulary need not divide by q. Sources: Optimus (arXiv 2104.05343), 3D (arXiv 2105.14450).
+Cost in addition to a product: the sum of looked-up rows, (q - 1) times a rank's x, and in 2D one more x to transpose. In 3D the table's
+channels are gathered over depth. q need not divide the vocabulary. Sources: Optimus (arXiv 2104.05343), 3D (arXiv 2105.14450).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel.tensor.vocabulary import joined, merged
 
 @dataclass(frozen=True)
 class VocabularyBlock:
-    """2D and 2.5D. Fills the module's slot `others`, and `first`, the row that it, or each of its tiles, begins with."""
+    """A vocabulary matrix in 2D and 2.5D. Fills the module's slot `others`, and `first`: the first row of the module or of each tile."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_col", 1: "tp_row"}, GRID, alike=(), uneven=(0,))
@@ -41,7 +41,7 @@ class VocabularyBlock:
 
 @dataclass(frozen=True)
 class VocabularyCube:
-    """3D. Fills the same slots."""
+    """A vocabulary matrix in 3D. Fills the slots that VocabularyBlock fills."""
 
     def layout(self, name: str, shape: Shape) -> Layout:
         return Layout(shape, {0: "tp_row", 1: ("tp_col", "tp_depth")}, GRID, alike=(), uneven=(0,))
@@ -51,7 +51,7 @@ class VocabularyCube:
 
 
 class BlockRows:
-    """The grid of which this rank has a block of a matrix of `size` rows (`Others` of moe/nn/vocabulary.py)."""
+    """The exchange in 2D and 2.5D for a matrix of `size` rows (`Others` of moe/nn/vocabulary.py)."""
 
     def __init__(self, mesh: Mesh, size: int, label: str) -> None:
         self.size = size
@@ -85,7 +85,7 @@ class BlockRows:
 
 
 class CubeRows:
-    """The cube of which this rank has a part: logits are of other sequences than x, those of a first product's result."""
+    """The exchange in 3D. Logits have other sequences than x, like the output of a first product."""
 
     def __init__(self, mesh: Mesh, size: int, label: str) -> None:
         self.size = size
