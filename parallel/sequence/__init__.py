@@ -1,1 +1,1 @@
-"""Sequence parallelism: attention whose tokens lie on several ranks."""
+"""Sequence parallelism: attention over sequences that are sharded over ranks."""

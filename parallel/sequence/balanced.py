@@ -1,18 +1,18 @@
-"""LightSeq (DistFlashAttn): a causal ring in which ranks that would wait compute for ranks that have much to do.
+"""LightSeq (DistFlashAttn): a causal ring in which ranks that would wait compute blocks of ranks with more work.
 
     rank        0         1         2         3            q2k1: queries of rank 2 with keys of rank 1
     step 0      q0k0      q1k1      q2k2      q3k3
-    step 1      q3k0 *    q1k0      q2k1      q3k2         * helps: rank 3's queries come here, their partial result goes back
+    step 1      q3k0 *    q1k0      q2k1      q3k2         * helps: receives rank 3's queries, sends the partial result back
     step 2      -         -         q2k0      q3k1
 
-Rank r works at step t on the keys from t ranks before it. Where there are none it helps the rank t before it round the ring, which has as
-many blocks too many. Each causal block is computed once, in p / 2 + 1 steps: an idle share of 1 / (p + 2) for even p and 0 for odd p
-(diagonal blocks, which cost half, counted whole), where the plain causal ring has (p - 1) / 2p. Places lie contiguous.
+At step t, rank r computes with the keys of rank r - t. If r < t, it helps the rank t before it on the ring: it computes that rank's
+queries with its own keys. Each causal block is computed once, in p / 2 + 1 steps. The idle share is 1 / (p + 2) for even p and 0 for
+odd p (if diagonal blocks, which cost half, are counted whole); a plain causal ring has (p - 1) / 2p. Positions are contiguous.
 
-The next step's messages are on their way while a step computes; results go back during the step after.
-Sent by all ranks in elements of one rank's queries, q = B H (L / p) C, and keys, k = B K (L / p) C:
-    forward, distance d       1 .. p / 2            (p - d) times 2 k            and where a helper steps in (d < p / 2)     d times 2 q
-    backward                  the same with dk, dv back: 4 k                     q, out, its gradient there and dq back:     4 q
+Messages of the next step are sent while a step computes; results are sent back during the step after it.
+Sent by all ranks, with q = B H (L / p) C elements of a rank's queries, and k = B K (L / p) C of its keys:
+    forward, distance d       1 .. p / 2            (p - d) times 2 k            and if a rank helps (d < p / 2)             d times 2 q
+    backward                  also dk, dv back: 4 k                              q, out, its gradient, and dq back:          4 q
 
 Source: Li et al., arXiv 2310.03294: load-balanced schedule (3.2), communication behind computation (3.3), recompute point (3.4:
 Method's `once`). The paper's code needs an even p; this form does not.
@@ -34,7 +34,7 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 @dataclass(frozen=True)
 class Task:
-    """Queries of one rank with keys of another, and whether the rank that computes it holds the queries."""
+    """A block: queries of one rank with keys of another. `own`: the computing rank holds the queries."""
 
     queries: int
     keys: int
@@ -42,17 +42,20 @@ class Task:
 
 
 def steps(size: int) -> int:
+    """Return the number of steps for `size` ranks."""
     return size // 2 + 1
 
 
 def task(rank: int, step: int, size: int) -> Task | None:
-    """What a rank computes at a step; None: it waits."""
+    """Return a rank's task at a step; None: it waits."""
     if rank >= step:
         return Task(rank, rank - step, True)
     return None if 2 * step == size else Task(rank - step + size, rank, False)
 
 
 class Balanced(Method):
+    """Causal ring attention with helping ranks, for contiguous positions."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         merged, here, results = nothing(q, known.sink_H), [k, v], Messages.none(self.axis)
         like = [torch.empty_like(q), torch.empty_like(merged.lse_BHL)]
@@ -95,14 +98,14 @@ class Balanced(Method):
         return total
 
     def _task(self, step: int, ahead: int = 0) -> Task | None:
-        """This rank's at a step, or that of the rank so far ahead of it."""
+        """Return the task at a step of the rank `ahead` ranks after this one."""
         return task((self.axis.index + ahead) % self.axis.size, step, self.axis.size)
 
     def _known(self, job: Task, known: Known, like: Tensor) -> dict[str, Any]:
         return {"queries": known.tokens(job.queries, like), "keys": known.tokens(job.keys, like), "bias": known.bias}
 
     def _ask(self, step: int, *, keys: list[Tensor], queries: list[Tensor]) -> Messages:
-        """What the rank `step` ahead needs for its task sets out, and what this one needs comes from as far behind."""
+        """Start to send the inputs of a step's task to the rank `step` after this one, and to receive this rank's from `step` before."""
         if step >= steps(self.axis.size):
             return Messages.none(self.axis)
         theirs, mine = self._task(step, ahead=step), self._task(step)
@@ -111,7 +114,10 @@ class Balanced(Method):
         return self._messages(step, send, like)
 
     def _answer(self, step: int, results: list[Tensor], *, of_keys: list[Tensor], of_queries: list[Tensor]) -> Messages:
-        """Results go to whom the keys or queries came from, and others come; `of_keys`, `of_queries`: what they look like."""
+        """Start to send results back to the rank of the keys or queries, and to receive this rank's.
+
+        `of_keys`, `of_queries`: tensors with the shapes of the results to be received.
+        """
         theirs = self._task(step, ahead=step) if step else None
         return self._messages(-step, results if step else [], [] if theirs is None else of_keys if theirs.own else of_queries)
 
@@ -125,7 +131,7 @@ def _pairs(received: list[Tensor]) -> list[Partial]:
 
 
 def _add(received: list[Tensor], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Gradients of the queries, or of the keys and values, that another rank found."""
+    """Add gradients computed by another rank: [dq], or [dk, dv]."""
     totals = (dk, dv) if len(received) == 2 else (dq,)
     for total, more in zip(totals, received, strict=False):
         total += more

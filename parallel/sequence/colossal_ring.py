@@ -1,17 +1,17 @@
-"""Ring self-attention as Colossal-AI's paper has it: all scores of a rank's queries at once, then all values.
+"""Ring self-attention of Colossal-AI's paper: first all scores of a rank's queries, then all values.
 
-    ring QK    keys go round; each rank fills its rows of scores, [L / N, L]
-    softmax    of whole rows, at home: nothing to merge
-    ring AV    values go round; each rank adds up probabilities times values
+    ring QK    keys go around the ring; each rank fills its rows of scores, [L / N, L]
+    softmax    of whole rows, on each rank: nothing to merge
+    ring AV    values go around the ring; each rank sums probabilities times values
 
-    backward   of the probabilities: values go round again; of the queries: keys do; of keys and values: every rank has a part of
-               the gradient of all of them, and reduce-scatter sums each at its owner
+    backward   values go around again for the probabilities' gradient, and keys for the queries' gradient. Every rank has partial sums of
+               the gradients of all keys and values; a reduce-scatter sums them on their owners
 
-Sent by a rank, in elements of B K (L / N) C: forward 2 (N - 1), backward 2 (N - 1) in rings and 2 (N - 1) in the two reduce-scatters.
-Held: scores and probabilities of L^2 / N pairs a head, which ring attention (ring.py) does not need: it came later and takes its place.
+Sent by a rank, in units of B K (L / N) C elements: forward 2 (N - 1), backward 2 (N - 1) in rings and 2 (N - 1) in two reduce-scatters.
+Memory: scores and probabilities of L^2 / N pairs a head. Ring attention (ring.py), which is newer, does not need these.
 
-The released code divides the gradients by N (asked in ColossalAI #3044); the loss of one sequence is no mean over ranks, so here they
-are the true ones, and where it sums whole gradients on all ranks and cuts them, a reduce-scatter sends half as much.
+Differences from the released code: it divides gradients by N (ColossalAI #3044), but the loss of a sequence is no mean over ranks, so
+gradients here are not divided. It also sums whole gradients on all ranks and cuts them; a reduce-scatter sends half as much.
 
 Source: Li et al., arXiv 2105.13120, section 3.2.
 """
@@ -28,10 +28,12 @@ from parallel.collectives import scatter_sum_into, start_shift
 from parallel.sequence.method import Kept, Known, Method
 from parallel.sequence.softmax import Gradients, of_table, repeated, scores, summed, wide_dtype
 
-# N ranks; weight_NBHLS: probabilities of each rank's keys, S = L / N of them
+# N ranks; weight_NBHLS: probabilities of each rank's S = L / N keys
 
 
 class ColossalRing(Method):
+    """Ring self-attention with whole rows of scores."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, heads = known.tokens(self.axis.index, q), q.shape[1]
         score_NBHLS = q.new_empty((self.axis.size, *q.shape[:3], k.shape[2]), dtype=wide_dtype(q))
@@ -42,12 +44,12 @@ class ColossalRing(Method):
         whole = rearrange(score_NBHLS, "n b h l s -> b h l (n s)")
         if known.sink_H is not None:
             whole = torch.cat([whole, known.sink_H.to(whole.dtype).view(-1, 1, 1).expand(*whole.shape[:-1], 1)], dim=-1)
-        whole, of_sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
+        whole, sinks = whole.softmax(-1).split([score_NBHLS.shape[-1] * self.axis.size, 0 if known.sink_H is None else 1], dim=-1)
         weight_NBHLS = rearrange(whole, "b h l (n s) -> n b h l s", n=self.axis.size).to(q.dtype)
         out = torch.zeros_like(q, dtype=wide_dtype(q))
         for source, v_there in self._round(v):
             out += weight_NBHLS[source] @ repeated(v_there, heads)
-        return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [of_sinks.squeeze(-1).clone()]))
+        return (out.to(q.dtype), weight_NBHLS, *([] if known.sink_H is None else [sinks.squeeze(-1).clone()]))
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Kept, known: Known) -> Gradients:
         out, weight_NBHLS, *_ = kept
@@ -70,7 +72,7 @@ class ColossalRing(Method):
         return kept[2]
 
     def _own(self, parts_NBKSC: Tensor) -> Tensor:
-        """Of the gradients of every rank's keys or values, those of this rank's, summed over the ranks that found them."""
+        """Sum all ranks' gradients of the keys or values, and return this rank's shard."""
         if self.axis.size == 1:
             return parts_NBKSC[0]
         out = torch.empty_like(parts_NBKSC[:1])
@@ -78,7 +80,7 @@ class ColossalRing(Method):
         return out[0]
 
     def _round(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's tensor, one's own first, with its rank; the next is on its way while one is used."""
+        """Yield (rank, tensor) for every rank, this one first. The next tensor is received while one is used."""
         for step in range(self.axis.size):
             coming = start_shift([mine], self.axis) if step + 1 < self.axis.size else None
             yield (self.axis.index - step) % self.axis.size, mine

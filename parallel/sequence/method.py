@@ -1,8 +1,8 @@
-"""What every sequence-parallel attention is: a function of this rank's part that talks to the others, forward and backward.
+"""The interface of sequence-parallel attention: a function of this rank's shard that communicates, forward and backward.
 
-method(q, k, v) -> out             q, k, v, out: the places that this rank holds          method.order: which ones
-    forward     what is kept for the backward pass is the method's own
-    backward    of q, k, v, and of the bias table this rank's share
+method(q, k, v) -> out             q, k, v, out: the positions of this rank; method.order defines them
+    forward     returns out and the tensors to save for the backward pass
+    backward    returns gradients of q, k and v, and this rank's partial sum of the bias table's gradient
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel.mesh import Axis
 from parallel.sequence.order import Order
 from parallel.sequence.softmax import Bias, Bucket, Gradients, Tokens
 
-# B batch, L tokens held here, S of the whole sequence, H heads of queries, K of keys and values, C channels of a head
+# B batch, L tokens held here, S tokens of the whole sequence, H heads of queries, K heads of keys and values, C channels of a head
 
 Kept = tuple[Tensor, ...]
 Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
@@ -27,8 +27,11 @@ Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Known:
-    """Beside queries, keys and values: the bias, of which document each token of the whole sequences is, int64 [B, S], or None, the
-    method's window, and of each head a sink's logit, wide: a share of the softmax that gives nothing."""
+    """Inputs of attention other than queries, keys and values.
+
+    `document_BS` int64: the document of each token of the whole sequences, or None. `window`: see Method. `sink_H`: the logit of each
+    head's attention sink, which takes a share of the softmax and adds nothing; fp32 or wider.
+    """
 
     order: Order
     bias: Bias | None = None
@@ -37,14 +40,17 @@ class Known:
     sink_H: Tensor | None = None
 
     def tokens(self, rank: int, like: Tensor) -> Tokens:
-        """Those that a rank holds."""
+        """Return the tokens that a rank holds, on the device of `like`."""
         return Tokens(self.order.runs(rank), like.device, self.document_BS, self.window)
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Causal attention over the ranks of `axis`, which hold the places that `order` says. `window`: places that a query sees, its own the
-    last; None: all before it. Blocks outside of it are not computed; what travels is the same."""
+    """Causal attention over the ranks of `axis`, which hold the positions of `order`.
+
+    `window`: number of positions that a query sees, itself included; None: all earlier ones. Blocks outside the window are sent but not
+    computed.
+    """
 
     axis: Axis
     order: Order
@@ -52,14 +58,14 @@ class Method(ABC):
 
     @abstractmethod
     def forward(self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, known: Known) -> tuple[Tensor, ...]:
-        """(out in q's shape and dtype, *what the backward pass needs)."""
+        """Return (out in q's shape and dtype, *tensors to save for the backward pass)."""
 
     @abstractmethod
     def backward(self, grad_BHLC: Tensor, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, kept: Kept, known: Known) -> Gradients:
-        """`kept`: what `forward` gave, `out` first. Gradients in any dtype, but for the sinks'."""
+        """Return gradients of all inputs but the sinks, in any dtype. `kept`: the result of `forward`, `out` first."""
 
     def share_of_sinks(self, kept: Kept, sink_H: Tensor) -> Tensor:
-        """The sinks' probabilities [B, H, L], wide, where `kept` is (out, lse)."""
+        """Return the sinks' probabilities [B, H, L], fp32 or wider, for `kept` = (out, lse)."""
         return (sink_H.view(-1, 1) - kept[1]).exp()
 
     def __call__(
@@ -73,10 +79,10 @@ class Method(ABC):
         document_BS: Tensor | None = None,
         once: Once | None = None,
     ) -> Tensor:
-        """What these queries take from all ranks' keys, in q's shape and dtype. Collective.
+        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `once(compute)`: what an earlier call of the same pass gave, if there was one: a pass that is computed again does not attend again
-        (DistFlashAttn, arXiv 2310.03294, 3.4).
+        `once(compute)` returns compute(), or the result of an earlier call in the same forward pass. So a recomputed forward pass does
+        not compute attention again (DistFlashAttn, arXiv 2310.03294, 3.4).
         """
         table, bucket = (None, None) if bias is None else (bias.table_UH, bias.bucket)
         out: Tensor = _Apply.apply(q_BHLC, k_BKLC, v_BKLC, table, sink_H, bucket, document_BS, self, once)
@@ -102,16 +108,16 @@ class _Apply(torch.autograd.Function):
         found = method.forward(q, k, v, known) if once is None else once(lambda: method.forward(q, k, v, known))
         ctx.save_for_backward(q, k, v, table, sink_H, document_BS, *found)
         ctx.bucket, ctx.method = bucket, method
-        return found[0] if once is None else found[0].clone()  # what is kept for another pass is nobody's output
+        return found[0] if once is None else found[0].clone()  # the kept tensor must not be an output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, table, sink_H, document_BS, *kept = ctx.saved_tensors
         known = Known(ctx.method.order, None if table is None else Bias(table, ctx.bucket), document_BS, ctx.method.window, sink_H)
         found = ctx.method.backward(grad.contiguous(), q, k, v, tuple(kept), known)
-        of_input = (found.q_BHLC.to(q.dtype), found.k_BKSC.to(k.dtype), found.v_BKSC.to(v.dtype))
-        of_sinks = None
-        if sink_H is not None:  # their value is 0, so of their logits' gradients only what the softmax takes away is left
+        grad_inputs = (found.q_BHLC.to(q.dtype), found.k_BKSC.to(k.dtype), found.v_BKSC.to(v.dtype))
+        grad_sinks = None
+        if sink_H is not None:  # d sink = p (<grad, value> - <grad, out>), and a sink's value is 0
             share = ctx.method.share_of_sinks(tuple(kept), sink_H)
-            of_sinks = -(share * (grad.to(share.dtype) * kept[0].to(share.dtype)).sum(-1)).sum((0, 2)).to(sink_H.dtype)
-        return *of_input, found.table_UH, of_sinks, None, None, None, None
+            grad_sinks = -(share * (grad.to(share.dtype) * kept[0].to(share.dtype)).sum(-1)).sum((0, 2)).to(sink_H.dtype)
+        return *grad_inputs, found.table_UH, grad_sinks, None, None, None, None

@@ -1,11 +1,11 @@
-"""Which places of a sequence each rank holds, and which blocks two ranks' tokens make under causal attention.
+"""The positions of a sequence that each rank holds, and the blocks of causal attention between two ranks. Arithmetic only.
 
-    contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      a run each: the first rank's queries see little, the last one's everything
-    striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      every rank's queries see as much, to a token (Striped Attention, arXiv 2311.09431)
-    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      runs i and 2N - 1 - i on rank i: exactly as much (Llama 3, arXiv 2407.21783, 3.3.2)
+    contiguous   0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3      one chunk each: the first rank has little work, the last one much
+    striped      0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3      nearly equal work (Striped Attention, arXiv 2311.09431)
+    zigzag       0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0      chunks i and 2N - 1 - i on rank i: equal work (Llama 3, arXiv 2407.21783, 3.3.2)
 
-Arithmetic only. A block is (queries, keys, triangle): which of the one rank's tokens see which of the other's; with `triangle` each
-sees the keys up to its own place in the block, else all.
+A block is (queries, keys, triangle): these queries of one rank see these keys of the other. With `triangle`, the i-th query sees only
+the first i + 1 keys of the block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ ORDERS = ("contiguous", "striped", "zigzag")
 
 
 class Block(NamedTuple):
+    """Queries of one rank and keys of another, as slices of their tokens, and whether only a triangle of pairs is visible."""
+
     queries: slice
     keys: slice
     triangle: bool
@@ -29,7 +31,7 @@ ALL = slice(None)
 
 
 def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
-    """Of places that lie in runs one after another, those that a slice names, as runs again."""
+    """Slice concatenated ranges; return ranges. Example: cut([range(4), range(8, 12)], slice(2, 6)) is (range(2, 4), range(8, 10))."""
     start, stop, step = part.indices(sum(map(len, runs)))
     assert step == 1
     kept = []
@@ -41,7 +43,10 @@ def cut(runs: Sequence[range], part: slice) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Order:
-    """Of sequences of `length` tokens over `size` ranks. `inner`: so many neighbours share one rank's part of the order, a run each."""
+    """The order of sequences of `length` tokens over `size` ranks. `inner`: ranks that share one rank's positions, a chunk each.
+
+    Raises BadInput if the length does not divide.
+    """
 
     kind: str
     size: int
@@ -61,11 +66,11 @@ class Order:
 
     @property
     def _alone(self) -> bool:
-        """One rank has all places, of any length."""
+        """Whether one rank has all positions. Then any length is allowed."""
         return self.size * self.inner == 1
 
     def runs(self, rank: int) -> tuple[range, ...]:
-        """The places that a rank of size * inner holds, as runs in its order."""
+        """Return the positions of a rank of size * inner, as ranges in its order."""
         outer, part = divmod(rank, self.inner)
         each = self.length // self.size // self.inner
         return cut(self._outer(outer), slice(part * each, (part + 1) * each))
@@ -80,11 +85,14 @@ class Order:
         return (range(rank * half, (rank + 1) * half), range(last * half, (last + 1) * half))
 
     def places(self, rank: int) -> tuple[int, ...]:
-        """The same one by one, ascending."""
+        """Return the positions of a rank of size * inner, ascending."""
         return tuple(place for run in self.runs(rank) for place in run)
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
-        """What the tokens of one rank of `size` see of another's (whole parts: all of the inner ranks together)."""
+        """Return the blocks between the queries of one rank of `size` and the keys of another, without empty ones.
+
+        `inner` ranks count as one rank here.
+        """
         return tuple(block for block in self._blocks(query_rank, key_rank) if self._pairs(block))
 
     def _blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
@@ -100,7 +108,7 @@ class Order:
         return (Block(ALL, first, False),) if key_rank < query_rank else (Block(second, ALL, False),)
 
     def seen(self, query_rank: int, key_rank: int) -> int:
-        """How many pairs of a query and a key these blocks hold."""
+        """Return the number of pairs of a query and a key in these blocks."""
         return sum(map(self._pairs, self.blocks(query_rank, key_rank)))
 
     def _pairs(self, block: Block) -> int:

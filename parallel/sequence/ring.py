@@ -1,16 +1,16 @@
-"""Ring attention: keys and values go round the ranks while each rank's queries attend to those that are there.
+"""Ring attention: keys and values are sent around a ring of ranks, while each rank's queries attend to the ones it has.
 
-    step 0     rank 0: q0 x kv0     rank 1: q1 x kv1     rank 2: q2 x kv2          kv ->  to the next rank, while these compute
+    step 0     rank 0: q0 x kv0     rank 1: q1 x kv1     rank 2: q2 x kv2          kv ->  to the next rank during the computation
     step 1             q0 x kv2             q1 x kv0             q2 x kv1
     step 2             q0 x kv1             q1 x kv2             q2 x kv0          results merge (softmax.py); N - 1 hops
 
-    backward   the same round again; the gradients of each kv follow it, and one hop more brings them home
+    backward   the same ring; the gradients of each kv follow it, and one more hop brings them back to its rank
 
-Which blocks two ranks make, and so how even the work is, follows from the order of places (order.py): under `contiguous` a rank sees
-only keys of ranks before it and waits otherwise, (N - 1) / 2N of the time; under `zigzag` and `striped` all ranks work alike.
+The order of positions (order.py) decides how equal the work is. With `contiguous`, a rank sees only keys of ranks before it, and waits
+(N - 1) / 2N of the time. With `zigzag` and `striped`, all ranks have equal work.
 
-Sent by a rank, in elements of one rank's keys and values, 2 B K (L / N) C:    forward N - 1;    backward N - 1, and N of fp32 gradients
-Held: its own part, another's keys and values, and those on their way; scores of one run of queries at a time. Nothing is as long as L.
+Sent by a rank, in units of its keys and values, 2 B K (L / N) C elements:     forward N - 1;    backward N - 1, and N of fp32 gradients
+Memory: its own shard, one or two shards of other ranks' keys and values, scores of one chunk of queries. Nothing has length L.
 
 Sources: Liu, Zaharia and Abbeel, arXiv 2310.01889; causal orders: Brandon et al., arXiv 2311.09431 (striped), Llama 3 (zigzag).
 """
@@ -29,6 +29,8 @@ from parallel.sequence.softmax import Gradients, Partial, attend, attend_backwar
 
 
 class Ring(Method):
+    """Ring attention, for any order of positions."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Known) -> tuple[Tensor, ...]:
         mine, merged = known.tokens(self.axis.index, q), nothing(q, known.sink_H)
         for source, k_there, v_there in _round(self.axis, k, v):
@@ -52,17 +54,17 @@ class Ring(Method):
                 found = attend_backward(*block, whole, triangle=triangle, queries=mine[rows], keys=theirs[columns], bias=bias)
                 total.add(found, queries=rows, keys=columns)
             of_keys = [total.k_BKSC, total.v_BKSC]
-            if coming is not None:  # what the ranks before this one found for the same keys
+            if coming is not None:  # gradients of the same keys, summed over the ranks before this one
                 for here, before in zip(of_keys, coming.wait(), strict=True):
                     here += before
             coming = start_shift(of_keys, self.axis)
         assert coming is not None
-        dk, dv = coming.wait()  # the last hop: home
+        dk, dv = coming.wait()  # the last hop brings gradients to their rank
         return total._replace(k_BKSC=dk, v_BKSC=dv)
 
 
 class _Held(NamedTuple):
-    """Some rank's keys and values while they are here."""
+    """Keys and values of rank `source`, present on this rank."""
 
     source: int
     k: Tensor
@@ -70,7 +72,7 @@ class _Held(NamedTuple):
 
 
 def _round(axis: Axis, k: Tensor, v: Tensor) -> Iterator[_Held]:
-    """Every rank's keys and values once, one's own first; the next are on their way while these are used."""
+    """Yield every rank's keys and values, this rank's first. The next ones are received while these are used."""
     for step in range(axis.size):
         coming = start_shift([k, v], axis) if step + 1 < axis.size else None
         yield _Held((axis.index - step) % axis.size, k, v)

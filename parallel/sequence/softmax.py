@@ -1,15 +1,14 @@
-"""Attention to a part of the keys, and the one law under every method here: partial results merge by maximum and sum.
+"""Attention to some of the keys, and the merge of such partial results, which all methods here use.
 
-    keys  A  B          of A alone: out_A, lse_A = log sum_A exp(score)            the same of B
-    all of them         lse = log(exp lse_A + exp lse_B)
-                        out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B      in any order, in any parts
+    keys  A  B          A: out_A, lse_A = log sum_A exp(score)                     B: out_B, lse_B likewise
+    all keys            lse = log(exp lse_A + exp lse_B)
+                        out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B      in any order and any division of the keys
 
-A part that sees nothing has lse = -inf and out = 0, and changes nothing. The backward pass needs no merging: given the whole row's
-out and lse, each part's probabilities are exp(score - lse), and the parts' gradients add up.
+A block without visible keys has lse = -inf and out = 0, and does not change the result. The backward pass needs no merge: given the
+final out and lse, a block's probabilities are exp(score - lse), and the blocks' gradients are summed.
 
-A block's scores never exist whole. Without documents, bias and the edge of a window torch's own flash kernel
-computes a block on a CPU; everywhere else a
-plain form runs over QUERIES queries at a time. Scores, softmax and sums are fp32 (fp64 where the input is).
+A block's scores are never in memory as a whole. On a CPU, torch's flash kernel computes blocks without documents, bias and window edge.
+Otherwise plain operations compute QUERIES queries at a time. Scores, softmax and sums are fp32, or fp64 for fp64 inputs.
 
 Sources: Milakov and Gimelshein, arXiv 1805.02867 (online softmax); Rabe and Staats, arXiv 2112.05682 (blocks of keys); Dao et al.,
 FlashAttention, arXiv 2205.14135, algorithms 1 and 4 (the backward pass from lse).
@@ -29,19 +28,19 @@ from torch import Tensor
 
 from parallel.sequence.order import cut
 
-# B batch, L queries, S keys, H heads of queries, K of keys and values, C channels of a head, U rows of the bias table
+# B batch, L queries, S keys, H heads of queries, K heads of keys and values, C channels of a head, U rows of the bias table
 
-QUERIES = 512  # whose scores exist at once in the plain form
+QUERIES = 512  # queries in a chunk of the plain form
 
-Bucket = Callable[[Tensor, Tensor], Tensor]  # (places of queries [L], of keys [S]) -> the table's rows, int64 [L, S]
+Bucket = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [L], of keys [S]) -> rows of the table, int64 [L, S]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Those at some places of their sequences, which lie in runs; `document_BS` int64, of all places: which document each is of; None: one.
-    `window`: places that a query sees, its own the last; None: all before it.
+    """Tokens at the positions `runs` of their sequences.
 
-    A block without a bias and documents asks for none of their tensors, so they are made when they are asked for.
+    `document_BS` int64: the document of every token of the whole sequences; None: one document. `window`: positions that a query sees,
+    itself included; None: all earlier ones. Tensors are made at their first use, because blocks without bias and documents need none.
     """
 
     runs: tuple[range, ...]
@@ -51,19 +50,19 @@ class Tokens:
 
     @cached_property
     def place_L(self) -> Tensor:
-        """Int64, in their sequence."""
+        """The tokens' positions in their sequence, int64."""
         return torch.cat([torch.arange(run.start, run.stop, run.step, device=self.device) for run in self.runs])
 
     @cached_property
     def document_BL(self) -> Tensor | None:
-        """Int64, of which document of it."""
+        """The tokens' documents, int64, or None."""
         return None if self.document_BS is None else self.document_BS[:, self.place_L]
 
     def __getitem__(self, part: slice) -> Tokens:
         return replace(self, runs=cut(self.runs, part))
 
     def within(self, keys: Tokens) -> Literal["all", "some", "none"]:
-        """Which pairs of these queries and those keys, as far as they are causal, the window holds."""
+        """Return whether all, some or none of the causal pairs of these queries and `keys` are in the window."""
         if self.window is None:
             return "all"
         (first, last), (first_key, last_key) = self._ends, keys._ends
@@ -71,27 +70,27 @@ class Tokens:
 
     @property
     def _ends(self) -> tuple[int, int]:
-        """The first place and the last."""
+        """The first and the last position."""
         return min(run[0] for run in self.runs), max(run[-1] for run in self.runs)
 
 
 @dataclass(frozen=True)
 class Bias:
-    """Added to the scores, by head and by how far apart two places are: `table_UH` fp32 at the row that `bucket` names."""
+    """A bias of the scores by head and distance: row `bucket(query, key)` of `table_UH`, fp32."""
 
     table_UH: Tensor
     bucket: Bucket
 
 
 class Partial(NamedTuple):
-    """Of a part of the keys: `out_BHLC`, and `lse_BHL`, the logarithm of the sum of exp(score), -inf where no key is seen."""
+    """Attention to some of the keys: `out_BHLC`, and `lse_BHL`, the log-sum-exp of the scores, -inf if no key is visible."""
 
     out_BHLC: Tensor
     lse_BHL: Tensor
 
 
 class Gradients(NamedTuple):
-    """`table_UH`: None without a bias."""
+    """Gradients of queries, keys, values and bias table. `table_UH` is None without a bias."""
 
     q_BHLC: Tensor
     k_BKSC: Tensor
@@ -100,16 +99,16 @@ class Gradients(NamedTuple):
 
     @staticmethod
     def zeros(q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, bias: Bias | None) -> Gradients:
-        """What blocks are added to. Wide."""
+        """Return zeros to which gradients of blocks are added, in fp32 or wider."""
         dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q_BHLC, k_BKSC, v_BKSC))
         return Gradients(dq, dk, dv, None if bias is None else torch.zeros_like(bias.table_UH))
 
     def of_other_keys(self) -> Gradients:
-        """The same sums for the queries and the table, and zeros for as many keys."""
+        """Return the same tensors for queries and table, and new zeros for the next keys."""
         return self._replace(k_BKSC=torch.zeros_like(self.k_BKSC), v_BKSC=torch.zeros_like(self.v_BKSC))
 
     def add(self, block: Gradients, *, queries: slice | None = slice(None), keys: slice | None = slice(None)) -> None:
-        """A block's, in place, for some of the queries and keys; None: they are another rank's, and so is what belongs to them."""
+        """Add a block's gradients in place, for these queries and keys. None: another rank has them and their gradients."""
         if queries is not None:
             self.q_BHLC[:, :, queries] += block.q_BHLC
         if keys is not None:
@@ -120,7 +119,7 @@ class Gradients(NamedTuple):
 
 
 def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
-    """Of no key, or of the heads' sinks, whose values are 0: what merging begins with. Fp32, or fp64 where q is."""
+    """Return the partial result without keys, or with only the heads' sinks, whose values are 0: the start of a merge. fp32 or wider."""
     wide = wide_dtype(q_BHLC)
     lse_BHL = q_BHLC.new_full(q_BHLC.shape[:-1], -math.inf, dtype=wide)
     if sink_H is not None:
@@ -129,7 +128,7 @@ def nothing(q_BHLC: Tensor, sink_H: Tensor | None = None) -> Partial:
 
 
 def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
-    """Add a part for some of the queries, in place."""
+    """Merge a partial result for some of the queries, in place."""
     out, lse = into.out_BHLC[:, :, queries], into.lse_BHL[:, :, queries]
     both = torch.logaddexp(lse, part.lse_BHL)
     seen = both.masked_fill(both == -math.inf, 0.0)  # else -inf - -inf
@@ -138,17 +137,16 @@ def merge(into: Partial, part: Partial, queries: slice = slice(None)) -> None:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """In which sums are taken."""
+    """Return the dtype of sums: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def attend(
     q_BHLC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, *, triangle: bool, queries: Tokens, keys: Tokens, bias: Bias | None = None
 ) -> Partial:
-    """A block: all of the keys, or with `triangle` (as many queries as keys) of each query those up to its own place in the block.
+    """Compute a block. Each query sees all keys, or with `triangle` (as many queries as keys) the keys up to its index in the block.
 
-    Nothing else is masked by places but what a window hides: who calls knows which blocks are seen. Documents are, too: `queries` and
-    `keys` say which.
+    The caller selects causal blocks. Only window and documents, given by `queries` and `keys`, are masked here.
     """
     if queries.within(keys) == "none":
         return Partial(torch.zeros_like(q_BHLC), nothing(q_BHLC).lse_BHL)
@@ -157,13 +155,13 @@ def attend(
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BHLC, k_BHSC, v_BHSC, 0.0, triangle)
         return Partial(*found)
     out_BHLC, lse_BHL = torch.empty_like(q_BHLC), q_BHLC.new_empty(q_BHLC.shape[:-1], dtype=wide_dtype(q_BHLC))
-    for run in _runs(q_BHLC.shape[2]):
-        score = scores(q_BHLC[:, :, run], k_BHSC, queries=queries[run], keys=keys, bias=bias)
-        score = _masked(score, triangle=triangle, first=run.start)
+    for chunk in _query_chunks(q_BHLC.shape[2]):
+        score = scores(q_BHLC[:, :, chunk], k_BHSC, queries=queries[chunk], keys=keys, bias=bias)
+        score = _masked(score, triangle=triangle, first=chunk.start)
         lse = score.logsumexp(-1)
         weight = (score - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
-        out_BHLC[:, :, run] = weight.to(v_BHSC.dtype) @ v_BHSC
-        lse_BHL[:, :, run] = lse
+        out_BHLC[:, :, chunk] = weight.to(v_BHSC.dtype) @ v_BHSC
+        lse_BHL[:, :, chunk] = lse
     return Partial(out_BHLC, lse_BHL)
 
 
@@ -179,13 +177,13 @@ def attend_backward(
     keys: Tokens,
     bias: Bias | None = None,
 ) -> Gradients:
-    """This block's part of the gradients; `whole`: the merged result of all blocks of these queries, out in q's dtype."""
+    """Return a block's gradients. `whole`: the merged result of all blocks of these queries, with out in q's dtype."""
     if queries.within(keys) == "none":
         return Gradients.zeros(q_BHLC, k_BKSC, v_BKSC, bias)
     k_BHSC, v_BHSC = (repeated(x, q_BHLC.shape[1]) for x in (k_BKSC, v_BKSC))
     kv_heads = k_BKSC.shape[1]
     if _flash(q_BHLC, queries, keys, bias):
-        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")  # as its forward pass lays it
+        lse_BHL = rearrange(rearrange(whole.lse_BHL, "b h l -> b l h").contiguous(), "b l h -> b h l")  # the forward kernel's memory layout
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_BHLC, q_BHLC, k_BHSC, v_BHSC, whole.out_BHLC, lse_BHL, 0.0, triangle
         )
@@ -195,30 +193,30 @@ def attend_backward(
     dq = torch.empty_like(q_BHLC)
     dk, dv = torch.zeros_like(k_BHSC, dtype=wide), torch.zeros_like(v_BHSC, dtype=wide)
     table = None if bias is None else torch.zeros_like(bias.table_UH)
-    for run in _runs(q_BHLC.shape[2]):
-        q, grad, lse = q_BHLC[:, :, run], grad_BHLC[:, :, run], whole.lse_BHL[:, :, run]
-        score = _masked(scores(q, k_BHSC, queries=queries[run], keys=keys, bias=bias), triangle=triangle, first=run.start)
+    for chunk in _query_chunks(q_BHLC.shape[2]):
+        q, grad, lse = q_BHLC[:, :, chunk], grad_BHLC[:, :, chunk], whole.lse_BHL[:, :, chunk]
+        score = _masked(scores(q, k_BHSC, queries=queries[chunk], keys=keys, bias=bias), triangle=triangle, first=chunk.start)
         weight = (score - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
         dv += weight.to(grad.dtype).mT @ grad
-        dscore = weight * ((grad @ v_BHSC.mT).to(wide) - delta_BHL[:, :, run].unsqueeze(-1))
-        dq[:, :, run] = dscore.to(q.dtype) @ k_BHSC * scale
+        dscore = weight * ((grad @ v_BHSC.mT).to(wide) - delta_BHL[:, :, chunk].unsqueeze(-1))
+        dq[:, :, chunk] = dscore.to(q.dtype) @ k_BHSC * scale
         dk += dscore.to(q.dtype).mT @ q * scale
         if bias is not None and table is not None:
-            table += of_table(bias, dscore, queries=queries[run], keys=keys)
+            table += of_table(bias, dscore, queries=queries[chunk], keys=keys)
     return Gradients(dq, summed(dk, kv_heads), summed(dv, kv_heads), table)
 
 
 def _flash(q: Tensor, queries: Tokens, keys: Tokens, bias: Bias | None) -> bool:
-    """Whether torch has a kernel for the block that tells the lse."""
+    """Return whether torch has a kernel for the block that also returns the lse."""
     return q.device.type == "cpu" and bias is None and queries.document_BS is None and queries.within(keys) == "all"
 
 
-def _runs(size: int) -> Iterator[slice]:
+def _query_chunks(size: int) -> Iterator[slice]:
     return (slice(start, min(size, start + QUERIES)) for start in range(0, size, QUERIES))
 
 
 def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bias: Bias | None) -> Tensor:
-    """Wide [B, H, L, S], with -inf where the documents differ, and outside of the window."""
+    """Return scores [B, H, L, S], fp32 or wider, with -inf for pairs of different documents or outside the window."""
     score: Tensor = (q_BHLC @ k_BHSC.mT).to(wide_dtype(q_BHLC)) * q_BHLC.shape[-1] ** -0.5
     if bias is not None:
         score += rearrange(bias.table_UH[bias.bucket(queries.place_L, keys.place_L)], "l s h -> h l s")
@@ -232,19 +230,19 @@ def scores(q_BHLC: Tensor, k_BHSC: Tensor, *, queries: Tokens, keys: Tokens, bia
 
 
 def of_table(bias: Bias, dscore_BHLS: Tensor, *, queries: Tokens, keys: Tokens) -> Tensor:
-    """The gradient of the bias table from that of the scores, in the table's dtype."""
+    """Return the gradient of the bias table, given the scores' gradient, in the table's dtype."""
     row_N = bias.bucket(queries.place_L, keys.place_L).flatten()
     of_pairs: Tensor = reduce(dscore_BHLS, "b h l s -> (l s) h", "sum").to(bias.table_UH.dtype)
     return torch.zeros_like(bias.table_UH).index_add_(0, row_N, of_pairs)
 
 
 def repeated(x_BKSC: Tensor, heads: int) -> Tensor:
-    """Key-value heads for so many heads of queries: each serves a run of them."""
+    """Repeat key-value heads to `heads` heads: each serves consecutive query heads."""
     return x_BKSC if x_BKSC.shape[1] == heads else x_BKSC.repeat_interleave(heads // x_BKSC.shape[1], dim=1)
 
 
 def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
-    """Over the heads of queries that one key-value head serves."""
+    """Sum over the query heads that each key-value head serves: [B, H, S, C] to [B, K, S, C]."""
     if x_BHSC.shape[1] == kv_heads:
         return x_BHSC
     found: Tensor = reduce(x_BHSC, "b (k g) s c -> b k s c", "sum", k=kv_heads)
@@ -252,7 +250,7 @@ def summed(x_BHSC: Tensor, kv_heads: int) -> Tensor:
 
 
 def _masked(score_BHLS: Tensor, *, triangle: bool, first: int) -> Tensor:
-    """`first`: which query of the block is the first of these."""
+    """Mask scores of a triangle in place with -inf. `first`: index in the block of the first query."""
     if not triangle:
         return score_BHLS
     place_L = torch.arange(first, first + score_BHLS.shape[2], device=score_BHLS.device)

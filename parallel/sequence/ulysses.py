@@ -1,14 +1,15 @@
-"""DeepSpeed-Ulysses: ranks trade heads for tokens, so that each attends to whole sequences with its share of the heads.
+"""DeepSpeed-Ulysses: ranks exchange heads for tokens, so that each computes attention over whole sequences for some heads.
 
-    before     rank 0: heads 0 1 2 3 of places 0 .. 5       rank 1: heads 0 1 2 3 of places 6 .. 11
-    between    rank 0: heads 0 1 of places 0 .. 11          rank 1: heads 2 3 of places 0 .. 11       any attention runs here: `inside`
+    before     rank 0: heads 0 1 2 3 of positions 0 .. 5       rank 1: heads 0 1 2 3 of positions 6 .. 11
+    inside     rank 0: heads 0 1 of positions 0 .. 11          rank 1: heads 2 3 of positions 0 .. 11       any attention: `inside`
     after      as before
 
-Each of the N ranks sends (N - 1) / N of its q, k, v and of its output, in four all-to-alls forward and four backward: with as many
-key-value heads as heads 4 B (L / N) H C (N - 1) / N elements each way. More ranks make that less, where a ring's ranks send the same.
+Each of the N ranks sends (N - 1) / N of its q, k, v and output, in four all-to-alls forward and four backward. With as many key-value
+heads as query heads, this is 4 B (L / N) H C (N - 1) / N elements each way: less with more ranks, whereas a ring's ranks send
+the same.
 
-Key-value heads that the ranks cannot share out are sent to every rank whose heads of queries they serve, and their gradients
-are summed. `inside` may be a ring over other ranks, which makes it sequence parallelism in two dimensions (USP, arXiv 2405.07719).
+If the ranks do not divide the key-value heads, each rank gets the heads that its query heads need, and gradients are summed. `inside`
+may be a ring over other ranks: sequence parallelism in two dimensions (USP, arXiv 2405.07719).
 
 Source: Jacobs et al., arXiv 2309.14509.
 """
@@ -27,12 +28,12 @@ from parallel.collectives import all_to_all
 from parallel.mesh import Axis
 from parallel.sequence.softmax import Bias
 
-# B batch, L tokens held here, S = N L those of the N ranks, H heads of queries, K of keys and values, C channels of a head
+# B batch, L tokens held here, S = N L tokens of the N ranks, H heads of queries, K heads of keys and values, C channels of a head
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Over the ranks of `axis`, each of which holds a run of the places that `inside` expects."""
+    """Ulysses over the ranks of `axis`, each of which holds a chunk of the positions that `inside` expects."""
 
     axis: Axis
     inside: Callable[..., Tensor]
@@ -40,7 +41,10 @@ class Ulysses:
     def __call__(
         self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **beside: Any
     ) -> Tensor:
-        """What these queries take from all ranks' keys, in q's shape and dtype; `beside`: what else `inside` is told. Collective."""
+        """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
+
+        `beside`: further arguments of `inside`.
+        """
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
         if sink_H is not None:
@@ -50,7 +54,7 @@ class Ulysses:
         return self._tokens_for_heads(self.inside(q, k, v, bias=bias, sink_H=sink_H, **beside))
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
-        """As many key-value heads as the ranks can share out, each repeated as often as need be."""
+        """Repeat key-value heads until the ranks divide their number."""
         heads = x_BKLC.shape[1]
         return x_BKLC.repeat_interleave(math.lcm(heads, self.axis.size) // heads, dim=1)
 
@@ -63,6 +67,6 @@ class Ulysses:
         return rearrange(self._exchange(parts), "n b h l c -> b (n h) l c")
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i to rank i."""
+        """Send parts[i] to rank i; return the parts received."""
         each = [1] * self.axis.size
         return all_to_all(parts.contiguous(), self.axis, send=each, receive=each)
