@@ -364,7 +364,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        ctx.flight.land()  # `grad` is what _Finish was given; what it sent for has come
+        ctx.flight.land()  # `grad` is unused: the received gradients are in the buffer
         back, ctx.flight.buffer = ctx.flight.buffer, None
         return back, None
 

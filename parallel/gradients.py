@@ -25,7 +25,7 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Sum gradients in place over the ranks whose copies saw other tokens. Collective: all ranks must pass the same names."""
+    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 

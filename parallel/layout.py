@@ -64,9 +64,9 @@ class Layout:
     `family`: a label by which gradient norms are grouped. `unstack`: a name with `{}`, if checkpoints store the entries of dim 0 as
     separate tensors (`layers.3.experts.{}.w1`), named by their global index. `placement`: the global index of each place along dim 0,
     if they are not in order. `tile`: the parameter is this tile of the tensor (parallel/data/tiling.py). `holders`: the pipeline stages
-    that hold it, if there are several (a tied embedding, Chimera's replicas). `alike`: axes whose ranks see the same tokens, so copies
-    have equal gradients; axes of other views, and axes that cut the parameter, are ignored. `uneven`: dims whose shards may differ
-    by one.
+    that hold it, if there are several (a tied embedding, Chimera's replicas). `alike`: axes along which ranks see the same tokens, so
+    copies have equal gradients; axes of other views, and axes that cut the parameter, are ignored. `uneven`: dims with shards that may
+    differ by one.
     """
 
     shape: tuple[int, ...]
@@ -97,11 +97,11 @@ class Layout:
         return tuple(axis for named in axes for axis in ((named,) if isinstance(named, str) else named))
 
     def copies(self) -> tuple[str, ...]:
-        """Return the axes whose ranks hold the same elements. Stages in `holders` hold them too."""
+        """Return the axes along which ranks hold the same elements. Stages in `holders` hold them too."""
         return tuple(a for a in self.view if a != "pp" and a not in self.cut_by())
 
     def summed_over(self) -> tuple[str, ...]:
-        """Return the axes over which gradients are summed: axes of `copies` whose ranks see other tokens. `holders` are summed too."""
+        """Return the axes over which gradients are summed: axes of `copies` without `alike`. Stages in `holders` are summed too."""
         return tuple(a for a in self.copies() if a not in self.alike)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class Layout:
 
 
 def dense(shape: tuple[int, ...], family: str = "dense", *, alike: tuple[str, ...] = ("tp",), holders: tuple[int, ...] = ()) -> Layout:
-    """Return the layout of a parameter that every rank of a stage holds whole. `alike`: axes whose ranks see the same tokens."""
+    """Return the layout of a parameter that every rank of a stage holds whole. `alike`: axes along which ranks see the same tokens."""
     return Layout(shape, {}, DENSE, family, holders=holders, alike=alike)
 
 

@@ -2,7 +2,7 @@
 
     DENSE    pp x dp  x sp x tp                      (tp varies fastest: neighbours share the fastest links)
     GRID     pp x dp  x sp_ring x sp_heads x tp_depth x tp_row x tp_col      tp as a grid: 1D n x 1, 2D q x q, 2.5D d grids of q x q,
-                                     3D a cube; sp as rings, whose neighbours split heads (sp_heads)
+                                     3D a cube; sp as rings of sp_ring ranks, and sp_heads neighbours that split heads
     HEADS    GRID with tp_row (or tp_col) cut into heads x copies, if that side has more ranks than key-value heads
     EXPERT   pp x edp x ep x etp                     (the dp*sp*tp ranks of a stage, arranged for experts)
     NODES    pp x edp x ep_outer x ep_inner x etp            ep between nodes and within a node, for exchanges in two steps
@@ -68,7 +68,8 @@ class Degrees:
 
     `ep_inner` (a divisor of ep): ranks of the ep axis on one node. `tp_col` and `tp_depth` make tp a grid: 2D has tp_col = q and
     tp = q * q, 2.5D also tp_depth = d, 3D has three sides of q. `tp_row_copies` neighbours on tp_row, or `tp_col_copies` on tp_col,
-    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses), inside the rings.
+    hold the same key-value head. `sp_heads` (a divisor of sp): neighbours that exchange heads for tokens (Ulysses); rings connect the
+    sp / sp_heads groups of such neighbours.
     """
 
     dp: int = 1

@@ -71,7 +71,7 @@ def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
 
 
 def _to_all(line: str, world: Axis) -> str:
-    """Return, on every rank, the line of the one rank whose line is not empty. Collective."""
+    """Return the line on every rank. It must be empty on all ranks but one. Collective."""
     nccl = world.size > 1 and dist.get_backend(world.group) == "nccl"
     text = line.encode(errors="backslashreplace")[:_LONGEST]  # a lone surrogate has no encoding
     sent = torch.zeros(_LONGEST, dtype=torch.int32, device="cuda" if nccl else "cpu")

@@ -1,1 +1,1 @@
-"""The decoder-only Transformer, dense or with experts; it runs alone, without a process group."""
+"""The Transformer, decoder or encoder-decoder, dense or with experts. It runs without a process group."""

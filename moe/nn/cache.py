@@ -7,7 +7,7 @@ In latent attention, the cached latents serve as keys and values of all heads (m
 the encoder's output are computed for the first token and reused.
 
 The cache replaces attention's `core`, cross attention's `products`, and the function that gathers document starts. All other
-operations of a layer treat each token alone, so the model can read a sequence piece by piece. For a MoE layer this is true only if
+operations of a layer treat each token separately, so the model can read a sequence piece by piece. For a MoE layer this is true only if
 tokens choose their experts and none is dropped.
 """
 

@@ -100,7 +100,7 @@ class Context:
 
     @staticmethod
     def fresh(tokens_BL: Tensor) -> Context:
-        """Make a context whose seed comes from torch's generator, for a model that is used alone."""
+        """Make a context with a seed from torch's generator, for a model without a trainer."""
         return Context.of(tokens_BL, seed=int(torch.randint(2**31, ()).item()))
 
     def with_whole_step(self, whole_step: Callable[[int, Tensor], Tensor] | None) -> Context:

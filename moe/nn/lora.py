@@ -39,6 +39,8 @@ TARGETS = {
 
 
 class Adapted(Protocol):
+    """A module that can have adapters."""
+
     def adapt(self, rank: int, scale: float) -> None:
         """Add parameters for B and A. Call it before first values are set."""
         ...
@@ -61,6 +63,7 @@ def freeze(model: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
+    """Return whether a parameter, by its module path, is an adapter's B or A."""
     return _ADAPTER.fullmatch(name.rpartition(".")[2]) is not None
 
 

@@ -67,7 +67,7 @@ class Others(Protocol):
         ...
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Return the targets of the tokens whose logits this rank computes."""
+        """Return the targets for the logits that this rank computes."""
         ...
 
     def scores(self, scores_2N: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Others(Protocol):
         ...
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss of this rank's tokens, given the loss of the tokens whose logits it computes."""
+        """Return the loss of this rank's tokens, given the loss of the logits that it computes."""
         ...
 
     def logits(self, logits: Tensor) -> Tensor:

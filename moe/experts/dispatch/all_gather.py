@@ -23,6 +23,8 @@ from parallel.mesh import Axis
 
 
 class AllGather:
+    """Dispatcher: all-gather of tokens over `axis` (ep), reduce-scatter of results."""
+
     def __init__(self, axis: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None) -> None:
         self.axis, self.network, self.placement = axis, network, placement
         self.kernels = choose(kernels)

@@ -30,12 +30,16 @@ class Dropout:
 
 
 class Dispatcher(Protocol):
+    """The interface of dispatchers."""
+
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         """Sum gate * expert(x) over each token's kept choices: [T, D] in x's dtype. A token without kept choices gets zeros."""
         ...
 
 
 class Network(Protocol):
+    """The function of a dispatcher that computes the held experts: `whole`, or `Split` over etp."""
+
     def __call__(
         self,
         rows_RD: Tensor,

@@ -41,6 +41,8 @@ class Chunk:
 
 
 class Chunked:
+    """Dispatcher: all-to-all over `axis` (ep) in `chunks` chunks of the held experts."""
+
     def __init__(
         self, axis: Axis, chunks: int, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None
     ) -> None:

@@ -27,7 +27,7 @@ from parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class Step:
-    """One of the two exchanges. `order_R` sorts received rows for the next step: by destination, at last by expert."""
+    """One of the two exchanges. `order_R` sorts received rows: by destination node after the first step, by expert after the second."""
 
     axis: Axis
     send: list[int]

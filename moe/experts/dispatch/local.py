@@ -10,6 +10,8 @@ from moe.router.router import Routing
 
 
 class Local:
+    """Dispatcher of a rank that holds all experts."""
+
     def run(self, x_TD: Tensor, routing: Routing, experts: Experts, *, dropout: Dropout | None = None) -> Tensor:
         plan = experts.kernels.plan(routing.expert_TK, routing.kept_TK, num_experts=routing.probs_TE.shape[1])
         dropped_RF = None if dropout is None else dropout.scale(dropout.position_T[plan.token_R])

@@ -41,6 +41,8 @@ class Sent:
 
 
 class Padded:
+    """Dispatcher: all-to-all of equal blocks over `axis` (ep)."""
+
     def __init__(self, axis: Axis, kernels: str = "auto", *, network: Network = whole, placement: tuple[int, ...] | None = None) -> None:
         self.axis, self.network, self.placement = axis, network, placement
         self.kernels = choose(kernels)
