@@ -394,7 +394,10 @@ class _Shift(torch.autograd.Function):
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient."""
+    """Sum over the axis forward, identity backward: every rank has the same sum and the same gradient.
+
+    Example: `y = all_reduce(partial_y, mesh.axis("tp"))`.
+    """
     out: Tensor = tensor if axis.size == 1 else _AllReduce.apply(tensor, axis)
     return out
 

@@ -25,7 +25,10 @@ _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of fp32: large enough for the link, small
 
 
 def sum_gradients(grads: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names."""
+    """Sum gradients in place over each layout's summed_over(). Collective: all ranks must pass the same names.
+
+    Example: `sum_gradients({name: p.grad for name, p in model.named_parameters()}, layouts, mesh)`.
+    """
     _sum(grads, lambda name: data_axis(layouts[name], mesh))
 
 

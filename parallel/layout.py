@@ -60,6 +60,8 @@ class Tile:
 class Layout:
     """The layout on the mesh of one parameter with whole shape `shape`.
 
+    Example: `Layout((4, 6), {1: "tp"}, alike=()).region(mesh)` is (slice(0, 4), slice(3, 6)) on rank 1 of `Mesh.of(Degrees(tp=2), 1)`.
+
     `split`: tensor dim -> the axis that cuts it, or several axes, coarsest first. `view`: the axes to which the parameter belongs.
     `family`: a label by which gradient norms are grouped. `unstack`: a name with `{}`, if checkpoints store the entries of dim 0 as
     separate tensors (`layers.3.experts.{}.w1`), named by their global index. `placement`: the global index of each place along dim 0,

@@ -56,7 +56,10 @@ def agree(work: Callable[[], T], world: Axis, *, said: Callable[[BaseException],
 
 
 def of_all(work: Callable[[], T], world: Axis, *, what: str) -> T:
-    """Return work(). If it raises on any rank, raise BadInput on every rank. `what` names the work for errors that are no BadInput."""
+    """Return work(). If it raises on any rank, raise BadInput on every rank. `what` names the work for errors that are no BadInput.
+
+    Example: `of_all(lambda: read(path), everyone(world), what="reading the tokens")`. Collective.
+    """
 
     def said(error: BaseException) -> str:
         if isinstance(error, BadInput):

@@ -23,6 +23,8 @@ Value = TypeVar("Value")
 def recomputed(part: Callable[..., Value], *args: Any) -> Value:
     """Return part(*args). Its activations are computed again in the backward pass. Without gradients it is a plain call.
 
+    Example: `x_BLD, report = recomputed(block, x_BLD, context)`.
+
     Random numbers inside must be functions of the position (parallel/random.py), because torch's generator is not rewound. The second
     pass runs to the part's end, so that all ranks call the same collectives in the same order.
     """

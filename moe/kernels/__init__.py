@@ -33,7 +33,7 @@ _KERNELS: dict[str, ModuleType] = {"auto": auto, "reference": reference, "cpu": 
 def choose(name: str = "auto") -> ModuleType:
     """Return the module of kernels called `name`. Raise BadInput if the name is unknown, or if triton is not installed or has no GPU.
 
-    The package triton is imported only for `triton`.
+    The package triton is imported only for `triton`. Example: `choose("cpu").permute(x_TD, plan)`.
     """
     if name == "triton":
         return _triton()

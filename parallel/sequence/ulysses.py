@@ -39,11 +39,11 @@ class Ulysses:
     inside: Callable[..., Tensor]
 
     def __call__(
-        self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **beside: Any
+        self, q_BHLC: Tensor, k_BKLC: Tensor, v_BKLC: Tensor, *, bias: Bias | None = None, sink_H: Tensor | None = None, **options: Any
     ) -> Tensor:
         """Return the attention of this rank's queries to all ranks' keys, in q's shape and dtype. Collective.
 
-        `beside`: further arguments of `inside`.
+        `options`: further arguments of `inside`.
         """
         if bias is not None:
             bias = replace(bias, table_UH=bias.table_UH.chunk(self.axis.size, dim=1)[self.axis.index])
@@ -51,7 +51,7 @@ class Ulysses:
             sink_H = sink_H.chunk(self.axis.size)[self.axis.index]
         sent = (self._shareable(x) for x in (k_BKLC, v_BKLC))
         q, k, v = (self._heads_for_tokens(x) for x in (q_BHLC, *sent))
-        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, sink_H=sink_H, **beside))
+        return self._tokens_for_heads(self.inside(q, k, v, bias=bias, sink_H=sink_H, **options))
 
     def _shareable(self, x_BKLC: Tensor) -> Tensor:
         """Repeat key-value heads until the ranks divide their number."""
