@@ -12,8 +12,8 @@ Tensor parallelism gives each rank some heads; the module then returns a partial
 through which input and output pass once for all heads, or `products`, which can overlap communication with the products of q, k and v.
 With sequence parallelism between layers, `enter` gets a shard of the sequences; q, k and v are of whole sequences.
 
-A layer sees earlier tokens. In an encoder-decoder, `of` selects more: an encoder layer sees all tokens, a cross layer the encoder's
-output `source_BSD`. Logits are divided by sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
+A token sees itself and earlier tokens. In an encoder-decoder, `of` says more: in an encoder layer it sees all tokens, in a cross layer
+the encoder's output `source_BSD`. Logits are divided by sqrt(C), except in an encoder-decoder (T5). Rotary angles and the softmax are fp32.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def summed_loss(
 ) -> Tensor:
     """Project x and return the cross-entropy summed over tokens, fp32 or wider. PADDING targets do not count.
 
-    With one chunk, no tiles and whole rows this is `whole` of all logits. `recast` (as in Linear) needs one chunk and no tiles:
+    With one chunk, no tiles and whole rows this is `whole` of all logits, in fp32. `recast` (as in Linear) needs one chunk and no tiles:
     otherwise the matrix's gradient is never deferred, because it needs logits, which are freed.
     """
     others, one_piece = _others(matrix), chunks == 1 and not isinstance(matrix, Tiled)

@@ -60,15 +60,15 @@ class Padded:
     def _plan(self, routing: Routing) -> Sent:
         plan = plan_rows(self.kernels, routing, placement=self.placement)
         slots = self._slots(routing, plan)
-        theirs_PE = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
-        ranks, held = theirs_PE.shape
+        receive_PE = exchange_counts(plan.counts_E.view(self.axis.size, -1), self.axis)
+        ranks, held = receive_PE.shape
         start_E = plan.counts_E.new_tensor(range(ranks * held)) * slots
         return Sent(
             plan,
-            theirs_PE.sum(0).tolist(),
+            receive_PE.sum(0).tolist(),
             [held * slots] * ranks,
             runs(plan.counts_E, start_E),
-            runs(theirs_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
+            runs(receive_PE.t().flatten(), start_E.view(ranks, held).t().flatten()),
         )
 
     def _slots(self, routing: Routing, plan: Plan) -> int:
