@@ -1,10 +1,11 @@
 """The planner against tables of measured runs, one row a table: predicted memory (planner_memory.py) and time (planner_choice.py).
 
-`moe bench planner --tables FOLDER --json FILE` reads every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with
-their reason, tables of other columns are named with what they lack. Without --tables it runs a small recipe under each kind on this
-machine and compares the bytes that torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs
-(planner_published.py), with `--only speed` it measures how long planning them takes (planner_speed.py), and with `--only orders` it holds
-searched orders of actions against the zero-bubble paper's (planner_orders.py).
+`moe bench planner --only tables --json FILE` reads the published measurements of a checkout (tests/planner/tables/), `--tables FOLDER`
+those of another folder: every CSV there (moe/bench/tables.py). Lines that cannot be used are counted with their reason, tables of other
+columns are named with what they lack. Without either it runs a small recipe under each kind on this machine and compares the bytes that
+torch holds (planner_runs.py); with `--only published` it prices the layouts of well-known runs (planner_published.py), with `--only speed`
+it measures how long planning them takes (planner_speed.py), and with `--only orders` it holds searched orders of actions against the
+zero-bubble paper's (planner_orders.py).
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ from moe.bench.tables import Table, read_folder
 from moe.launch import exit_codes
 from moe.records.results import write_json
 
+TABLES = Path(__file__).resolve().parents[2] / "tests/planner/tables"  # of a checkout; an installed package has none
 HEAD = f"{'table':<42}{'rows':>6}{'memory of':>11}{'kind':>12}{'median':>9}{'p90':>9}{'fits':>12}{'no memory':>11}{'formula':>9}"
 
 
 def main(*, tables: str | None = None, only: str | None = None, json: str | None = None) -> int:
     """Returns 1 if a published formula is not met, or a run here differs by more than a tenth; other errors are printed and written.
 
-    `only`: cases of the runs here whose name has it, such as zero; or `published`, the runs of recipes/published/, `speed`, the time that
-    planning them takes, or `orders`, searched orders of actions against a rival's.
+    `only`: cases of the runs here whose name has it, such as zero; or `tables`, the published tables of this checkout, `published`, the
+    runs of recipes/published/, `speed`, the time that planning them takes, or `orders`, searched orders of actions against a rival's.
     """
-    named = {"published": planner_published.rows, "speed": planner_speed.rows, "orders": planner_orders.rows}
+    named = {
+        "tables": lambda: table_rows(TABLES),
+        "published": planner_published.rows,
+        "speed": planner_speed.rows,
+        "orders": planner_orders.rows,
+    }
     of_runs = named.get(only or "", lambda: _runs(only))
-    rows = of_runs() if tables is None else _tables(tables)
+    rows = of_runs() if tables is None else table_rows(tables)
     if json:
         write_json(json, verb="bench planner", rows=rows)
     return exit_codes.of(all(row["passed"] for row in rows))
@@ -40,7 +47,8 @@ def _runs(only: str | None) -> list[dict[str, Any]]:
     return planner_runs.rows(only)
 
 
-def _tables(tables: str) -> list[dict[str, Any]]:
+def table_rows(tables: str | Path) -> list[dict[str, Any]]:
+    """Print and return a row for each table of the folder. Raises BadInput for a folder without tables."""
     read = read_folder(tables)
     print(HEAD)
     rows = []

@@ -44,6 +44,15 @@ def test_recipes_page_has_every_key_with_its_default() -> None:
     assert {key: json.loads(text) for key, text in rows} == flat(Run())
 
 
+def test_errors_by_table_are_those_that_the_planner_has() -> None:
+    """A page may say the range over published tables, as `3.0 to 58.4 % ... by table`: it is that of the JSON, for time or for memory."""
+    rows = json.loads((ROOT / "docs/benchmarks/planner-tables.json").read_text(encoding="utf-8"))["rows"]
+    time, memory = [row["time"]["mean"] for row in rows if row["time"]], [row["memory_error_median"] for row in rows if row["memory_rows"]]
+    true = {tuple(f"{100 * end:.1f}" for end in (min(of), max(of))) for of in (time, memory)}
+    said = {page.name: re.findall(r"([\d.]+) to ([\d.]+) % [^.;|]*by table", page.read_text(encoding="utf-8")) for page in PAGES}
+    assert {name: ends for name, ends in said.items() if set(ends) - true} == {}
+
+
 def test_cli_page_has_every_exit_code() -> None:
     rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/use/cli.md").read_text(encoding="utf-8"), flags=re.M)
     assert sorted(map(int, rows)) == sorted(code for code in vars(exit_codes).values() if isinstance(code, int))
