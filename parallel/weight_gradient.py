@@ -71,6 +71,15 @@ def owed_for(*weights: Tensor) -> Owed | None:
     return _open[0] if _open and all(w.requires_grad and (w.is_leaf or _is_view(w)) for w in weights) else None
 
 
+def if_later(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the weights to keep as an attribute of ctx; nothing if their gradients cannot be deferred.
+
+    An attribute lives as long as ctx. A saved tensor lives until the backward pass or, with recomputation, the end of the forward pass.
+    So a weight that was made for one pass must not be an attribute.
+    """
+    return weights if all(w is None or w.is_leaf or _is_view(w) for w in weights) else ()
+
+
 def _is_view(weight: Tensor) -> bool:
     return weight._base is not None and weight._base.is_leaf
 

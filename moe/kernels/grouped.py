@@ -27,7 +27,7 @@ from moe.kernels.activation import activate, activate_backward
 from moe.kernels.plan import Plan
 from moe.kernels.rows import combine, permute
 from parallel.precision import gradient_dtype
-from parallel.weight_gradient import Owed, owed_for
+from parallel.weight_gradient import Owed, if_later, owed_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -209,7 +209,7 @@ class _Network(torch.autograd.Function):
         x_ND, _, w1, w2, w3, b1, b3, _, rows, ffn, swiglu = given
         out, kept = _network(*given, keep=True)
         ctx.save_for_backward(x_ND, kept.gate_Q, w1, w2, w3, kept.mask_QF, kept.h_QF, kept.g_QF)
-        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, (w1, w2, w3), (b1, b3)
+        ctx.rows, ctx.ffn, ctx.swiglu, ctx.weights, ctx.biases = rows, ffn, swiglu, if_later(w1, w2, w3), (b1, b3)
         return out
 
     @staticmethod
@@ -221,8 +221,9 @@ class _Network(torch.autograd.Function):
         grad_gate_Q = None if gate_Q is None else torch.empty_like(gate_Q)
         grad_b1, grad_b3 = (None if bias is None else _empty_bias_gradient(bias) for bias in ctx.biases)
         euler = ctx.ffn == "relu" and gate_Q is not None and grad_b1 is None
-        owed, deferred = owed_for(*(w for w in ctx.weights if w is not None)), list[_Deferred]()
-        trained = [w if needed else None for w, needed in zip(ctx.weights, ctx.needs_input_grad[2:5], strict=True)]
+        weights = ctx.weights or (w1, w2, w3)
+        owed, deferred = owed_for(*(w for w in weights if w is not None)), list[_Deferred]()
+        trained = [w if needed else None for w, needed in zip(weights, ctx.needs_input_grad[2:5], strict=True)]
         grads = [None] * 3 if owed is not None else _gradients(trained, rows)
         for b in rows.blocks:
             h, g = h_QF[b.padded], None if g_QF is None else g_QF[b.padded]
@@ -258,7 +259,7 @@ class _Network(torch.autograd.Function):
                 deferred.append(_Deferred(b, a, grad_h, grad_g))
             _put(grad_x, back, rows, b, gate_Q)
         if owed is not None:
-            _defer(owed, ctx.weights, x_ND, grad_out, gate_Q, rows, deferred)
+            _defer(owed, weights, x_ND, grad_out, gate_Q, rows, deferred)
         grad_gate_R = grad_gate_Q if rows.place_R is None or grad_gate_Q is None else grad_gate_Q.index_select(0, rows.place_R)
         return grad_x.to(x_ND.dtype), grad_gate_R, *grads, grad_b1, grad_b3, None, None, None, None
 

@@ -24,7 +24,7 @@ from moe.kernels.plan import Plan
 from moe.kernels.triton import gemm, moves
 from moe.kernels.triton.device import Tile, check_dtype, hopper, most_rows, on, rows_each, tile
 from moe.kernels.triton.rows import total
-from parallel.weight_gradient import Owed, owed_for
+from parallel.weight_gradient import Owed, if_later, owed_for
 
 if TYPE_CHECKING:
     from moe.recipe.sections import Swiglu
@@ -214,7 +214,7 @@ class _Network(torch.autograd.Function):
         y_RD = product(a, _cast(w2, x_TD), rows, turned=False)
         if keep:
             ctx.save_for_backward(x_TD, gate_TK, w1, w2, w3, scale_RF, h, g)
-            ctx.rows, ctx.form, ctx.weights, ctx.biases = rows, form, (w1, w2, w3), biases
+            ctx.rows, ctx.form, ctx.weights, ctx.biases = rows, form, if_later(w1, w2, w3), biases
         return y_RD if rows.plan is None else total(y_RD, rows.plan.row_TK, gate_TK)
 
     @staticmethod
@@ -226,9 +226,10 @@ class _Network(torch.autograd.Function):
         grad_h, grad_g, a_gated, grad_gate = back(grad_out, _cast(w2, x_TD), gate_TK, scale_RF, h, g, rows, form=ctx.form)
         grad_b1, grad_b3 = bias_gradients(grad_h, grad_g, ctx.biases, rows)
         grad_w1 = grad_w2 = grad_w3 = grad_x = None
-        owed = owed_for(*(w for w in ctx.weights if w is not None))
+        weights = ctx.weights or (w1, w2, w3)
+        owed = owed_for(*(w for w in weights if w is not None))
         if owed is not None:
-            _defer(owed, ctx.weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
+            _defer(owed, weights, x_TD, a_gated, grad_out, grad_h, grad_g, rows)
         elif ctx.needs_input_grad[3]:
             grad_w2, _ = weight_gradients(a_gated, grad_out, None, w2, rows, gathered="right")
         del a_gated
